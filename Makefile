@@ -1,0 +1,37 @@
+# The entire developer interface. `make demo` and `make test` work as the first command on a machine with Python and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench install lint clean
+
+install: $(STAMP)  ## create .venv and install everything, pinned
+
+$(STAMP): pyproject.toml constraints.txt hatch_build.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; under five minutes
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP)  ## every test, nothing skipped
+	tests/system-packages.sh
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test  ## what CI runs
+
+bench: $(STAMP)  ## every benchmark, JSON under benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) dist build
