@@ -1,0 +1,28 @@
+"""Runs the migrations; Alembic finds this folder through `[tool.alembic]` or `tula_service.store.schema`."""
+
+from __future__ import annotations
+
+import os
+
+from alembic import context
+
+from tula_service.store.engine import open_engine
+from tula_service.store.tables import METADATA
+
+
+def run() -> None:
+    """Migrate through the connection that the service hands over, or (on the command line) through TULA_DATABASE."""
+    connection = context.config.attributes.get("connection")
+    if connection is not None:
+        context.configure(connection=connection, target_metadata=METADATA, transaction_per_migration=False)
+        with context.begin_transaction():
+            context.run_migrations()
+        return
+    engine = open_engine(os.environ.get("TULA_DATABASE", "tula.db"))
+    with engine.begin() as own:
+        context.configure(connection=own, target_metadata=METADATA)
+        context.run_migrations()
+    engine.dispose()
+
+
+run()

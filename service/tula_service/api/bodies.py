@@ -1,0 +1,139 @@
+"""Reading bodies: JSON or MessagePack, plain, gzip or zstd, with limits before and after decompression."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeVar
+
+import msgpack
+import zstandard
+from fastapi import Depends, Request
+from pydantic import BaseModel
+
+from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
+from tula_service.settings import Settings
+
+__all__ = ["JSON", "MSGPACK", "Body", "RawBody", "decompress", "parse", "request_body", "unpack"]
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
+_MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body as it was sent, with what its headers say of it; `plain` is not yet computed when it is compressed."""
+
+    content_type: str
+    encoding: str
+    sent: bytes
+    limit: int
+
+    def plain(self) -> bytes:
+        """The body without compression. Raises TooLarge, UnsupportedMedia or InvalidInput."""
+        return decompress(self.sent, self.encoding, self.limit)
+
+
+async def _raw_body(request: Request) -> Body:
+    """Read the body up to the limit; media type and encoding are checked before a byte is read."""
+    settings: Settings = request.app.state.services.settings
+    headers = request.headers
+    content_type = headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if content_type in _MSGPACK_NAMES:
+        content_type = MSGPACK
+    elif content_type != JSON:
+        raise UnsupportedMedia(f"Content-Type {content_type!r} is not read here: send {JSON} or {MSGPACK}.")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in _DECOMPRESSORS:
+        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not read here: send gzip, zstd or none.")
+    limit = settings.max_body_bytes
+    declared = headers.get("content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit, "as sent")
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit, "as sent")
+        pieces.append(piece)
+    return Body(content_type, encoding, b"".join(pieces), settings.max_decompressed_bytes)
+
+
+RawBody = Annotated[Body, Depends(_raw_body)]
+"""The request's body, read but not yet decompressed or parsed: those cost time and happen in the endpoint's thread."""
+
+
+def parse(model: type[M], body: Body) -> M:
+    """The body as a wire model. Raises pydantic.ValidationError and what `Body.plain` raises."""
+    plain = body.plain()
+    if body.content_type == JSON:
+        return model.model_validate_json(plain)
+    return model.model_validate(unpack(plain))
+
+
+def unpack(plain: bytes) -> Any:
+    """MessagePack to plain objects; byte strings stay bytes. Raises InvalidInput."""
+    try:
+        return msgpack.unpackb(plain, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
+
+
+def decompress(sent: bytes, encoding: str, limit: int) -> bytes:
+    """Undo a content encoding, never holding more than `limit` bytes. Raises TooLarge, InvalidInput."""
+    return _DECOMPRESSORS[encoding](sent, limit)
+
+
+def request_body(model: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that is read by `RawBody`."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content = {JSON: {"schema": schema}, MSGPACK: {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _identity(sent: bytes, limit: int) -> bytes:
+    if len(sent) > limit:
+        raise _too_large(limit, "")
+    return sent
+
+
+def _gzip(sent: bytes, limit: int) -> bytes:
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        plain = stream.decompress(sent, limit + 1)
+    except zlib.error as error:
+        raise _corrupt("gzip") from error
+    if len(plain) > limit:
+        raise _too_large(limit, "after decompression")
+    if not stream.eof or stream.unused_data:
+        raise _corrupt("gzip")
+    return plain
+
+
+def _zstd(sent: bytes, limit: int) -> bytes:
+    stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(sent)
+    try:
+        plain = stream.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise _corrupt("zstd") from error
+    if len(plain) > limit:
+        raise _too_large(limit, "after decompression")
+    if sent and not plain:
+        raise _corrupt("zstd")
+    return bytes(plain)
+
+
+_DECOMPRESSORS: Final[dict[str, Callable[[bytes, int], bytes]]] = {"identity": _identity, "gzip": _gzip, "zstd": _zstd}
+
+
+def _too_large(limit: int, when: str) -> TooLarge:
+    return TooLarge(f"The body is larger than {limit} bytes {when}: send smaller batches.".replace("  ", " "))
+
+
+def _corrupt(encoding: str) -> InvalidInput:
+    return InvalidInput(f"The body is not one whole {encoding} stream: compress it again.", field="body")

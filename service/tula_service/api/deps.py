@@ -1,0 +1,122 @@
+"""What endpoints ask for: the services of this application, and who is calling."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from tula_service.api.metric_set import Metrics
+from tula_service.api.security.limiter import Limiter
+from tula_service.api.security.scopes import is_ingest, required_scopes
+from tula_service.errors import Forbidden, Unauthenticated
+from tula_service.settings import Settings
+from tula_service.store import Store
+from tula_service.usecases.access import Access, Principal
+from tula_service.usecases.ingest import Ingest
+
+__all__ = ["Caller", "Current", "Services", "authenticate", "error_answers", "services"]
+
+_SAFE: Final = frozenset({"GET", "HEAD"})
+_LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything that a request may need, built once in `create_app`."""
+
+    settings: Settings
+    store: Store
+    access: Access
+    limiter: Limiter
+    metrics: Metrics
+    ingest: Ingest
+
+
+async def services(request: Request) -> Services:
+    """The application's services; async, since a plain function would cost a hop to a thread."""
+    found: Services = request.app.state.services
+    return found
+
+
+async def authenticate(request: Request) -> Principal:
+    """Who is calling; every route but the probes stands behind this.
+
+    Takes `Authorization: Bearer TOKEN`, and for reading also `Basic` with the token as password, which is what a
+    browser or a scraper sends. Raises Unauthenticated, Forbidden, or Busy.
+    """
+    have: Services = request.app.state.services
+    secret = _secret(request)
+    if secret is None:
+        principal = have.access.tokenless_now()
+        if principal is None:
+            principal = await run_in_threadpool(have.access.tokenless)
+        if principal is None:
+            raise Unauthenticated("A token is needed: send `Authorization: Bearer TOKEN` (see `tula token create`).")
+        _refuse_strangers(request)
+    else:
+        principal = have.access.remembered(secret)
+        if principal is None:
+            have.limiter.admit_guess(request.client.host if request.client else "unknown")
+            principal = await run_in_threadpool(have.access.authenticate, secret)
+    route = getattr(request.scope.get("route"), "path", "")
+    request.scope["tula.principal"] = principal
+    if principal.scope not in required_scopes(request.method, route):
+        raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
+    have.limiter.admit(principal, ingest=is_ingest(request.method, route))
+    return principal
+
+
+def _secret(request: Request) -> str | None:
+    header = request.headers.get("authorization")
+    if header is None:
+        return None
+    scheme, _, rest = header.partition(" ")
+    if scheme.lower() == "bearer" and rest.strip():
+        return rest.strip()
+    if scheme.lower() == "basic" and request.method in _SAFE:
+        try:
+            decoded = base64.b64decode(rest.strip(), validate=True).decode("utf-8")
+        except (binascii.Error, UnicodeDecodeError):
+            decoded = ""
+        _, _, password = decoded.partition(":")
+        if password:
+            return password
+    raise Unauthenticated("The Authorization header cannot be read: send `Authorization: Bearer TOKEN`.")
+
+
+def _refuse_strangers(request: Request) -> None:
+    """Without a token only this machine's own user may pass: no proxied request, no page of another site."""
+    headers = request.headers
+    host = headers.get("host", "")
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    origin = headers.get("origin")
+    foreign = (
+        name not in _LOCAL_HOSTS
+        or "x-forwarded-for" in headers
+        or "forwarded" in headers
+        or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+        or (origin is not None and origin.split("://", 1)[-1] != host)
+    )
+    if foreign:
+        raise Unauthenticated("Without a token only this machine is served: create one with `tula token create`.")
+
+
+Current = Annotated[Services, Depends(services)]
+"""The application's services, as an endpoint's parameter."""
+
+Caller = Annotated[Principal, Depends(authenticate)]
+"""Who is calling, as an endpoint's parameter; resolved once a request."""
+
+
+def error_answers() -> dict[int | str, dict[str, Any]]:
+    """The error answers of every route, for the OpenAPI document."""
+    content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {
+        "4XX": {"description": "A problem document that says what to do.", "content": content},
+        "5XX": {"description": "A problem document; nothing was stored.", "content": content},
+    }

@@ -1,0 +1,33 @@
+"""`/healthz` and `/readyz`: is the process alive, and can it work."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from tula_service.api.deps import Current
+from tula_service.usecases.readiness import check_ready
+from tula_wire import routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["operations"])
+
+
+class Status(BaseModel):
+    """A probe's answer."""
+
+    status: str
+
+
+@router.get(routes.HEALTH)
+def get_health() -> Status:
+    """Alive: says nothing of the database, so that an outage there does not restart the process."""
+    return Status(status="ok")
+
+
+@router.get(routes.READY)
+def get_ready(have: Current) -> Status:
+    """Ready: the database answers and its schema is the one this version needs; 503 otherwise."""
+    check_ready(have.store)
+    return Status(status="ready")

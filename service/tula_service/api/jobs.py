@@ -1,0 +1,61 @@
+"""`/v1/jobs`: register, list, read, change and delete jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from tula_service.api.deps import Caller, Current
+from tula_service.usecases import register, retention
+from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["jobs"])
+
+
+@router.post(routes.JOBS, status_code=201)
+def post_job(
+    spec: JobSpec,
+    caller: Caller,
+    have: Current,
+    idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
+) -> JobCreated:
+    """Register a job, or find the one with the same specification: what to run now, and what to profile next."""
+    return register.register(have.store, caller, spec, idempotency_key=idempotency_key)
+
+
+@router.get(routes.JOBS)
+def get_jobs(
+    caller: Caller,
+    have: Current,
+    search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
+    state: JobState | None = None,
+    archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
+    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+) -> JobPage:
+    """Jobs, newest first."""
+    return register.list_jobs(
+        have.store, caller, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
+    )
+
+
+@router.get(routes.JOB)
+def get_job(job_id: str, caller: Caller, have: Current) -> Job:
+    """A job with its specification and plan."""
+    return register.get(have.store, caller, job_id)
+
+
+@router.patch(routes.JOB)
+def patch_job(job_id: str, patch: JobPatch, caller: Caller, have: Current) -> Job:
+    """Change objective, limits or prices, or archive; plan and recommendation follow."""
+    return register.change(have.store, caller, job_id, patch)
+
+
+@router.delete(routes.JOB, status_code=204)
+def delete_job(job_id: str, caller: Caller, have: Current) -> Response:
+    """Delete a job with all its data; there is no way back."""
+    retention.delete_job(have.store, caller, job_id)
+    return Response(status_code=204)

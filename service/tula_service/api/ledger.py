@@ -1,0 +1,21 @@
+"""`GET /v1/jobs/{job_id}/ledger`: past recommendations beside what then happened."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from tula_service.api.deps import Caller, Current
+from tula_service.usecases import ledger
+from tula_wire import Ledger, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["recommendation"])
+
+
+@router.get(routes.JOB_LEDGER)
+def get_ledger(job_id: str, caller: Caller, have: Current, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> Ledger:
+    """Predicted against measured, newest first; entries are never changed."""
+    return ledger.entries(have.store, caller, job_id, limit=limit)

@@ -1,0 +1,41 @@
+"""`GET /v1/jobs/{job_id}/predictions`: what-if, for one configuration or a grid."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from tula_service.api.deps import Caller, Current
+from tula_service.usecases import predict
+from tula_wire import Predictions, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["recommendation"])
+
+Counts = Annotated[list[Annotated[int, Query(ge=1, le=2**31 - 1)]], Query(max_length=64)]
+
+
+@router.get(routes.JOB_PREDICTIONS)
+def get_predictions(
+    job_id: str,
+    caller: Caller,
+    have: Current,
+    num_nodes: Counts = [],  # noqa: B006 - FastAPI copies defaults
+    global_batch_size: Counts = [],  # noqa: B006
+    local_batch_size: Counts = [],  # noqa: B006
+    instance_type: Annotated[list[str], Query(max_length=16)] = [],  # noqa: B006
+    usd_per_node_hour: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+    deadline_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+) -> Predictions:
+    """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
+    question = predict.WhatIf(
+        num_nodes=num_nodes,
+        global_batch_size=global_batch_size,
+        local_batch_size=local_batch_size,
+        instance_type=instance_type,
+        usd_per_node_hour=usd_per_node_hour,
+        deadline_s=deadline_s,
+    )
+    return predict.predictions(have.store, caller, job_id, question)

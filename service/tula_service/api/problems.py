@@ -1,0 +1,192 @@
+"""Every error as an RFC 9457 problem document: the one place where exceptions meet HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from tula_service import errors
+from tula_service.perfmodel.predict.observations import ObservationError
+from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
+
+__all__ = ["CHALLENGE", "field_errors", "install", "problem_response"]
+
+_LOG = logging.getLogger("tula.service")
+CHALLENGE = 'Bearer realm="tula", Basic realm="tula", charset="UTF-8"'
+"""A browser asks for a password (the token) on Basic; everything else sends Bearer."""
+
+_MOST_ERRORS = 20
+_STATUS: Mapping[type[errors.ServiceError], tuple[int, str, str]] = {
+    errors.InvalidInput: (422, ProblemType.INVALID, "Invalid input"),
+    errors.NotFound: (404, ProblemType.NOT_FOUND, "Not found"),
+    errors.Conflict: (409, ProblemType.CONFLICT, "Conflict"),
+    errors.Unauthenticated: (401, ProblemType.UNAUTHENTICATED, "Not authenticated"),
+    errors.Forbidden: (403, ProblemType.FORBIDDEN, "Forbidden"),
+    errors.TooLarge: (413, ProblemType.TOO_LARGE, "Too large"),
+    errors.UnsupportedMedia: (415, ProblemType.UNSUPPORTED_MEDIA, "Unsupported media type"),
+    errors.StoreUnavailable: (503, ProblemType.UNAVAILABLE, "Unavailable"),
+    errors.SchemaMismatch: (503, ProblemType.UNAVAILABLE, "Unavailable"),
+}
+_HTTP: Mapping[int, tuple[str, str, str]] = {
+    400: (ProblemType.INVALID, "Bad request", "The request cannot be read: check its body."),
+    404: (ProblemType.NOT_FOUND, "Not found", "There is nothing at this path: see /docs for the routes."),
+    405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
+    408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
+    413: (ProblemType.TOO_LARGE, "Too large", "The body is too large: send smaller batches."),
+}
+
+
+def install(app: FastAPI) -> None:
+    """Give the application one handler for each family of exceptions."""
+    app.add_exception_handler(errors.ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ValidationError, _on_validation_error)
+    app.add_exception_handler(ObservationError, _on_observation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def problem_response(
+    status: int,
+    kind: str,
+    title: str,
+    detail: str,
+    *,
+    field: str | None = None,
+    faults: Sequence[FieldError] = (),
+    request_id: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A problem document as a response."""
+    problem = Problem(
+        type=kind,
+        title=title,
+        status=status,
+        detail=detail,
+        field=field,
+        errors=list(faults),
+        request_id=request_id,
+    )
+    return Response(problem.model_dump_json(), status, headers, media_type=MEDIA_TYPE)
+
+
+def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
+    """Pydantic's errors as field and remedy, without ever repeating the input (it may hold a secret, or NaN)."""
+    return [
+        FieldError(field=_dotted(error.get("loc", ())), message=_remedy(error)) for error in list(found)[:_MOST_ERRORS]
+    ]
+
+
+def _on_service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, errors.ServiceError)
+    headers: dict[str, str] = {}
+    if isinstance(error, errors.Busy):
+        status, kind, title = (
+            (429, ProblemType.TOO_MANY_REQUESTS, "Too many requests")
+            if error.limited
+            else (503, ProblemType.UNAVAILABLE, "Unavailable")
+        )
+    else:
+        family = next((known for known in type(error).__mro__ if known in _STATUS), None)
+        if family is None:
+            return _on_bug(request, error)
+        status, kind, title = _STATUS[family]
+    if isinstance(error, (errors.Busy, errors.StoreUnavailable)):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if status == 401:
+        headers["WWW-Authenticate"] = CHALLENGE
+    faults = [] if error.field is None else [FieldError(field=error.field, message=error.message)]
+    return problem_response(
+        status,
+        kind,
+        title,
+        error.message,
+        field=error.field,
+        faults=faults,
+        request_id=_request_id(request),
+        headers=headers,
+    )
+
+
+def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, (RequestValidationError, ValidationError))
+    faults = field_errors(error.errors())
+    first = faults[0]
+    more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
+    return problem_response(
+        422,
+        ProblemType.INVALID,
+        "Invalid input",
+        f"{first.field}: {first.message}{more}",
+        field=first.field,
+        faults=faults,
+        request_id=_request_id(request),
+    )
+
+
+def _on_observation_error(request: Request, error: Exception) -> Response:
+    return problem_response(422, ProblemType.INVALID, "Invalid input", str(error), request_id=_request_id(request))
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
+    return problem_response(
+        error.status_code, kind, title, detail, request_id=_request_id(request), headers=error.headers
+    )
+
+
+def _on_bug(request: Request, error: Exception) -> Response:
+    _LOG.error("unhandled error", exc_info=error, extra={"request_id": _request_id(request)})
+    return problem_response(
+        500,
+        ProblemType.INTERNAL,
+        "Internal error",
+        "The service failed on this request; nothing of it was stored. Report the request id.",
+        request_id=_request_id(request),
+    )
+
+
+def _request_id(request: Request) -> str | None:
+    found = request.scope.get("tula.request_id")
+    return found if isinstance(found, str) else None
+
+
+def _dotted(location: Sequence[Any]) -> str:
+    parts = [str(part) for part in location]
+    if parts and parts[0] in ("body", "query", "path", "header"):
+        parts = parts[1:]
+    return ".".join(parts) or "body"
+
+
+def _remedy(error: Mapping[str, Any]) -> str:
+    kind, context = str(error.get("type", "")), error.get("ctx") or {}
+    said = str(error.get("msg", "is not valid")).removeprefix("Value error, ")
+    sentences = {
+        "missing": "is required; add it.",
+        "extra_forbidden": "is not known; check its spelling or leave it out.",
+        "finite_number": "is NaN or infinite; send a finite number, or null where nothing was measured.",
+        "greater_than_equal": f"must be at least {context.get('ge')}; send a larger value.",
+        "greater_than": f"must be above {context.get('gt')}; send a larger value.",
+        "less_than_equal": f"must be at most {context.get('le')}; send a smaller value.",
+        "less_than": f"must be below {context.get('lt')}; send a smaller value.",
+        "literal_error": f"must be one of {context.get('expected')}; choose one.",
+        "json_invalid": "is not valid JSON; check commas, quotes and brackets.",
+        "too_long": f"has more than {context.get('max_length')} entries; send smaller batches.",
+        "too_short": f"has fewer than {context.get('min_length')} entries; send at least that many.",
+        "string_too_long": f"is longer than {context.get('max_length')} characters; shorten it.",
+        "string_too_short": f"is shorter than {context.get('min_length')} characters; give it a value.",
+        "string_pattern_mismatch": "holds characters that are not allowed; use printable ones, as documented.",
+        "timezone_aware": "has no time zone; add one, such as Z.",
+    }
+    if kind in sentences:
+        return sentences[kind]
+    if kind == "value_error":
+        return said
+    return f"{said[:1].lower()}{said[1:]}; correct it and send again."

@@ -1,0 +1,27 @@
+"""`GET /v1/jobs/{job_id}/recommendation`: which configuration to run, and why."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Response
+
+from tula_service.api.deps import Caller, Current
+from tula_service.usecases import recommend
+from tula_wire import Objective, Recommendation, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["recommendation"])
+
+
+@router.get(routes.JOB_RECOMMENDATION, response_model=Recommendation)
+def get_recommendation(job_id: str, caller: Caller, have: Current, objective: Objective | None = None) -> Response:
+    """The recommendation as of now, for the job's own objective unless another is asked for."""
+    missed: list[float] = []
+    # Rendered when it was computed: a cached answer is sent as it lies in the store.
+    body = recommend.get(have.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter()))
+    have.metrics.fits.labels(cached="false" if missed else "true").inc()
+    if missed:
+        have.metrics.fit_s.observe(time.perf_counter() - missed[0])
+    return Response(body, media_type="application/json")

@@ -1,0 +1,35 @@
+"""`GET /v1/jobs/{job_id}/scaling`: thresholds of gradient scaling, cheap to poll."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from tula_service.api.deps import Caller, Current
+from tula_service.usecases import thresholds
+from tula_wire import ScalingPolicy, ScalingThresholds, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["scaling"])
+
+
+@router.get(
+    routes.JOB_SCALING,
+    response_model=ScalingThresholds,
+    responses={304: {"description": "The thresholds of your ETag are still in force."}},
+)
+def get_scaling(
+    job_id: str,
+    caller: Caller,
+    have: Current,
+    policy: Annotated[ScalingPolicy | None, Query(description="The job's own without it.")] = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
+    served = thresholds.current(have.store, caller, job_id, policy=policy, etag=if_none_match)
+    headers = {"ETag": served.etag, "Cache-Control": "private, no-cache"}
+    if served.body is None:
+        return Response(status_code=304, headers=headers)
+    return Response(served.body, headers=headers, media_type="application/json")

@@ -1,0 +1,57 @@
+"""How many requests a token may send: a runaway client is slowed before it slows others."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import FixedWindowRateLimiter
+
+from tula_service.errors import Busy
+from tula_service.usecases.access import Principal
+
+__all__ = ["Limiter"]
+
+GUESSES_PER_MINUTE: Final = 600
+INGEST_BLOCK: Final = 32
+"""Ingest is counted in blocks: the library starts a timer thread with a count, which a thousand a second would feel."""
+
+
+class Limiter:
+    """Counts per token in this worker's memory; with several workers a token may reach the limit in each."""
+
+    def __init__(self, *, requests_per_minute: int, ingest_per_minute: int) -> None:
+        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+        self._requests = RateLimitItemPerMinute(requests_per_minute)
+        self._ingest = RateLimitItemPerMinute(ingest_per_minute)
+        self._guesses = RateLimitItemPerMinute(GUESSES_PER_MINUTE)
+        self._uncounted: dict[str, int] = {}
+
+    def admit(self, principal: Principal, *, ingest: bool) -> None:
+        """Count a request. Raises Busy beyond the limit."""
+        who = principal.token_id or principal.name
+        if not ingest:
+            self._hit(self._requests, "requests", who)
+            return
+        uncounted = self._uncounted.get(who, 0) + 1
+        self._uncounted[who] = uncounted % INGEST_BLOCK
+        if uncounted == 1:  # a block is counted when it begins, so that the limit is never exceeded by one
+            self._hit(self._ingest, "ingest", who, cost=min(INGEST_BLOCK, self._ingest.amount))
+
+    def admit_guess(self, address: str) -> None:
+        """Count a token not seen lately from this address, so that nobody may try many. Raises Busy."""
+        self._hit(self._guesses, "guess", address)
+
+    def _hit(self, item: RateLimitItemPerMinute, *who: str, cost: int = 1) -> None:
+        if not self._limiter.hit(item, *who, cost=cost):
+            self._uncounted.pop(who[-1], None)
+            raise Busy(
+                f"More than {item.amount} requests in a minute: send fewer, larger ones, after Retry-After seconds.",
+                retry_after_s=self._retry_after_s(item, *who),
+                limited=True,
+            )
+
+    def _retry_after_s(self, item: RateLimitItemPerMinute, *who: str) -> float:
+        return max(1.0, self._limiter.get_window_stats(item, *who).reset_time - time.time())

@@ -1,0 +1,39 @@
+"""Which scope may use which route: what stands here is allowed, everything else is not."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tula_wire import routes
+
+__all__ = ["AGENT_MAY", "OPEN", "is_ingest", "required_scopes"]
+
+OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
+"""Probes alone are answered without authentication; they tell nothing but yes or no."""
+
+AGENT_MAY: Final = frozenset(
+    {
+        ("GET", routes.RUN),
+        ("PATCH", routes.RUN),
+        ("POST", routes.RUN_SAMPLES),
+        ("POST", routes.RUN_TELEMETRY),
+        ("GET", routes.JOB_SCALING),
+    }
+)
+_ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
+_INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
+
+
+def required_scopes(method: str, route: str) -> frozenset[str]:
+    """Scopes that may use the route; administrators and users unless it is listed here."""
+    key = ("GET" if method == "HEAD" else method, route)
+    if key in _ADMIN_ONLY:
+        return frozenset({"admin"})
+    if key in AGENT_MAY:
+        return frozenset({"agent", "user", "admin"})
+    return frozenset({"user", "admin"})
+
+
+def is_ingest(method: str, route: str) -> bool:
+    """True for the two routes that agents call all the time, which have a limit of their own."""
+    return (method, route) in _INGEST

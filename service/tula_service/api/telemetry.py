@@ -1,0 +1,71 @@
+"""`/v1/runs/{run_id}/telemetry`: columnar chunks in, a thinned column out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from starlette.concurrency import run_in_threadpool
+
+from tula_service.api.bodies import MSGPACK, Body, RawBody, parse, request_body, unpack
+from tula_service.api.deps import Caller, Current
+from tula_service.store import NewChunk
+from tula_service.usecases.ingest import chunk_from_wire
+from tula_service.usecases.packed import chunk_from_packed
+from tula_service.usecases.telemetry import read_series
+from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["telemetry"])
+
+_QUICK_BYTES = 128 * 1024
+"""Packed bodies up to here are read in less time than a thread takes to be woken for it."""
+
+
+@router.post(
+    routes.RUN_TELEMETRY,
+    status_code=202,
+    response_model=TelemetryAccepted,
+    openapi_extra=request_body(TelemetryChunk),
+)
+async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Current) -> Response:
+    """Store a chunk; committed before the answer. MessagePack columns may be packed arrays: the fast way."""
+    if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _QUICK_BYTES:
+        chunk = _chunk(body)
+    else:
+        chunk = await run_in_threadpool(_chunk, body)
+    accepted = await have.ingest.telemetry(caller, run_id, chunk)
+    have.metrics.step_values.inc(accepted.stored)
+    have.metrics.duplicates.inc(int(accepted.duplicate))
+    return Response(accepted.model_dump_json(), 202, media_type="application/json")
+
+
+def _chunk(body: Body) -> NewChunk:
+    if body.content_type == MSGPACK:
+        return chunk_from_packed(unpack(body.plain()))
+    return chunk_from_wire(parse(TelemetryChunk, body))
+
+
+@router.get(routes.RUN_TELEMETRY)
+def get_telemetry(
+    run_id: str,
+    caller: Caller,
+    have: Current,
+    column: Annotated[str, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
+    rank: Annotated[int, Query(ge=0, le=2**20)] = 0,
+    max_points: Annotated[int, Query(ge=2, le=20_000)] = 2000,
+    first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+) -> TelemetrySeries:
+    """One column of one rank, thinned to `max_points` so that every peak and dip stays."""
+    return read_series(
+        have.store,
+        caller,
+        run_id,
+        column,
+        rank=rank,
+        max_points=max_points,
+        first_step=first_step,
+        last_step=last_step,
+    )

@@ -1,0 +1,26 @@
+"""OpenTelemetry traces, for those who installed the extra `otel` and asked for them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from tula_service.settings import SettingsError
+
+__all__ = ["trace"]
+
+
+def trace(app: FastAPI) -> None:
+    """A span for each request, sent as the `OTEL_` variables say. Raises SettingsError without the extra."""
+    try:
+        from opentelemetry import trace as api
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise SettingsError("TULA_TRACE is set but the extra is missing: run `pip install 'tula[otel]'`.") from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "tula"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    api.set_tracer_provider(provider)
+    FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, excluded_urls="healthz,readyz,metrics")

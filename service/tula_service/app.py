@@ -1,0 +1,109 @@
+"""The application, put together from its settings: services, routes, and the order in which requests meet them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, FastAPI
+
+from tula_service import __version__, dashboard
+from tula_service.api import (
+    docs,
+    events,
+    health,
+    jobs,
+    ledger,
+    metrics,
+    predictions,
+    problems,
+    projects,
+    recommendations,
+    runs,
+    samples,
+    scaling,
+    telemetry,
+    tracing,
+)
+from tula_service.api.deps import Services, authenticate, error_answers
+from tula_service.api.edge import Edge
+from tula_service.api.metric_set import Metrics
+from tula_service.api.security import tokens
+from tula_service.api.security.limiter import Limiter
+from tula_service.settings import Settings
+from tula_service.store import Store
+from tula_service.store.schema import check_schema
+from tula_service.usecases import watch
+from tula_service.usecases.access import Access
+from tula_service.usecases.ingest import Ingest
+
+__all__ = ["create_app", "create_app_from_environment"]
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service on an already migrated database. Raises SchemaMismatch when the schema does not fit."""
+    store = Store.open(settings.database, connections=settings.threads)
+    check_schema(store.engine)
+    counted = Metrics()
+    services = Services(
+        settings=settings,
+        store=store,
+        access=Access(store, cache_s=settings.token_cache_s, tokenless_allowed=settings.on_loopback),
+        limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
+        metrics=counted,
+        ingest=Ingest(store, observers=(watch.observe,)),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
+        yield
+        services.ingest.close()
+        store.close()
+
+    app = FastAPI(
+        title="Tula",
+        version=__version__,
+        summary="How many nodes and which global batch size.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.state.services = services
+    problems.install(app)
+    app.add_middleware(dashboard.BrowserSession)
+    app.add_middleware(Edge, settings=settings, metrics=counted)
+    for router in _routers():  # behind authentication, all of them; straight into the application, since depth costs
+        app.include_router(router, dependencies=[Depends(authenticate)], responses=error_answers())
+    app.include_router(health.router)
+    app.include_router(dashboard.open_router)
+    if settings.trace:
+        tracing.trace(app)
+    return app
+
+
+def create_app_from_environment() -> FastAPI:
+    """What uvicorn's workers call: settings come from the environment that `tula serve` prepared."""
+    return create_app(Settings.from_environment(os.environ))
+
+
+def _routers() -> list[APIRouter]:
+    return [
+        telemetry.router,  # first, since routes are tried in order and nothing is asked for more often
+        samples.router,
+        jobs.router,
+        runs.router,
+        recommendations.router,
+        predictions.router,
+        ledger.router,
+        scaling.router,
+        events.router,
+        projects.router,
+        tokens.router,
+        metrics.router,
+        docs.router,
+        dashboard.router,
+    ]

@@ -1,0 +1,219 @@
+"""`tula serve`, `tula token` and `tula prune`: the commands that come with the service."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+
+from tula_service.api.metric_set import MULTIPROCESS_VARIABLE
+from tula_service.errors import ServiceError
+from tula_service.logs import logging_config
+from tula_service.settings import Settings, SettingsError
+from tula_service.store import Store
+from tula_service.store.schema import check_schema, is_empty, upgrade_schema
+from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
+from tula_service.usecases.retention import prune_store
+
+__all__ = ["migrate", "prune", "serve", "token"]
+
+_OPERATOR = Principal(name="command line", scope="admin")
+_DATABASE = typer.Option("--database", help="SQLite file, or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
+_Database = Annotated[str | None, _DATABASE]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+token = typer.Typer(name="token", help="Make, list and revoke API tokens.", no_args_is_help=True)
+
+
+def serve(
+    database: _Database = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [env: TULA_HOST]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [env: TULA_PORT]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Serving processes. [env: TULA_WORKERS]")] = None,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
+) -> None:
+    """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
+    with _one_sentence():
+        settings = _settings(database=database, host=host, port=port, workers=workers)
+        _prepare(settings, migrate=migrate)
+        _refuse_a_taken_port(settings)
+        os.environ.update(settings.to_environment())
+        if settings.workers > 1:
+            os.environ.setdefault(MULTIPROCESS_VARIABLE, tempfile.mkdtemp(prefix="tula-metrics-"))
+        uvicorn.run(
+            "tula_service.app:create_app_from_environment",
+            factory=True,
+            host=settings.host,
+            port=settings.port,
+            workers=settings.workers,
+            access_log=False,
+            log_config=logging_config(settings.log_level),
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=settings.shutdown_s,
+            timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
+            h11_max_incomplete_event_size=64 * 1024,
+            backlog=2048,
+        )
+
+
+def migrate(database: _Database = None) -> None:
+    """Create or upgrade the database's schema and end: what a deployment runs before the service."""
+    with _one_sentence():
+        settings = _settings(database=database)
+        _prepare(settings, migrate=True, listen=False)
+        typer.echo("The database has the schema of this version.")
+
+
+def prune(
+    database: _Database = None,
+    older_than_days: Annotated[float | None, typer.Option(help="Age of archived jobs to delete.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only say what would go.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Delete archived jobs past their retention, finish deletions that were cut short, and drop old events."""
+    with _one_sentence():
+        settings = _settings(database=database)
+        with _opened(settings) as store:
+            days = settings.retention_days if older_than_days is None else older_than_days
+            done = prune_store(store, older_than=timedelta(days=days), actor=_OPERATOR, dry_run=not yes)
+        if as_json:
+            typer.echo(json.dumps({"jobs": done.job_ids, "events": done.num_events, "deleted": yes}))
+            return
+        verb = "Deleted" if yes else "Would delete"
+        typer.echo(f"{verb} {len(done.job_ids)} jobs and {done.num_events} events." + ("" if yes else " Add --yes."))
+
+
+@token.command("create")
+def token_create(
+    name: Annotated[str, typer.Argument(help="Whose or what for.")],
+    scope: Annotated[str, typer.Option(help="agent, user or admin.")] = "user",
+    project: Annotated[str | None, typer.Option(help="For user tokens; the default project without it.")] = None,
+    job: Annotated[str | None, typer.Option(help="For agent tokens: the one job.")] = None,
+    expires_in_days: Annotated[
+        float | None, typer.Option(min=0.0, help="Without it the token does not expire.")
+    ] = None,
+    database: _Database = None,
+    as_json: _Json = False,
+) -> None:
+    """Make a token and print its secret, this once."""
+    with _one_sentence():
+        if scope not in ("agent", "user", "admin"):
+            raise SettingsError(f"--scope is {scope!r}: use agent, user or admin.")
+        settings = _settings(database=database)
+        _prepare(settings, migrate=False, listen=False)
+        with _opened(settings) as store:
+            issued = issue_token(
+                store,
+                _OPERATOR,
+                name=name,
+                scope=scope,
+                project=project,
+                job_id=job,
+                expires_in_s=None if expires_in_days is None else expires_in_days * 86_400,
+            )
+        if as_json:
+            typer.echo(json.dumps({"id": issued.token.id, "scope": scope, "secret": issued.secret}))
+            return
+        typer.echo(issued.secret)
+        typer.echo(f"Token {issued.token.id} ({scope}): keep it now, it is not shown again.", err=True)
+
+
+@token.command("list")
+def token_list(database: _Database = None, as_json: _Json = False) -> None:
+    """List tokens, newest first; never a secret."""
+    with _one_sentence(), _opened(_settings(database=database)) as store:
+        rows = [
+            {
+                "id": one.id,
+                "name": one.name,
+                "scope": one.scope,
+                "project": one.project_id,
+                "job": one.job_id,
+                "state": "revoked" if one.revoked_at else "expired" if _expired(store, one.expires_at) else "valid",
+                "last_used_at": one.last_used_at.isoformat() if one.last_used_at else None,
+            }
+            for one in visible_tokens(store, _OPERATOR)
+        ]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        typer.echo("  ".join(str(value if value is not None else "-") for value in row.values()))
+
+
+@token.command("revoke")
+def token_revoke(token_id: str, database: _Database = None, as_json: _Json = False) -> None:
+    """End a token for good."""
+    with _one_sentence(), _opened(_settings(database=database)) as store:
+        revoke_token(store, _OPERATOR, token_id)
+    typer.echo(json.dumps({"id": token_id, "state": "revoked"}) if as_json else f"Revoked {token_id}.")
+
+
+def _expired(store: Store, expires_at: Any) -> bool:
+    return expires_at is not None and expires_at <= store.now()
+
+
+def _settings(**flags: object) -> Settings:
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    return replace(Settings.from_environment(os.environ), **given)
+
+
+@contextmanager
+def _opened(settings: Settings) -> Iterator[Store]:
+    store = Store.open(settings.database)
+    try:
+        check_schema(store.engine)
+        yield store
+    finally:
+        store.close()
+
+
+def _prepare(settings: Settings, *, migrate: bool, listen: bool = True) -> None:
+    """Create a new database, upgrade one where asked, and refuse to listen to strangers without a token."""
+    store = Store.open(settings.database)
+    try:
+        if migrate or is_empty(store.engine):
+            upgrade_schema(store.engine)
+        check_schema(store.engine)
+        if listen and not settings.on_loopback:
+            with store.reading() as tx:
+                if not tx.tokens.any_usable():
+                    raise SettingsError(
+                        f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
+                        "--scope admin` with the same --database first."
+                    )
+    finally:
+        store.close()
+
+
+def _refuse_a_taken_port(settings: Settings) -> None:
+    """One sentence instead of a server's log, where somebody else listens already; port 0 always finds a free one."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise SettingsError(
+                f"Cannot listen on {settings.host}:{settings.port} ({error.strerror}): give another --host or --port."
+            ) from error
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except (ServiceError, SettingsError) as error:
+        typer.echo(f"tula: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -1,0 +1,22 @@
+"""What a person sees: pages and charts, served without anything from another host.
+
+The application includes `router` behind its authentication, `open_router` (login and static files) in front of it, and
+adds `BrowserSession` inside the edge.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from tula_service.dashboard import chart_routes, pages, session, static_files
+from tula_service.dashboard.session import BrowserSession
+
+__all__ = ["BrowserSession", "open_router", "router"]
+
+router = APIRouter()
+router.include_router(chart_routes.router)
+router.include_router(pages.router)
+
+open_router = APIRouter()
+open_router.include_router(session.router)
+open_router.include_router(static_files.router)

@@ -1,0 +1,28 @@
+"""Every chart of Tula, defined once: pure functions from the wire's models to Vega-Lite specifications with their data.
+
+The page, the notebook (`job.plot()`) and PNG or SVG files render the same specification. Nothing here reads a
+database or a clock; `api` answers `GET .../charts/{name}` from `dashboard.chart_routes`, which calls these.
+"""
+
+from __future__ import annotations
+
+from tula_service.dashboard.charts.jobs import JOB_CHARTS, job_chart
+from tula_service.dashboard.charts.quality import QualityRun, quality_chart
+from tula_service.dashboard.charts.render import javascript, png, svg
+from tula_service.dashboard.charts.series import RUN_CHARTS, columns_of, run_chart
+from tula_service.dashboard.charts.spec import PALETTE, Spec
+
+__all__ = [
+    "JOB_CHARTS",
+    "PALETTE",
+    "RUN_CHARTS",
+    "QualityRun",
+    "Spec",
+    "columns_of",
+    "javascript",
+    "job_chart",
+    "png",
+    "quality_chart",
+    "run_chart",
+    "svg",
+]

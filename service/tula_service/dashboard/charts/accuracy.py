@@ -1,0 +1,96 @@
+"""Predicted against measured: every run that had a prediction, beside the line where both agree."""
+
+from __future__ import annotations
+
+import altair as alt
+
+from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.charts.spec import FAINT, HEIGHT, PALETTE, Row, Spec, finish, message, time_unit
+from tula_wire import Job, Ledger
+
+__all__ = ["accuracy"]
+
+_KINDS = ("inside the interval", "outside the interval", "no interval kept")
+
+
+def accuracy(job: Job, ledger: Ledger) -> Spec:
+    """Step time measured against step time predicted before the run; on the diagonal the prediction was right."""
+    title = f"{job.name}: predicted against measured"
+    rows = _rows(job, ledger)
+    if not rows:
+        return message(title, "No run with a prediction has finished yet.")
+    unit = time_unit(max(row["measured"], row["predicted"]) for row in rows)
+    for row in rows:
+        for name in ("measured", "predicted", "low", "high"):
+            row[name] = None if row[name] is None else row[name] / unit.size
+    values = [row[name] for row in rows for name in ("measured", "predicted")]
+    least, most = min(values) * 0.9, max(values) * 1.1
+    x = (
+        alt.X("predicted:Q")
+        .scale(type="log", domain=[least, most], nice=False)
+        .title(f"Predicted step time ({unit.name})")
+    )
+    y = alt.Y("measured:Q").scale(type="log", domain=[least, most], nice=False).title(f"Measured ({unit.name})")
+    x, y = x.axis(tickCount=5), y.axis(tickCount=5)
+    tips = [
+        alt.Tooltip("configuration:N", title="Configuration"),
+        alt.Tooltip("predicted:Q", format=",.3~g", title="Predicted"),
+        alt.Tooltip("measured:Q", format=",.3~g", title="Measured"),
+        alt.Tooltip("error:Q", format="+.1%", title="Error"),
+    ]
+    colour = alt.Color("kind:N").scale(domain=list(_KINDS), range=[PALETTE[2], PALETTE[1], PALETTE[0]])
+    points = alt.Chart(alt.NamedData("runs"))
+    layers = [
+        alt.Chart(alt.NamedData("agreement")).mark_line(strokeDash=[5, 4], color=FAINT).encode(x=x, y=y),
+        points.transform_filter("datum.low !== null")
+        .mark_rule(strokeWidth=1.5, opacity=0.6)
+        .encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=colour),
+        points.mark_point(filled=True, size=70).encode(
+            x=x,
+            y=y,
+            color=colour.legend(title=None, orient="top"),
+            shape=alt.Shape("kind:N").scale(domain=list(_KINDS), range=["circle", "diamond", "square"]),
+            tooltip=tips,
+        ),
+    ]
+    chart = alt.layer(*layers).properties(width=HEIGHT + 60, height=HEIGHT)
+    errors = sorted(abs(row["error"]) for row in rows)
+    subtitle = f"{len(rows)} runs, median error {errors[len(errors) // 2]:.1%}"
+    line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
+    return finish(chart, title, subtitle, {"runs": rows, "agreement": line})
+
+
+def _rows(job: Job, ledger: Ledger) -> list[Row]:
+    rows: list[Row] = []
+    told = set()
+    for entry in ledger.entries:
+        predicted = entry.predicted_step_time_s
+        if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
+            continue
+        told.add(entry.run_id)
+        rows.append(
+            {
+                "configuration": configuration_name(entry.configuration),
+                "predicted": predicted.value,
+                "low": predicted.low,
+                "high": predicted.high,
+                "measured": entry.measured_step_time_s,
+                "error": entry.measured_step_time_s / predicted.value - 1,
+                "kind": _KINDS[0 if entry.within_interval else 1],
+            }
+        )
+    for run in job.plan:
+        if run.id in told or run.step_time_s is None or not run.predicted_step_time_s:
+            continue
+        rows.append(
+            {
+                "configuration": configuration_name(run.configuration),
+                "predicted": run.predicted_step_time_s,
+                "low": None,
+                "high": None,
+                "measured": run.step_time_s,
+                "error": run.step_time_s / run.predicted_step_time_s - 1,
+                "kind": _KINDS[2],
+            }
+        )
+    return rows

@@ -1,0 +1,71 @@
+"""Candidates as chart rows: one point per cluster size and global batch, labelled as people speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
+
+__all__ = ["Quantity", "cluster_name", "clusters", "configuration_name", "estimate_of", "landmarks", "points"]
+
+Quantity = Literal["time", "cost"]
+
+
+def cluster_name(configuration: Configuration) -> str:
+    """For example "4 nodes", or "4 x p3.2xlarge" where several instance types compete."""
+    count = configuration.num_nodes
+    if configuration.instance_type != DEFAULT_INSTANCE_TYPE:
+        return f"{count} × {configuration.instance_type}"
+    return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+def configuration_name(configuration: Configuration) -> str:
+    """Cluster, local batch and accumulation in one line."""
+    steps = f" × {configuration.grad_accum_steps} micro-steps" if configuration.grad_accum_steps > 1 else ""
+    return (
+        f"{cluster_name(configuration)}, batch {configuration.global_batch_size} "
+        f"({configuration.local_batch_size} a rank{steps})"
+    )
+
+
+def clusters(candidates: Iterable[Candidate]) -> list[str]:
+    """Cluster names in order of instance type and size: the order of lines and colours."""
+    seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
+    return [cluster_name(seen[key]) for key in sorted(seen)]
+
+
+def estimate_of(candidate: Candidate, quantity: Quantity) -> Estimate | None:
+    """Total time in seconds, or cost in dollars; None without prices."""
+    return candidate.total_time_s if quantity == "time" else candidate.cost_usd
+
+
+def points(candidates: Sequence[Candidate], quantity: Quantity) -> list[Candidate]:
+    """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
+    best: dict[tuple[str, int, int], Candidate] = {}
+    for candidate in candidates:
+        estimate = estimate_of(candidate, quantity)
+        if estimate is None:
+            continue
+        c = candidate.configuration
+        key = (c.instance_type, c.num_nodes, candidate.global_batch_size)
+        other = best.get(key)
+        kept = None if other is None else estimate_of(other, quantity)
+        if other is None or kept is None or _rank(candidate, estimate) < _rank(other, kept):
+            best[key] = candidate
+    return [best[key] for key in sorted(best)]
+
+
+def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
+    """Chosen, runner-up, least time and least cost, those that exist."""
+    named = (
+        ("recommended", recommendation.chosen),
+        ("runner-up", recommendation.runner_up),
+        ("least time", recommendation.least_time),
+        ("least cost", recommendation.least_cost),
+    )
+    return [(name, candidate) for name, candidate in named if candidate is not None]
+
+
+def _rank(candidate: Candidate, estimate: Estimate) -> tuple[bool, float]:
+    return (candidate.excluded_by is not None, estimate.value)

@@ -1,0 +1,79 @@
+"""Training quality: methods of large-batch training side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import altair as alt
+
+from tula_service.dashboard.charts.spec import HEIGHT, PALETTE, WIDTH, Row, Spec, finish, message, one_at_a_time
+from tula_wire import Job, Run, TelemetrySeries
+
+__all__ = ["METHOD_NAMES", "QualityRun", "method_name", "quality_chart"]
+
+METHOD_NAMES: Final = {
+    "lbt": "LBT (plain large batch)",
+    "lrs": "LRS (linear learning rate)",
+    "lars": "LARS",
+    "post_local_sgd": "post-local SGD",
+    "ags": "AGS",
+    "gain": "gain scaling",
+}
+_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 2, 1, 2], [1, 3], [10, 2, 2, 2])
+
+
+@dataclass(frozen=True)
+class QualityRun:
+    """A training run and the series by which it is judged."""
+
+    run: Run
+    series: TelemetrySeries
+
+
+def method_name(run: Run) -> str:
+    """What people call the run's method."""
+    return METHOD_NAMES.get(run.method or "", run.method or "no method named")
+
+
+@one_at_a_time
+def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
+    """The runs' accuracy (or loss, where none reports accuracy) over epochs, a colour per method."""
+    title = f"{job.name}: training quality"
+    shown = [each for each in runs if any(value is not None for value in each.series.values)]
+    if not shown:
+        return message(title, "No training run has reported accuracy or loss yet.")
+    column = shown[0].series.column
+    rows: list[Row] = []
+    for each in shown:
+        examples = each.run.configuration.global_batch_size
+        for step, value in zip(each.series.steps, each.series.values, strict=True):
+            if value is not None:
+                epoch = (step + 1) * examples / job.spec.dataset.size
+                method, run_id = method_name(each.run), each.run.id
+                rows.append({"run": run_id, "method": method, "epoch": epoch, "value": value, "batch": examples})
+    methods = sorted({row["method"] for row in rows})
+    lines = (
+        alt.Chart(alt.NamedData("runs"), width=WIDTH, height=HEIGHT)
+        .mark_line(strokeWidth=2)
+        .encode(
+            x=alt.X("epoch:Q").title("Epoch").scale(nice=False).axis(tickCount=10),
+            y=alt.Y("value:Q").title(column.replace("_", " ").capitalize()).scale(zero=False),
+            color=alt.Color("method:N")
+            .scale(domain=methods, range=[PALETTE[i % 8] for i in range(len(methods))])
+            .legend(title=None, orient="top", columns=3, symbolStrokeWidth=3),
+            strokeDash=alt.StrokeDash("method:N")
+            .scale(domain=methods, range=[_DASHES[i % 8] for i in range(len(methods))])
+            .legend(title=None, orient="top", columns=3, symbolStrokeWidth=3),
+            detail="run:N",
+            tooltip=[
+                alt.Tooltip("method:N", title="Method"),
+                alt.Tooltip("batch:Q", title="Global batch"),
+                alt.Tooltip("epoch:Q", title="Epoch", format=".1f"),
+                alt.Tooltip("value:Q", title=column, format=",.4~g"),
+                alt.Tooltip("run:N", title="Run"),
+            ],
+        )
+    )
+    return finish(lines, title, f"{column.replace('_', ' ')} of {len(shown)} training runs", {"runs": rows})

@@ -1,0 +1,75 @@
+"""Specifications drawn without a browser, and the JavaScript that draws them in one: both from vl-convert's wheel.
+
+vl-convert holds the interpreter's lock for as long as it works, one to several seconds: in this process it would stop
+every request, and a supervisor would take the worker for dead. So it works in a process of its own, two at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from tula_service.dashboard.charts.spec import Spec
+from tula_service.errors import Busy
+
+__all__ = ["javascript", "png", "svg"]
+
+LONGEST_S: Final = 60.0
+_SCRIPT: Final = Path(__file__).with_name("_draw.py")
+_SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
+_TURNS: Final = threading.BoundedSemaphore(2)
+_ONCE: Final = threading.Lock()
+
+
+def png(spec: Spec, *, scale: float = 2.0) -> bytes:
+    """The chart as a PNG, `scale` pixels to the point. Raises Busy when that takes too long."""
+    return _drawn({"kind": "png", "spec": _opaque(spec), "scale": scale})
+
+
+def svg(spec: Spec) -> str:
+    """The chart as an SVG document. Raises Busy when that takes too long."""
+    return _drawn({"kind": "svg", "spec": _opaque(spec)}).decode()
+
+
+def javascript() -> str:
+    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script, about 0.9 MB; built once a process."""
+    with _ONCE:
+        return _bundle()
+
+
+@functools.cache
+def _bundle() -> str:
+    bundle = _drawn({"kind": "javascript", "snippet": _SNIPPET}).decode()
+    # Its top-level names (`$` among them) would otherwise become globals of the page.
+    return f"(() => {{\n{bundle}\n}})();\n"
+
+
+def _drawn(asked: dict[str, Any]) -> bytes:
+    if not _TURNS.acquire(timeout=LONGEST_S):
+        raise Busy("Too many charts are being drawn: ask again in a few seconds.", retry_after_s=5.0)
+    try:
+        # -I: neither the environment nor the working directory decides what is imported.
+        done = subprocess.run(
+            [sys.executable, "-I", str(_SCRIPT)],
+            input=json.dumps(asked, allow_nan=False).encode(),
+            capture_output=True,
+            check=True,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Busy(
+            "Drawing this chart takes too long: ask for it as JSON, or again later.", retry_after_s=5.0
+        ) from None
+    finally:
+        _TURNS.release()
+    return done.stdout
+
+
+def _opaque(spec: Spec) -> Spec:
+    """On white: a file is looked at anywhere, a page brings its own ground."""
+    return {**spec, "background": "white", "padding": 12}

@@ -1,0 +1,68 @@
+"""The cost surface: what every pair of cluster size and global batch costs, as a heat map with its numbers."""
+
+from __future__ import annotations
+
+import altair as alt
+
+from tula_service.dashboard.charts.candidates import cluster_name, clusters, configuration_name, estimate_of, points
+from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, Unit, finish, message, time_unit
+from tula_wire import Job, Recommendation
+
+__all__ = ["cost_surface"]
+
+
+def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
+    """Dollars where prices are known, else time; excluded cells pale, the chosen one framed."""
+    priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
+    quantity = "cost" if priced else "time"
+    title = f"{job.name}: {quantity} of every configuration"
+    shown = points(recommendation.candidates, "cost" if priced else "time")
+    if not shown:
+        return message(title, "No candidate yet: the first profiling runs bring them.")
+    unit = Unit(1, "USD") if priced else time_unit(candidate.total_time_s.value for candidate in shown)
+    chosen = recommendation.chosen
+    rows: list[Row] = []
+    for candidate in shown:
+        estimate = estimate_of(candidate, "cost" if priced else "time")
+        assert estimate is not None
+        rows.append(
+            {
+                "batch": candidate.global_batch_size,
+                "cluster": cluster_name(candidate.configuration),
+                "configuration": configuration_name(candidate.configuration),
+                "value": estimate.value / unit.size,
+                "low": estimate.low / unit.size,
+                "high": estimate.high / unit.size,
+                "excluded": candidate.excluded_by or "",
+                "chosen": chosen is not None and chosen.configuration == candidate.configuration,
+            }
+        )
+    allowed = sorted(row["value"] for row in rows if not row["excluded"]) or [row["value"] for row in rows]
+    middle = allowed[len(allowed) // 2]
+    names = clusters(recommendation.candidates)
+    base = alt.Chart(alt.NamedData("candidates")).encode(
+        x=alt.X("batch:O").title("Global batch size").axis(labelAngle=0, labelOverlap=True),
+        y=alt.Y("cluster:N").sort(list(reversed(names))).title(None),
+        tooltip=[
+            alt.Tooltip("configuration:N", title="Configuration"),
+            alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
+            alt.Tooltip("low:Q", title="Low (90 %)", format=",.3~g"),
+            alt.Tooltip("high:Q", title="High (90 %)", format=",.3~g"),
+            alt.Tooltip("excluded:N", title="Excluded"),
+        ],
+    )
+    logarithmic = min(row["value"] for row in rows) > 0
+    scale = {"type": "log" if logarithmic else "linear", "scheme": "viridis", "reverse": True}
+    cells = base.mark_rect(cornerRadius=2).encode(
+        color=alt.Color("value:Q").scale(**scale).legend(None),
+        opacity=alt.condition("datum.excluded !== ''", alt.value(0.25), alt.value(1)),
+    )
+    frame = base.transform_filter("datum.chosen").mark_rect(filled=False, strokeWidth=3, stroke="#d1670c", tooltip=None)
+    numbers = base.mark_text(fontSize=11).encode(
+        text=alt.Text("value:Q").format(",.3~r"),
+        color=alt.condition(f"datum.excluded !== '' || datum.value < {middle!r}", alt.value("#111"), alt.value("#fff")),
+    )
+    unexcluded = numbers.transform_filter("datum.excluded === ''")
+    chart = alt.layer(cells, frame, unexcluded).properties(width=WIDTH, height=alt.Step(34))
+    subtitle = f"{unit.name}; the frame is the recommendation, pale cells are excluded"
+    return finish(chart, title, subtitle, {"candidates": rows})

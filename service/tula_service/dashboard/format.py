@@ -1,0 +1,100 @@
+"""Numbers as people read them: durations, money, sizes, shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+
+from tula_service.dashboard.charts.candidates import configuration_name
+from tula_wire import Configuration, Estimate
+
+__all__ = ["FILTERS", "duration", "money", "percent", "size"]
+
+NOTHING = "–"
+_STEPS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def duration(seconds: float | None) -> str:
+    """Two units at most: "3 h 12 min", "420 ms"; a dash for what is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    for great, great_name, small, small_name in _STEPS:
+        if seconds >= great:
+            whole, rest = divmod(round(seconds / small) * small, great)
+            return f"{whole:,.0f} {great_name}" + (f" {rest / small:.0f} {small_name}" if rest else "")
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def money(usd: float | None) -> str:
+    """Dollars with cents below a thousand."""
+    if usd is None or not math.isfinite(usd):
+        return NOTHING
+    return f"${usd:,.0f}" if abs(usd) >= 1000 else f"${usd:,.2f}" if abs(usd) >= 0.01 or usd == 0 else f"${usd:.2g}"
+
+
+def size(size_bytes: float | None) -> str:
+    """Binary units."""
+    if size_bytes is None or not math.isfinite(size_bytes):
+        return NOTHING
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(size_bytes) >= 2**power:
+            return f"{size_bytes / 2**power:.3g} {name}"
+    return f"{size_bytes:.0f} bytes"
+
+
+def percent(share: float | None, *, signed: bool = False) -> str:
+    """A fraction as a percentage."""
+    if share is None or not math.isfinite(share):
+        return NOTHING
+    return f"{share * 100:+.1f} %" if signed else f"{share * 100:.0f} %"
+
+
+def signed(share: float | None) -> str:
+    """A fraction as a percentage with its sign."""
+    return percent(share, signed=True)
+
+
+def _interval(estimate: Estimate | None, show: Callable[[float | None], str]) -> str:
+    return NOTHING if estimate is None else f"{show(estimate.low)} to {show(estimate.high)}"
+
+
+def duration_interval(estimate: Estimate | None) -> str:
+    """The 90 % interval of a duration."""
+    return _interval(estimate, duration)
+
+
+def money_interval(estimate: Estimate | None) -> str:
+    """The 90 % interval of a cost."""
+    return _interval(estimate, money)
+
+
+def moment(at: datetime | None) -> str:
+    """A time stamp, in UTC, to the minute; the page's script makes it local."""
+    return NOTHING if at is None else at.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def configuration(value: Configuration | None) -> str:
+    """Cluster, batch and accumulation in one line."""
+    return NOTHING if value is None else configuration_name(value)
+
+
+def words(name: str) -> str:
+    """`out_of_memory` as people write it."""
+    return name.replace("_", " ")
+
+
+FILTERS: dict[str, Callable[..., str]] = {
+    "duration": duration,
+    "money": money,
+    "size": size,
+    "percent": percent,
+    "signed": signed,
+    "duration_interval": duration_interval,
+    "money_interval": money_interval,
+    "moment": moment,
+    "configuration": configuration,
+    "words": words,
+}

@@ -1,0 +1,165 @@
+"""A browser's session: a token kept in a cookie no script can read, and errors shown as pages."""
+
+from __future__ import annotations
+
+import json
+from http.cookies import CookieError, SimpleCookie
+from typing import Any, Final
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tula_service.dashboard.templating import render
+from tula_service.errors import Busy, Unauthenticated
+
+__all__ = ["COOKIE", "BrowserSession", "router"]
+
+COOKIE: Final = "tula_token"
+LIFETIME_S: Final = 12 * 3600
+_SAFE: Final = frozenset({"GET", "HEAD"})
+_LONGEST_TOKEN: Final = 512
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/login", response_class=HTMLResponse)
+def get_login(next: str = "/") -> Response:
+    """The form that asks for a token."""
+    return HTMLResponse(render("login.html", next=_inside(next), error=None))
+
+
+@router.post("/login", response_class=HTMLResponse)
+async def post_login(request: Request) -> Response:
+    """Check the token and keep it in the cookie. Reads the form by hand: it is one field of plain text."""
+    form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
+    secret, target = form.get("token", [""])[0].strip(), _inside(form.get("next", ["/"])[0])
+    error = await run_in_threadpool(_refusal, request, secret)
+    if error is not None:
+        return HTMLResponse(render("login.html", next=target, error=error), 401)
+    response = RedirectResponse(target, 303)
+    secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
+    response.set_cookie(COOKIE, secret, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=secure)
+    return response
+
+
+@router.post("/logout")
+def post_logout() -> Response:
+    """Forget the token."""
+    response = RedirectResponse("/login", 303)
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return response
+
+
+def _refusal(request: Request, secret: str) -> str | None:
+    have = request.app.state.services
+    if not secret or len(secret) > _LONGEST_TOKEN or not secret.isascii() or not secret.isprintable():
+        return "Paste the whole token, as `tula token create` printed it."
+    try:
+        have.limiter.admit_guess(request.client.host if request.client else "unknown")
+        principal = have.access.authenticate(secret)
+    except (Busy, Unauthenticated) as error:
+        return error.message
+    if principal.scope == "agent":
+        return "An agent's token opens no pages: use a user or admin token."
+    return None
+
+
+class BrowserSession:
+    """Pure ASGI between the edge and the routes; requests that bring their own Authorization pass untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Turn the cookie into an Authorization header, and problem documents into pages where a person asked."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        secret = _cookie(headers)
+        if secret is not None and "authorization" not in headers and _is_ours(scope["method"], headers):
+            scope = {**scope, "headers": [*scope["headers"], (b"authorization", f"Bearer {secret}".encode("ascii"))]}
+        if headers.get("sec-fetch-dest") == "empty":
+            await self._app(scope, receive, _Quiet(send))
+        elif "text/html" in headers.get("accept", "") and not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, _Pages(scope, send))
+        else:
+            await self._app(scope, receive, send)
+
+
+class _Quiet:
+    """A `send` that keeps a script's 401 from opening the browser's own password box."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            del MutableHeaders(scope=message)["www-authenticate"]
+        await self._send(message)
+
+
+class _Pages:
+    """A `send` that replaces problem documents: 401 by the login page, all others by a page that says the same."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._status = 0
+        self._kept: bytearray | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message.get("headers", [])).get("content-type", "")
+            if kind.startswith("application/problem+json"):
+                self._status, self._kept = message["status"], bytearray()
+                return
+        elif self._kept is not None and message["type"] == "http.response.body":
+            self._kept += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._replacement(bytes(self._kept))(self._scope, _no_more, self._send)
+            return
+        await self._send(message)
+
+    def _replacement(self, body: bytes) -> Response:
+        if self._status == 401:
+            query = self._scope.get("query_string", b"").decode("latin-1")
+            path = self._scope["path"] + (f"?{query}" if query else "")
+            return RedirectResponse(f"/login?next={quote(path, safe='')}", 303)
+        problem: dict[str, Any] = json.loads(body)
+        return HTMLResponse(render("error.html", problem=problem), self._status)
+
+
+async def _no_more() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _cookie(headers: Headers) -> str | None:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return None
+    if morsel is None or not morsel.value or len(morsel.value) > _LONGEST_TOKEN or not morsel.value.isascii():
+        return None
+    return morsel.value if morsel.value.isprintable() else None
+
+
+def _is_ours(method: str, headers: Headers) -> bool:
+    """A cookie speaks for a write only when the page that sends it is this service's own (CSRF)."""
+    if method in _SAFE:
+        return True
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site == "same-origin"
+    origin = headers.get("origin", "")
+    return origin.split("://", 1)[-1] == headers.get("host") if origin else False
+
+
+def _inside(target: str) -> str:
+    """Where to go after login: a path of this service, never another host."""
+    fine = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
+    return target if fine and "\\" not in target else "/"

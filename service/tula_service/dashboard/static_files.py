@@ -1,0 +1,54 @@
+"""Style sheet, script and the Vega bundle, from this service and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from tula_service.dashboard import charts
+from tula_service.errors import NotFound
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+_FILES: Final = {
+    "app.css": "text/css; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "theme.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_VEGA: Final = "vega.js"
+
+
+@dataclass(frozen=True)
+class _File:
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@router.get("/static/{name}")
+def get_static(name: str, request: Request) -> Response:
+    """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
+    if name not in _FILES and name != _VEGA:
+        raise NotFound(f"There is no file {name!r} here: see /docs for the routes.")
+    found = _file(name)
+    headers = {"ETag": found.etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.body, media_type=found.media_type, headers=headers)
+
+
+@functools.cache
+def _file(name: str) -> _File:
+    if name == _VEGA:
+        body, kind = charts.javascript().encode(), _FILES["app.js"]
+    else:
+        body, kind = (resources.files("tula_service.dashboard") / "static" / name).read_bytes(), _FILES[name]
+    return _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:24]}"')

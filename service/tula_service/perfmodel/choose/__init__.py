@@ -1,0 +1,1 @@
+"""From predictions to a recommendation: prices, frontier, knee, limits."""

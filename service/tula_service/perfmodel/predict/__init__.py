@@ -1,0 +1,1 @@
+"""Predict step time and memory of configurations that were not profiled."""

@@ -1,0 +1,167 @@
+"""What is believed before anything is measured: generic, from hardware figures, or from earlier jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tula_service.domain import Basis, Collective
+from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, column
+from tula_service.perfmodel.predict.physical import PARAMETERS
+from tula_service.perfmodel.predict.residual import ResidualScales
+
+__all__ = ["Hardware", "ModelFacts", "StepTimePrior", "generic_prior", "prior_from_hardware", "prior_from_jobs"]
+
+_UNKNOWN_SCALE_SD = 5.0
+_SUSTAINED_SHARE = 0.35
+_SUSTAINED_SHARE_SD = 0.7
+_BACKWARD_AND_FORWARD = 3.0
+_LINK_SHARE = 0.5
+_BETWEEN_JOBS_SD = 0.25
+
+
+@dataclass(frozen=True)
+class StepTimePrior:
+    """A Gaussian over the parameters of the physical form, in the order and encoding of `PARAMETERS`.
+
+    `absolute` says whether c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
+    None for "the largest batch in question".
+    """
+
+    mean: FloatArray
+    sd: FloatArray
+    scales: ResidualScales = field(default_factory=ResidualScales)
+    basis: Basis = Basis.PRIOR
+    absolute: bool = False
+    reference_batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
+        object.__setattr__(self, "mean", column("prior mean", self.mean, len(PARAMETERS)))
+        object.__setattr__(self, "sd", column("prior sd", self.sd, len(PARAMETERS), above=0.0))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a network without running it; `flops_per_sample` is one forward pass."""
+
+    parameter_count: float
+    flops_per_sample: float
+    bytes_per_parameter: float = 4.0
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless everything is positive and finite."""
+        for name in ("parameter_count", "flops_per_sample", "bytes_per_parameter"):
+            column(name, [getattr(self, name)], above=0.0)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is known of an instance type; bandwidths in gigabits per second, peak in teraflop per second of one rank."""
+
+    peak_tflops: float
+    inter_node_gbps: float
+    intra_node_gbps: float | None = None
+    launch_overhead_s: float = 0.005
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless everything is positive and finite."""
+        for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "launch_overhead_s"):
+            if getattr(self, name) is not None:
+                column(name, [getattr(self, name)], above=0.0)
+
+
+def generic_prior(collective: Collective = Collective.RING) -> StepTimePrior:
+    """What holds of any synchronous data-parallel job, as far as 43 measured grids tell.
+
+    Centres and widths were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
+    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and rounded: at the largest batch a third of compute
+    is floor, two ranks of a node add 4 % of it, two nodes 30 %, and about a third of what can overlap does not.
+    """
+    growth = _COLLECTIVE_GROWTH[collective]
+    return StepTimePrior(
+        mean=np.array([0.0, math.log(0.31), -0.04, -0.7, math.log(0.037), growth, math.log(0.3), growth, -0.09, -1.1]),
+        sd=np.array([_UNKNOWN_SCALE_SD, 1.2, 0.09, 1.3, 1.1, 0.39, 1.4, 0.21, 0.29, 1.1]),
+    )
+
+
+# Two participants cost s; twice as many cost 2^k times that: a ring's 2(N-1)/N grows by 1.5 and then levels off while
+# its latency term grows with N, a tree's depth grows by a step, a parameter server's link carries every rank.
+_COLLECTIVE_GROWTH = {
+    Collective.RING: 0.38,
+    Collective.TREE: 0.3,
+    Collective.PARAMETER_SERVER: 0.7,
+    Collective.HIERARCHICAL: 0.3,
+}
+
+
+def prior_from_hardware(
+    facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float, collective: Collective = Collective.RING
+) -> StepTimePrior:
+    """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
+
+    c = 3 * FLOPs per sample * b_ref / (0.35 * peak), a = launch overhead / c, and for each level of the network
+    s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants).
+    """
+    base = generic_prior(collective)
+    b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
+    # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
+    log_flops = math.log(_BACKWARD_AND_FORWARD) + math.log(facts.flops_per_sample) + math.log(b_ref)
+    log_compute = log_flops - math.log(_SUSTAINED_SHARE * hardware.peak_tflops * 1e12)
+    log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
+    mean, sd = base.mean.copy(), base.sd.copy()
+    mean[0], sd[0] = log_compute, _SUSTAINED_SHARE_SD
+    mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
+    if hardware.intra_node_gbps is not None:
+        mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute
+    mean[6] = log_bits - math.log(_LINK_SHARE * hardware.inter_node_gbps * 1e9) - log_compute
+    return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
+
+
+def prior_from_jobs(
+    posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None, collective: Collective = Collective.RING
+) -> StepTimePrior:
+    """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
+
+    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
+    themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
+    the jobs are runs of the same network, from them.
+    """
+    base = generic_prior(collective)
+    if not posteriors:
+        raise ObservationError("posteriors: there are none; give at least one earlier job.")
+    b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
+    shifted = np.array([_at_reference(p, b_ref) for p in posteriors])
+    own = np.array([p.sd for p in posteriors]) ** 2 + _BETWEEN_JOBS_SD**2
+    if len(posteriors) > 1:
+        own = own + np.var(shifted, axis=0, ddof=1)
+    weight = 1.0 / own
+    prior_weight = 1.0 / base.sd**2
+    prior_weight[0] = 1e-6
+    total = weight.sum(axis=0) + prior_weight
+    mean = (np.sum(weight * shifted, axis=0) + prior_weight * base.mean) / total
+    sd = np.sqrt(np.maximum(1.0 / total, _BETWEEN_JOBS_SD**2 * np.minimum(1.0, base.sd) ** 2))
+    sd[0] = max(float(sd[0]), 0.5)
+    if scale is not None:
+        if b_ref is not None and scale.reference_batch_size is not None:
+            mean[1:] = _rescaled(mean, scale.reference_batch_size / b_ref)[1:]
+        mean[0], sd[0], b_ref = scale.mean[0], scale.sd[0], scale.reference_batch_size
+    return StepTimePrior(mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
+
+
+def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
+    if reference is None or prior.reference_batch_size is None:
+        return prior.mean
+    return _rescaled(prior.mean, reference / prior.reference_batch_size)
+
+
+def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:
+    """The same parameters for a reference batch `ratio` times as large: c grows, what is relative to c shrinks."""
+    shift = math.exp(mean[2]) * math.log(ratio)
+    moved = np.array(mean)
+    moved[0] += shift
+    moved[[1, 4, 6]] -= shift
+    return moved

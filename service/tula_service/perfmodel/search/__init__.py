@@ -1,0 +1,1 @@
+"""Which configurations there are, which to profile next, and when to stop."""

@@ -1,0 +1,93 @@
+"""Every setting of the service, read from the environment once and handed on; nothing is read at import."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["PREFIX", "Settings", "SettingsError"]
+
+PREFIX = "TULA_"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names it and says what to give."""
+
+
+def _setting(default: Any, about: str, *, least: float | None = None) -> Any:
+    return field(default=default, metadata={"about": about, "least": least})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One field per setting; the environment variable is `TULA_` and the field's name in capitals."""
+
+    database: str = _setting("tula.db", "SQLite file, or postgresql+psycopg:// URL.")
+    host: str = _setting("127.0.0.1", "Address to listen on; any but loopback needs a token to exist first.")
+    port: int = _setting(8321, "Port to listen on; 0 takes a free one.", least=0)
+    workers: int = _setting(1, "Processes that serve; they share nothing but the database.", least=1)
+    threads: int = _setting(16, "Requests that a worker works on at once, and its database connections.", least=2)
+    max_in_flight: int = _setting(256, "Requests that a worker holds at once; more are told to come back.", least=1)
+    max_body_bytes: int = _setting(8 * 2**20, "Largest body as sent.", least=1024)
+    max_decompressed_bytes: int = _setting(32 * 2**20, "Largest body after decompression.", least=1024)
+    body_timeout_s: float = _setting(20.0, "Longest time a client may take to send a body.", least=0.1)
+    requests_per_minute: int = _setting(6_000, "Requests of one token to one worker, ingest aside.", least=1)
+    ingest_per_minute: int = _setting(240_000, "Samples and telemetry requests of one token to one worker.", least=1)
+    token_cache_s: float = _setting(5.0, "How long a worker may trust a token it has seen; revocation waits for it.")
+    shutdown_s: int = _setting(20, "How long accepted requests may take to finish at shutdown.", least=1)
+    retention_days: float = _setting(90.0, "Age at which `tula prune` deletes archived jobs.", least=0)
+    log_level: str = _setting("info", "debug, info, warning or error; debug also logs every ingest request.")
+    trace: bool = _setting(False, "OpenTelemetry traces; needs the extra `otel` and its usual OTEL_ variables.")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+        """Read `TULA_*`. Raises SettingsError for a value of the wrong kind or below its least."""
+        given = {
+            item.name: _parsed(item, environment[PREFIX + item.name.upper()])
+            for item in dataclasses.fields(cls)
+            if environment.get(PREFIX + item.name.upper(), "") != ""
+        }
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError for a value that no service can run with."""
+        for item in dataclasses.fields(self):
+            least = item.metadata["least"]
+            if least is not None and not getattr(self, item.name) >= least:
+                raise SettingsError(f"{PREFIX}{item.name.upper()} must be at least {least}: set it higher.")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise SettingsError(f"{PREFIX}LOG_LEVEL is {self.log_level!r}: use debug, info, warning or error.")
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables from which `from_environment` reads the same settings: how workers get them."""
+        return {PREFIX + item.name.upper(): _shown(getattr(self, item.name)) for item in dataclasses.fields(self)}
+
+    @property
+    def on_loopback(self) -> bool:
+        """True when only this machine can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def _shown(value: object) -> str:
+    return ("1" if value else "0") if isinstance(value, bool) else str(value)
+
+
+def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
+    kind = str(item.type)
+    name = PREFIX + item.name.upper()
+    if kind == "bool":
+        if text.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+            return text.lower() in ("1", "true", "yes", "on")
+        raise SettingsError(f"{name} is {text!r}: use 1 or 0.")
+    try:
+        return {"int": int, "float": float, "str": str}[kind](text)
+    except ValueError:
+        raise SettingsError(f"{name} is {text!r}: give a number.") from None

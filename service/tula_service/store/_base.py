@@ -1,0 +1,72 @@
+"""What every repository stands on: one connection inside one transaction, and a clock."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, TypeAlias
+
+import sqlalchemy as sa
+
+from tula_service.domain import Configuration
+
+__all__ = ["Clock", "Repository", "RowMap", "configuration_from", "configuration_values", "new_id"]
+
+Clock: TypeAlias = Callable[[], datetime]
+RowMap: TypeAlias = sa.RowMapping
+
+
+class Repository:
+    """A view of some tables through one transaction's connection."""
+
+    def __init__(self, connection: sa.Connection, now: Clock) -> None:
+        self._connection = connection
+        self._now = now
+
+    @property
+    def _postgres(self) -> bool:
+        return self._connection.dialect.name == "postgresql"
+
+    def _rows(self, statement: sa.Executable) -> list[RowMap]:
+        return list(self._connection.execute(statement).mappings())
+
+    def _row(self, statement: sa.Executable) -> RowMap | None:
+        return self._connection.execute(statement).mappings().first()
+
+    def _insert(self, table: sa.Table) -> Any:
+        """An INSERT that knows ON CONFLICT, in the words of this database."""
+        if self._postgres:
+            from sqlalchemy.dialects.postgresql import insert as postgres_insert
+
+            return postgres_insert(table)
+        from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+        return sqlite_insert(table)
+
+
+def new_id(prefix: str) -> str:
+    """A random identity that says what it identifies, such as `job-4f1c0a9be2d37758`."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+def configuration_values(configuration: Configuration) -> dict[str, Any]:
+    """The columns, or the JSON object, of a configuration."""
+    return {
+        "num_nodes": configuration.num_nodes,
+        "ranks_per_node": configuration.ranks_per_node,
+        "local_batch_size": configuration.local_batch_size,
+        "grad_accum_steps": configuration.grad_accum_steps,
+        "instance_type": configuration.instance_type,
+    }
+
+
+def configuration_from(row: RowMap | dict[str, Any]) -> Configuration:
+    """The inverse of `configuration_values`."""
+    return Configuration(
+        num_nodes=row["num_nodes"],
+        ranks_per_node=row["ranks_per_node"],
+        local_batch_size=row["local_batch_size"],
+        grad_accum_steps=row["grad_accum_steps"],
+        instance_type=row["instance_type"],
+    )

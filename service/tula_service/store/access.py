@@ -1,0 +1,157 @@
+"""Projects, tokens and the audit log."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Final
+
+import sqlalchemy as sa
+
+from tula_service.errors import Conflict, NotFound
+from tula_service.store._base import Repository, RowMap, new_id
+from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, TokenRecord
+from tula_service.store.tables import audit_log, projects, tokens
+
+__all__ = ["DEFAULT_PROJECT_ID", "Audit", "Projects", "Tokens"]
+
+DEFAULT_PROJECT_ID: Final = "default"
+"""The first migration makes this project, so that one person needs to set up none."""
+
+
+class Projects(Repository):
+    """Tenants."""
+
+    def create(self, name: str) -> ProjectRecord:
+        """A new project. Raises Conflict when the name is taken."""
+        statement = (
+            self._insert(projects)
+            .values(id=new_id("project"), name=name, created_at=self._now())
+            .on_conflict_do_nothing(index_elements=["name"])
+            .returning(projects.c.id)
+        )
+        if self._row(statement) is None:
+            raise Conflict(f"A project called {name!r} exists already: choose another name.", field="name")
+        return self.by_name(name)
+
+    def get(self, project_id: str) -> ProjectRecord:
+        """The project. Raises NotFound."""
+        return self._one(projects.c.id == project_id, project_id)
+
+    def by_name(self, name: str) -> ProjectRecord:
+        """The project of this name. Raises NotFound."""
+        return self._one(projects.c.name == name, name)
+
+    def list(self) -> list[ProjectRecord]:
+        """All projects by name."""
+        return [_project(row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
+
+    def _one(self, wanted: sa.ColumnElement[bool], shown: str) -> ProjectRecord:
+        row = self._row(sa.select(projects).where(wanted))
+        if row is None:
+            raise NotFound.of("project", shown)
+        return _project(row)
+
+
+class Tokens(Repository):
+    """API tokens by the SHA-256 of their secret; the secret itself is never here."""
+
+    def create(
+        self,
+        *,
+        sha256: str,
+        name: str,
+        scope: str,
+        project_id: str | None = None,
+        job_id: str | None = None,
+        expires_at: datetime | None = None,
+    ) -> TokenRecord:
+        """Store a new token."""
+        identity = new_id("token")
+        self._connection.execute(
+            sa.insert(tokens).values(
+                id=identity,
+                sha256=sha256,
+                name=name,
+                scope=scope,
+                project_id=project_id,
+                job_id=job_id,
+                created_at=self._now(),
+                expires_at=expires_at,
+            )
+        )
+        return self.get(identity)
+
+    def get(self, token_id: str) -> TokenRecord:
+        """The token of this id. Raises NotFound."""
+        row = self._row(sa.select(tokens).where(tokens.c.id == token_id))
+        if row is None:
+            raise NotFound.of("token", token_id)
+        return _token(row)
+
+    def by_hash(self, sha256: str) -> TokenRecord | None:
+        """The token with this hash, whatever its state."""
+        row = self._row(sa.select(tokens).where(tokens.c.sha256 == sha256))
+        return None if row is None else _token(row)
+
+    def list(self, *, project_id: str | None = None) -> list[TokenRecord]:
+        """Tokens (of a project), newest first."""
+        statement = sa.select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
+        if project_id is not None:
+            statement = statement.where(tokens.c.project_id == project_id)
+        return [_token(row) for row in self._rows(statement)]
+
+    def revoke(self, token_id: str) -> TokenRecord:
+        """End a token for good; revoking twice keeps the first time. Raises NotFound."""
+        self._connection.execute(
+            sa.update(tokens)
+            .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
+            .values(revoked_at=self._now())
+        )
+        return self.get(token_id)
+
+    def touch(self, token_id: str) -> None:
+        """Note that the token was used just now."""
+        self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
+
+    def any_usable(self) -> bool:
+        """True when some token would be let in."""
+        now = self._now()
+        statement = sa.select(tokens.c.id).where(
+            tokens.c.revoked_at.is_(None), tokens.c.expires_at.is_(None) | (tokens.c.expires_at > now)
+        )
+        return self._row(statement.limit(1)) is not None
+
+
+class Audit(Repository):
+    """What administrators did; append-only."""
+
+    def append(self, *, actor: str, action: str, target: str, detail: JsonObject | None = None) -> None:
+        """Write an act down in the same transaction as the act."""
+        self._connection.execute(
+            sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
+        )
+
+    def list(self, *, limit: int = 200) -> list[AuditRecord]:
+        """Acts, newest first."""
+        rows = self._rows(sa.select(audit_log).order_by(audit_log.c.id.desc()).limit(limit))
+        return [
+            AuditRecord(row["id"], row["at"], row["actor"], row["action"], row["target"], row["detail"]) for row in rows
+        ]
+
+
+def _project(row: RowMap) -> ProjectRecord:
+    return ProjectRecord(row["id"], row["name"], row["created_at"])
+
+
+def _token(row: RowMap) -> TokenRecord:
+    return TokenRecord(
+        id=row["id"],
+        name=row["name"],
+        scope=row["scope"],
+        project_id=row["project_id"],
+        job_id=row["job_id"],
+        created_at=row["created_at"],
+        expires_at=row["expires_at"],
+        last_used_at=row["last_used_at"],
+        revoked_at=row["revoked_at"],
+    )

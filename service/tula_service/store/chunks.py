@@ -1,0 +1,153 @@
+"""Telemetry chunks: raw per-step series of a run, stored as they came and read back by column."""
+
+from __future__ import annotations
+
+import numpy as np
+import sqlalchemy as sa
+
+from tula_service.errors import NotFound
+from tula_service.store._base import Repository
+from tula_service.store.packing import pack, unpack
+from tula_service.store.records import ChunkRecord, FloatArray, IntArray, NewChunk
+from tula_service.store.tables import runs, telemetry_chunks
+
+__all__ = ["INSERT_POSTGRES", "INSERT_SQLITE", "Chunks", "chunk_row"]
+
+_COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
+_INSERT = (
+    f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({{}}) ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
+)
+INSERT_SQLITE = _INSERT.format(", ".join("?" * 9))
+INSERT_POSTGRES = _INSERT.format(", ".join(["%s"] * 9))
+
+
+def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
+    """The row of a chunk, compressed; needs no transaction, so that packing happens outside of one."""
+    return (
+        run_key,
+        chunk.rank,
+        chunk.boot_id,
+        chunk.sequence,
+        int(chunk.steps.min()),
+        int(chunk.steps.max()),
+        int(chunk.steps.size),
+        ",".join(chunk.names),
+        pack(chunk.steps, chunk.values),
+    )
+
+
+class Chunks(Repository):
+    """The telemetry chunks of runs."""
+
+    def add(self, run_key: int, chunk: NewChunk) -> bool:
+        """Store a chunk; False when (run, rank, boot id, sequence) was stored before."""
+        return self.add_row(chunk_row(run_key, chunk))
+
+    def add_row(self, row: tuple[object, ...]) -> bool:
+        """Store a row of `chunk_row`; False when it was stored before."""
+        statement = INSERT_POSTGRES if self._postgres else INSERT_SQLITE
+        return self._connection.exec_driver_sql(statement, row).rowcount == 1
+
+    def run_key(self, run_id: str) -> tuple[int, str, str]:
+        """The run's integer key, its job and its project; none of them ever changes. Raises NotFound."""
+        row = self._connection.execute(
+            sa.select(runs.c.key, runs.c.job_id, runs.c.project_id).where(runs.c.id == run_id)
+        ).first()
+        if row is None:
+            raise NotFound.of("run", run_id)
+        return int(row[0]), str(row[1]), str(row[2])
+
+    def columns(self, run_key: int) -> dict[str, list[int]]:
+        """Names of the columns that the run has, each with the ranks that sent it."""
+        rows = self._connection.execute(
+            sa.select(telemetry_chunks.c.columns, telemetry_chunks.c.rank)
+            .where(telemetry_chunks.c.run_key == run_key)
+            .distinct()
+        )
+        found: dict[str, set[int]] = {}
+        for names, rank in rows:
+            for name in names.split(","):
+                found.setdefault(name, set()).add(int(rank))
+        return {name: sorted(found[name]) for name in sorted(found)}
+
+    def last_step(self, run_key: int, *, rank: int = 0) -> int | None:
+        """The last step of which one rank sent telemetry, None before its first chunk."""
+        chunk = telemetry_chunks.c
+        found = self._connection.execute(
+            sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == rank)
+        ).scalar()
+        return None if found is None else int(found)
+
+    def read(
+        self,
+        run_key: int,
+        column: str,
+        *,
+        rank: int = 0,
+        first_step: int | None = None,
+        last_step: int | None = None,
+    ) -> tuple[IntArray, FloatArray]:
+        """Steps and values of one column of one rank, by step; of a step sent twice the later boot's value stays."""
+        chunk = telemetry_chunks.c
+        statement = (
+            sa.select(chunk.num_steps, chunk.columns, chunk.payload)
+            .where(chunk.run_key == run_key, chunk.rank == rank)
+            .order_by(chunk.first_step, chunk.boot_id, chunk.sequence)
+        )
+        if first_step is not None:
+            statement = statement.where(chunk.last_step >= first_step)
+        if last_step is not None:
+            statement = statement.where(chunk.first_step <= last_step)
+        pieces: list[tuple[IntArray, FloatArray]] = []
+        for num_steps, columns, payload in self._connection.execute(statement):
+            names = columns.split(",")
+            if column in names:
+                steps, values = unpack(bytes(payload), num_steps, len(names))
+                pieces.append((steps, values[names.index(column)]))
+        if not pieces:
+            return np.zeros(0, np.int64), np.zeros(0)
+        record = _in_order(pieces, rank)
+        keep = np.ones(record.steps.size, bool)
+        if first_step is not None:
+            keep &= record.steps >= first_step
+        if last_step is not None:
+            keep &= record.steps <= last_step
+        return record.steps[keep], record.values[keep]
+
+    def purge(self, job_id: str, *, limit: int) -> int:
+        """Delete up to `limit` chunks of a job; the number of them."""
+        chunk = telemetry_chunks.c
+        key = (chunk.run_key, chunk.rank, chunk.boot_id, chunk.sequence)
+        keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
+        chosen = sa.select(*key).where(chunk.run_key.in_(keys)).limit(limit).subquery("chosen")
+        statement = sa.delete(telemetry_chunks).where(sa.tuple_(*key).in_(sa.select(*chosen.c)))
+        return int(self._connection.execute(statement).rowcount)
+
+    def latest(self, run_key: int, *, limit: int = 1, rank: int = 0) -> dict[str, ChunkRecord]:
+        """The columns of the run's last `limit` chunks, by name: what watching a run needs."""
+        chunk = telemetry_chunks.c
+        rows = self._connection.execute(
+            sa.select(chunk.num_steps, chunk.columns, chunk.payload)
+            .where(chunk.run_key == run_key, chunk.rank == rank)
+            .order_by(chunk.last_step.desc())
+            .limit(limit)
+        ).all()
+        pieces: dict[str, list[tuple[IntArray, FloatArray]]] = {}
+        for num_steps, columns, payload in reversed(rows):
+            names = columns.split(",")
+            steps, values = unpack(bytes(payload), num_steps, len(names))
+            for name, column in zip(names, values, strict=True):
+                pieces.setdefault(name, []).append((steps, column))
+        return {name: _in_order(found, rank) for name, found in pieces.items()}
+
+
+def _in_order(pieces: list[tuple[IntArray, FloatArray]], rank: int) -> ChunkRecord:
+    steps = np.concatenate([piece[0] for piece in pieces])
+    values = np.concatenate([piece[1] for piece in pieces])
+    if bool((np.diff(steps) > 0).all()):
+        return ChunkRecord(rank, steps, values)
+    # A gap never hides a number: what arrives late brings its own columns and leaves the others empty.
+    order = np.lexsort((~np.isnan(values), steps))
+    steps, values = steps[order], values[order]
+    last = np.append(steps[1:] != steps[:-1], True)
+    return ChunkRecord(rank, steps[last], values[last])

@@ -1,0 +1,133 @@
+"""The ledger: every recommendation as it was given, unchangeable, and beside it what then happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
+from tula_service.store.records import LedgerRecord, Outcome
+from tula_service.store.tables import jobs, ledger, ledger_outcomes
+
+__all__ = ["Ledger"]
+
+
+class Ledger(Repository):
+    """Recommendations given, and their outcomes; the database itself refuses to update an entry."""
+
+    def append(self, entry: LedgerRecord) -> LedgerRecord:
+        """Write an entry; an empty id is given one."""
+        identity = entry.id or new_id("rec")
+        step, cost = entry.predicted_step_time_s, entry.predicted_cost_usd
+        self._connection.execute(
+            sa.insert(ledger).values(
+                id=identity,
+                job_id=entry.job_id,
+                created_at=entry.created_at or self._now(),
+                objective=entry.objective,
+                basis=entry.basis,
+                configuration=None if entry.configuration is None else configuration_values(entry.configuration),
+                prices=dict(entry.prices),
+                model_version=entry.model_version,
+                data_version=entry.data_version,
+                step_time_s=step and step[0],
+                step_time_low_s=step and step[1],
+                step_time_high_s=step and step[2],
+                cost_usd=cost and cost[0],
+                cost_low_usd=cost and cost[1],
+                cost_high_usd=cost and cost[2],
+            )
+        )
+        row = self._row(sa.select(ledger).where(ledger.c.id == identity))
+        assert row is not None
+        return _record(row, None)
+
+    def record_outcome(self, recommendation_id: str, outcome: Outcome) -> None:
+        """Say what a run measured after this recommendation; a later measurement of the same run replaces it."""
+        values = {
+            "measured_step_time_s": outcome.measured_step_time_s,
+            "error": outcome.error,
+            "within_interval": outcome.within_interval,
+            "at": outcome.at or self._now(),
+        }
+        insert = self._insert(ledger_outcomes).values(ledger_id=recommendation_id, run_id=outcome.run_id, **values)
+        self._connection.execute(insert.on_conflict_do_update(index_elements=["ledger_id", "run_id"], set_=values))
+
+    def list(self, job_id: str, *, limit: int = 200) -> Sequence[LedgerRecord]:
+        """Entries of a job, newest first; one with several outcomes stands once for each."""
+        return self._records(ledger.c.job_id == job_id, limit=limit)
+
+    def latest(self, job_id: str, objective: str | None = None) -> LedgerRecord | None:
+        """The newest entry of a job (for one objective)."""
+        wanted = [ledger.c.job_id == job_id]
+        if objective is not None:
+            wanted.append(ledger.c.objective == objective)
+        found = self._records(*wanted, limit=1)
+        return found[0] if found else None
+
+    def get(self, recommendation_id: str) -> LedgerRecord | None:
+        """One entry by its id."""
+        found = self._records(ledger.c.id == recommendation_id, limit=1)
+        return found[0] if found else None
+
+    def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[LedgerRecord]:
+        """Entries whose outcome is known, over all jobs (of a project), newest first: what calibration learns from."""
+        statement = (
+            sa.select(ledger, *_OUTCOME)
+            .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
+            .order_by(ledger.c.key.desc())
+            .limit(limit)
+        )
+        if project_id is not None:
+            statement = statement.join(jobs, jobs.c.id == ledger.c.job_id).where(jobs.c.project_id == project_id)
+        return [_record(row, _outcome(row)) for row in self._rows(statement)]
+
+    def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
+        statement = (
+            sa.select(ledger, *_OUTCOME)
+            .outerjoin(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
+            .where(*wanted)
+            .order_by(ledger.c.key.desc(), ledger_outcomes.c.at.desc())
+            .limit(limit)
+        )
+        return [_record(row, _outcome(row)) for row in self._rows(statement)]
+
+
+_OUTCOME = [
+    ledger_outcomes.c.run_id.label("outcome_run_id"),
+    ledger_outcomes.c.measured_step_time_s,
+    ledger_outcomes.c.error,
+    ledger_outcomes.c.within_interval,
+    ledger_outcomes.c.at.label("outcome_at"),
+]
+
+
+def _outcome(row: RowMap) -> Outcome | None:
+    if row["outcome_run_id"] is None:
+        return None
+    return Outcome(
+        row["outcome_run_id"], row["measured_step_time_s"], row["error"], row["within_interval"], row["outcome_at"]
+    )
+
+
+def _interval(row: RowMap, *names: str) -> tuple[float, float, float] | None:
+    value, low, high = (row[name] for name in names)
+    return None if value is None else (value, low, high)
+
+
+def _record(row: RowMap, outcome: Outcome | None) -> LedgerRecord:
+    return LedgerRecord(
+        id=row["id"],
+        job_id=row["job_id"],
+        objective=row["objective"],
+        basis=row["basis"],
+        configuration=None if row["configuration"] is None else configuration_from(row["configuration"]),
+        prices=row["prices"],
+        model_version=row["model_version"],
+        data_version=row["data_version"],
+        predicted_step_time_s=_interval(row, "step_time_s", "step_time_low_s", "step_time_high_s"),
+        predicted_cost_usd=_interval(row, "cost_usd", "cost_low_usd", "cost_high_usd"),
+        created_at=row["created_at"],
+        outcome=outcome,
+    )

@@ -1,0 +1,78 @@
+"""How a telemetry chunk lies in its row: float columns, bytes shuffled by significance, compressed together.
+
+Layout, little-endian: `steps` as one flag byte, then either first step and stride (int64 each, flag 0) or all steps
+(flag 1), then the columns one after the other; float64 or, where that loses nothing, float32 (the flag's second bit).
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Final
+
+import numpy as np
+import zstandard
+
+from tula_service.store.records import FloatArray, IntArray
+
+__all__ = ["pack", "unpack"]
+
+_EXPLICIT_STEPS: Final = 1
+_SINGLE_PRECISION: Final = 2
+_LEVEL: Final = 1
+_local = threading.local()  # zstandard's objects may not be shared between threads
+
+
+def pack(steps: IntArray, values: FloatArray) -> bytes:
+    """Compress `steps` of shape (n,) and `values` of shape (columns, n); NaN is kept as it is."""
+    count = steps.size
+    stride = int(steps[1] - steps[0]) if count > 1 else 0
+    if bool((np.diff(steps) == stride).all()):
+        flags, head = 0, struct.pack("<qq", int(steps[0]), stride)
+    else:
+        flags, head = _EXPLICIT_STEPS, steps.astype("<i8").tobytes()
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and so unequal
+        single = values.astype("<f4")
+    if np.array_equal(single, values, equal_nan=True):
+        flags |= _SINGLE_PRECISION
+        body = _shuffle(single)
+    else:
+        body = _shuffle(np.ascontiguousarray(values, dtype="<f8"))
+    return bytes([flags]) + _compressor().compress(head + body)
+
+
+def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, FloatArray]:
+    """The inverse of `pack`: steps of shape (num_steps,), values of shape (num_columns, num_steps)."""
+    flags = payload[0]
+    raw = _decompressor().decompress(payload[1:])
+    if flags & _EXPLICIT_STEPS:
+        steps = np.frombuffer(raw, "<i8", num_steps).astype(np.int64)
+        offset = 8 * num_steps
+    else:
+        first, stride = struct.unpack_from("<qq", raw)
+        steps = first + stride * np.arange(num_steps, dtype=np.int64)
+        offset = 16
+    kind = np.dtype("<f4" if flags & _SINGLE_PRECISION else "<f8")
+    planes = np.frombuffer(raw, np.uint8, offset=offset).reshape(kind.itemsize, num_columns * num_steps)
+    values = np.ascontiguousarray(planes.T).view(kind).reshape(num_columns, num_steps)
+    return steps, values.astype(np.float64)
+
+
+def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
+    """All first bytes, then all second bytes, ...: exponents stand together and compress."""
+    planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
+    return planes
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    compressor: zstandard.ZstdCompressor = _local.compressor
+    return compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor

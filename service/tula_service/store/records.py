@@ -1,0 +1,338 @@
+"""What goes into and comes out of the store: frozen values, no wire types, every time aware and in UTC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tula_service.domain import Configuration, RunKind, RunState
+
+__all__ = [
+    "AuditRecord",
+    "ChunkRecord",
+    "EventRecord",
+    "FloatArray",
+    "IntArray",
+    "JobPage",
+    "JobRecord",
+    "JsonObject",
+    "LedgerRecord",
+    "MemoryReading",
+    "NewChunk",
+    "NewJob",
+    "NewRun",
+    "NewSamples",
+    "Outcome",
+    "ProjectRecord",
+    "RunRecord",
+    "RunSummary",
+    "SampleColumns",
+    "ScalingRecord",
+    "Stored",
+    "TokenRecord",
+]
+
+JsonObject: TypeAlias = dict[str, Any]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ProjectRecord:
+    """A tenant."""
+
+    id: str
+    name: str
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job to be registered; `fingerprint` is a digest of the request, compared when an idempotency key comes back."""
+
+    project_id: str
+    name: str
+    model_name: str
+    objective: str
+    spec: JsonObject
+    idempotency_key: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job; `data_version` grows with anything that can change a fit, and so keys every cached answer.
+
+    `recommended`, `predicted_*`, `saving_*` and `prediction_error` are what a list shows; use cases keep them current.
+    """
+
+    id: str
+    project_id: str
+    name: str
+    model_name: str
+    state: str
+    objective: str
+    spec: JsonObject
+    data_version: int
+    plan_reason: str
+    created_at: datetime
+    updated_at: datetime
+    recommended: Configuration | None = None
+    predicted_time_s: float | None = None
+    predicted_cost_usd: float | None = None
+    saving_vs_smallest_batch: float | None = None
+    saving_vs_largest_batch: float | None = None
+    prediction_error: float | None = None
+    runs_done: int = 0
+    runs_planned: int = 0
+    cursor: int = 0
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """Jobs, newest first; `next_cursor` goes into the next call, None on the last page."""
+
+    jobs: list[JobRecord]
+    total: int
+    next_cursor: int | None
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run to be created; lower `position` is claimed first."""
+
+    kind: RunKind
+    configuration: Configuration
+    state: RunState = RunState.PENDING
+    purpose: str = ""
+    instruction: JsonObject | None = None
+    method: str | None = None
+    position: int = 0
+    predicted_step_time_s: float | None = None
+    recommendation_id: str | None = None
+    holder: str | None = None
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run; `key` is the integer by which samples and chunks refer to it. `step_time_s` is the last summary's."""
+
+    key: int
+    id: str
+    job_id: str
+    project_id: str
+    kind: RunKind
+    state: RunState
+    configuration: Configuration
+    purpose: str
+    instruction: JsonObject | None
+    message: str | None
+    method: str | None
+    position: int
+    holder: str | None
+    lease_s: float | None
+    lease_expires_at: datetime | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    num_samples: int
+    dropped: int
+    failed_local_batch_size: int | None
+    predicted_step_time_s: float | None
+    recommendation_id: str | None
+    straggler_rank: int | None
+    drifted: bool
+    drift_state: JsonObject | None
+    step_time_s: float | None = None
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """Step samples as columns of one length; NaN means "not measured" and `straggler_rank` then holds -1."""
+
+    sequence: IntArray
+    step: IntArray
+    step_time_s: FloatArray
+    compute_time_s: FloatArray | None = None
+    comm_time_s: FloatArray | None = None
+    exposed_comm_time_s: FloatArray | None = None
+    input_time_s: FloatArray | None = None
+    skew_s: FloatArray | None = None
+    straggler_rank: IntArray | None = None
+    rank: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Peak memory of one rank by component, bytes; None where it was not read."""
+
+    method: str
+    peak_bytes: int
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activation_bytes: int | None = None
+    batch_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class NewSamples:
+    """One batch of one rank as it arrived, with what the process saw of its own configuration."""
+
+    rank: int
+    boot_id: str
+    columns: SampleColumns
+    warmup: bool = False
+    world_size: int | None = None
+    local_batch_size: int | None = None
+    grad_accum_steps: int | None = None
+    timing_method: str = "wall"
+    memory: MemoryReading | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How many rows were new, and how many were there already."""
+
+    stored: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a fit needs of one run: robust figures over its last measuring steps, and its memory.
+
+    `step_time_s` is a 10 % trimmed mean over steps (each step averaged over ranks), `relative_sd` the standard error of
+    that mean over the mean (None below two steps); component times are medians. `num_samples` counts measuring samples.
+    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
+    `memory` is the reading of the rank with the highest peak.
+    """
+
+    run_id: str
+    kind: RunKind
+    state: RunState
+    configuration: Configuration
+    num_samples: int
+    num_steps: int
+    step_time_s: float | None
+    relative_sd: float | None
+    compute_time_s: float | None
+    comm_time_s: float | None
+    exposed_comm_time_s: float | None
+    input_time_s: float | None
+    skew_s: float | None
+    straggler_rank: int | None
+    world_size: int | None
+    local_batch_size: int | None
+    grad_accum_steps: int | None
+    timing_method: str | None
+    memory: MemoryReading | None
+    failed_local_batch_size: int | None
+
+
+@dataclass(frozen=True)
+class NewChunk:
+    """A columnar piece of a run's telemetry; `values` has shape (columns, steps), NaN where nothing was measured."""
+
+    rank: int
+    boot_id: str
+    sequence: int
+    steps: IntArray
+    names: Sequence[str]
+    values: FloatArray
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """One stored chunk, narrowed to one column."""
+
+    rank: int
+    steps: IntArray
+    values: FloatArray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened after a recommendation; several runs may follow one."""
+
+    run_id: str
+    measured_step_time_s: float
+    error: float | None
+    within_interval: bool | None
+    at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    """A recommendation as it was given, never changed; intervals are (value, low, high)."""
+
+    id: str
+    job_id: str
+    objective: str
+    basis: str
+    configuration: Configuration | None
+    prices: Mapping[str, Any]
+    model_version: str
+    data_version: int
+    predicted_step_time_s: tuple[float, float, float] | None
+    predicted_cost_usd: tuple[float, float, float] | None
+    created_at: datetime | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class ScalingRecord:
+    """One version of a job's scaling thresholds."""
+
+    job_id: str
+    version: int
+    body: JsonObject
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """Something that happened to a job; ids grow in commit order within a job."""
+
+    id: int
+    job_id: str
+    run_id: str | None
+    kind: str
+    at: datetime
+    data: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """A token without its secret; `project_id` is None for administrators, `job_id` set for agents only."""
+
+    id: str
+    name: str
+    scope: str
+    project_id: str | None
+    job_id: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """An administrative act: who did what to what, when, and where the request came from."""
+
+    id: int
+    at: datetime
+    actor: str
+    action: str
+    target: str
+    detail: JsonObject = field(default_factory=dict)

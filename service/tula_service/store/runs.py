@@ -1,0 +1,262 @@
+"""Runs: leased to one holder at a time by the database's own locks, moved on only by compare-and-set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+
+from tula_service.domain import RunKind, RunState
+from tula_service.errors import NotFound
+from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
+from tula_service.store.records import NewRun, RunRecord
+from tula_service.store.tables import jobs, run_summaries, runs
+
+__all__ = ["Runs"]
+
+_HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
+_UPDATABLE = frozenset(
+    {
+        "message",
+        "dropped",
+        "failed_local_batch_size",
+        "predicted_step_time_s",
+        "recommendation_id",
+        "straggler_rank",
+        "drifted",
+        "drift_state",
+        "position",
+        "purpose",
+        "started_at",
+        "finished_at",
+        "holder",
+        "lease_s",
+        "lease_expires_at",
+    }
+)
+_SELECT = sa.select(runs, run_summaries.c.step_time_s).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
+
+
+class Runs(Repository):
+    """The runs table. Lease times come from the store's clock: replicas need clocks that agree to about a second."""
+
+    def create(self, job_id: str, run: NewRun) -> RunRecord:
+        """Add a run to a job and move the job's data version. Raises NotFound without such a job."""
+        project_id = self._connection.execute(sa.select(jobs.c.project_id).where(jobs.c.id == job_id)).scalar()
+        if project_id is None:
+            raise NotFound.of("job", job_id)
+        now = self._now()
+        identity = new_id("run")
+        self._connection.execute(
+            sa.insert(runs).values(
+                id=identity,
+                job_id=job_id,
+                project_id=project_id,
+                kind=run.kind.value,
+                state=run.state.value,
+                **configuration_values(run.configuration),
+                purpose=run.purpose,
+                instruction=run.instruction,
+                method=run.method,
+                position=run.position,
+                holder=run.holder,
+                lease_s=run.lease_s,
+                lease_expires_at=None if run.lease_s is None else now + timedelta(seconds=run.lease_s),
+                created_at=now,
+                started_at=now if run.state is RunState.RUNNING else None,
+                num_samples=0,
+                dropped=0,
+                predicted_step_time_s=run.predicted_step_time_s,
+                recommendation_id=run.recommendation_id,
+                drifted=False,
+            )
+        )
+        self._bump(job_id)
+        return self.get(identity)
+
+    def get(self, run_id: str) -> RunRecord:
+        """The run. Raises NotFound."""
+        row = self._row(_SELECT.where(runs.c.id == run_id))
+        if row is None:
+            raise NotFound.of("run", run_id)
+        return _record(row)
+
+    def list(
+        self,
+        job_id: str,
+        *,
+        kind: RunKind | None = None,
+        states: Collection[RunState] | None = None,
+        cursor: int | None = None,
+        limit: int = 1000,
+        plan_order: bool = False,
+    ) -> list[RunRecord]:
+        """Runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
+        statement = _SELECT.where(runs.c.job_id == job_id).limit(limit)
+        if kind is not None:
+            statement = statement.where(runs.c.kind == kind.value)
+        if states is not None:
+            statement = statement.where(runs.c.state.in_([state.value for state in states]))
+        if cursor is not None:
+            statement = statement.where(runs.c.key < cursor)
+        order = (runs.c.position, runs.c.key) if plan_order else (runs.c.key.desc(),)
+        return [_record(row) for row in self._rows(statement.order_by(*order))]
+
+    def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
+        """Lease the next pending profiling run, or None when there is none to be had now.
+
+        Expired leases count as pending. Two claimants never get the same run: Postgres skips rows that another
+        transaction has locked, SQLite has one writer at a time.
+        """
+        self.release_expired(job_id)
+        wanted = sa.select(runs.c.key).where(
+            runs.c.job_id == job_id, runs.c.state == RunState.PENDING.value, runs.c.kind == RunKind.PROFILE.value
+        )
+        if max_nodes is not None:
+            wanted = wanted.where(runs.c.num_nodes <= max_nodes)
+        wanted = wanted.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
+        key = self._connection.execute(wanted).scalar()
+        if key is None:
+            return None
+        self._connection.execute(
+            sa.update(runs)
+            .where(runs.c.key == key)
+            .values(
+                state=RunState.CLAIMED.value,
+                holder=holder,
+                lease_s=lease_s,
+                lease_expires_at=self._now() + timedelta(seconds=lease_s),
+            )
+        )
+        row = self._row(_SELECT.where(runs.c.key == key))
+        assert row is not None
+        return _record(row)
+
+    def release_expired(self, job_id: str | None = None) -> int:
+        """Give profiling runs back whose lease ran out; the number of them."""
+        statement = sa.update(runs).where(
+            runs.c.state.in_(_HELD),
+            runs.c.kind == RunKind.PROFILE.value,
+            runs.c.lease_expires_at.is_not(None),
+            runs.c.lease_expires_at < self._now(),
+        )
+        if job_id is not None:
+            statement = statement.where(runs.c.job_id == job_id)
+        released = statement.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
+        return int(self._connection.execute(released).rowcount)
+
+    def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
+        """Extend a held lease by `lease_s` (or by what was asked when claiming); False when it is not held any more."""
+        row = self._row(sa.select(runs.c.lease_s, runs.c.state).where(runs.c.id == run_id))
+        if row is None or row["state"] not in _HELD:
+            return False
+        length = lease_s if lease_s is not None else row["lease_s"]
+        if length is None:
+            return True
+        statement = (
+            sa.update(runs)
+            .where(runs.c.id == run_id, runs.c.state.in_(_HELD))
+            .values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length))
+        )
+        return self._connection.execute(statement).rowcount == 1
+
+    def transition(self, run_id: str, *, expected: Collection[RunState], to: RunState, **values: Any) -> bool:
+        """Move a run from one of `expected` to `to`; False, and nothing changed, when it is in another state by now.
+
+        Stamps `started_at` and `finished_at`, ends the lease of a final state, and moves the job's data version.
+        """
+        self._check(values)
+        now = self._now()
+        if to is RunState.RUNNING:
+            values["started_at"] = sa.func.coalesce(runs.c.started_at, sa.literal(now, runs.c.started_at.type))
+        if to.is_final:
+            values |= {"finished_at": now, "lease_expires_at": None}
+        if to is RunState.PENDING:
+            values |= {"holder": None, "lease_s": None, "lease_expires_at": None}
+        changed = self._connection.execute(
+            sa.update(runs)
+            .where(runs.c.id == run_id, runs.c.state.in_([state.value for state in expected]))
+            .values(state=to.value, **values)
+            .returning(runs.c.job_id)
+        ).first()
+        if changed is None:
+            return False
+        self._bump(changed[0])
+        return True
+
+    def update(self, run_id: str, *, bump: bool = False, **values: Any) -> None:
+        """Change columns that are no state. Raises NotFound; TypeError for a column that may not change."""
+        self._check(values)
+        changed = self._connection.execute(
+            sa.update(runs).where(runs.c.id == run_id).values(**values).returning(runs.c.job_id)
+        ).first()
+        if changed is None:
+            raise NotFound.of("run", run_id)
+        if bump:
+            self._bump(changed[0])
+
+    def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> int:
+        """Cancel those of these runs that nobody has claimed; the number of them."""
+        if not run_ids:
+            return 0
+        statement = (
+            sa.update(runs)
+            .where(runs.c.job_id == job_id, runs.c.id.in_(run_ids), runs.c.state == RunState.PENDING.value)
+            .values(state=RunState.CANCELLED.value, finished_at=self._now())
+        )
+        cancelled = int(self._connection.execute(statement).rowcount)
+        if cancelled:
+            self._bump(job_id)
+        return cancelled
+
+    def count_by_state(self, job_id: str | None = None) -> dict[RunState, int]:
+        """How many runs (of one job, or of all) stand in each state."""
+        statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)
+        if job_id is not None:
+            statement = statement.where(runs.c.job_id == job_id)
+        return {RunState(state): int(number) for state, number in self._connection.execute(statement)}
+
+    def _bump(self, job_id: str) -> None:
+        self._connection.execute(
+            sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
+        )
+
+    @staticmethod
+    def _check(values: dict[str, Any]) -> None:
+        unknown = set(values) - _UPDATABLE
+        if unknown:
+            raise TypeError(f"runs have no such column to update: {sorted(unknown)}")
+
+
+def _record(row: RowMap) -> RunRecord:
+    return RunRecord(
+        key=row["key"],
+        id=row["id"],
+        job_id=row["job_id"],
+        project_id=row["project_id"],
+        kind=RunKind(row["kind"]),
+        state=RunState(row["state"]),
+        configuration=configuration_from(row),
+        purpose=row["purpose"],
+        instruction=row["instruction"],
+        message=row["message"],
+        method=row["method"],
+        position=row["position"],
+        holder=row["holder"],
+        lease_s=row["lease_s"],
+        lease_expires_at=row["lease_expires_at"],
+        created_at=row["created_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        num_samples=row["num_samples"],
+        dropped=row["dropped"],
+        failed_local_batch_size=row["failed_local_batch_size"],
+        predicted_step_time_s=row["predicted_step_time_s"],
+        recommendation_id=row["recommendation_id"],
+        straggler_rank=row["straggler_rank"],
+        drifted=row["drifted"],
+        drift_state=row["drift_state"],
+        step_time_s=row["step_time_s"],
+    )

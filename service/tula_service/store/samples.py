@@ -1,0 +1,290 @@
+"""Step samples as rows, stored once each, and the per-run summary that keeps a fit independent of their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from tula_service.domain import RunKind, RunState
+from tula_service.store._base import Clock, Repository, RowMap, configuration_from
+from tula_service.store.records import (
+    FloatArray,
+    IntArray,
+    MemoryReading,
+    NewSamples,
+    RunSummary,
+    SampleColumns,
+    Stored,
+)
+from tula_service.store.summary import summarise
+from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
+
+__all__ = ["SUMMARY_ROWS", "Samples"]
+
+SUMMARY_ROWS = 4096
+"""A summary rests on the last so many measuring rows (by step), so that it costs the same after a million."""
+
+_FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
+_ROW = ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", *_FLOATS, "straggler_rank")
+_SQLITE = f"INSERT OR IGNORE INTO step_samples ({', '.join(_ROW)}) VALUES ({', '.join('?' * len(_ROW))})"
+_POSTGRES = (
+    f"INSERT INTO step_samples ({', '.join(_ROW)}) "
+    "SELECT %s, sequence, %s, %s, step, %s, step_time_s, " + ", ".join(_FLOATS) + ", straggler_rank "
+    "FROM unnest(%s::bigint[], %s::bigint[], %s::float8[], " + "%s::float8[], " * len(_FLOATS) + "%s::int[]) "
+    "AS row(sequence, step, step_time_s, " + ", ".join(_FLOATS) + ", straggler_rank) "
+    "ON CONFLICT (source_key, sequence) DO NOTHING"
+)
+_MEMORY = [field.name for field in fields(MemoryReading)]
+
+
+class Samples(Repository):
+    """Step samples, the processes that sent them, their memory, and the summary of each run."""
+
+    def __init__(self, connection: sa.Connection, now: Clock, *, writable: bool = True) -> None:
+        super().__init__(connection, now)
+        self._writable = writable
+
+    def add(self, run_key: int, job_id: str, batch: NewSamples) -> Stored:
+        """Store a batch; rows already there by (run, rank, boot id, sequence) are counted as duplicates.
+
+        New rows move the run's sample count and the job's data version.
+        """
+        source = self._source(run_key, batch)
+        columns = batch.columns
+        optional = [getattr(columns, name) for name in _FLOATS]
+        if self._postgres:
+            # One statement for all rows; NaN means "not measured" on this side of the store and NULL on the other.
+            arguments = [_listed(columns.sequence), _listed(columns.step), _listed(columns.step_time_s)]
+            arguments += [_nullable(column, columns.sequence.size) for column in optional]
+            arguments.append(_ranks(columns.straggler_rank, columns.sequence.size))
+            stored = self._connection.exec_driver_sql(
+                _POSTGRES, (source, run_key, batch.rank, batch.warmup, *arguments)
+            ).rowcount
+        else:
+            size = columns.sequence.size
+            rows = zip(
+                [source] * size,
+                columns.sequence.tolist(),
+                [run_key] * size,
+                [batch.rank] * size,
+                columns.step.tolist(),
+                [batch.warmup] * size,
+                columns.step_time_s.tolist(),
+                *(_nullable(column, size) for column in optional),
+                _ranks(columns.straggler_rank, size),
+                strict=True,
+            )
+            stored = self._connection.exec_driver_sql(_SQLITE, list(rows)).rowcount
+        if batch.memory is not None:
+            self._remember(source, run_key, batch.memory)
+        if stored or batch.memory is not None:
+            self._connection.execute(
+                sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
+            )
+            self._connection.execute(
+                sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
+            )
+        return Stored(stored, int(columns.sequence.size) - stored)
+
+    def recent(
+        self, run_key: int, *, limit: int = SUMMARY_ROWS, warmup: bool = False, rank: int | None = None
+    ) -> SampleColumns:
+        """The last `limit` rows of a run by step, oldest first; measuring rows unless `warmup`."""
+        table = step_samples.c
+        statement = (
+            sa.select(
+                table.sequence,
+                table.step,
+                table.step_time_s,
+                *(table[name] for name in _FLOATS),
+                table.straggler_rank,
+                table.rank,
+            )
+            .where(table.run_key == run_key, table.warmup == warmup)
+            .order_by(table.step.desc(), table.rank)
+            .limit(limit)
+        )
+        if rank is not None:
+            statement = statement.where(table.rank == rank)
+        rows = self._connection.execute(statement).all()[::-1]
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 10
+        return SampleColumns(
+            sequence=np.asarray(columns[0], np.int64),
+            step=np.asarray(columns[1], np.int64),
+            step_time_s=np.asarray(columns[2], np.float64),
+            compute_time_s=np.asarray(columns[3], np.float64),
+            comm_time_s=np.asarray(columns[4], np.float64),
+            exposed_comm_time_s=np.asarray(columns[5], np.float64),
+            input_time_s=np.asarray(columns[6], np.float64),
+            skew_s=np.asarray(columns[7], np.float64),
+            straggler_rank=np.asarray([-1 if value is None else value for value in columns[8]], np.int64),
+            rank=np.asarray(columns[9], np.int64),
+        )
+
+    def memory(self, run_key: int) -> list[MemoryReading]:
+        """Memory readings of a run, one per process, highest peak first."""
+        table = memory_readings.c
+        statement = sa.select(*(table[name] for name in _MEMORY)).where(table.run_key == run_key)
+        return [MemoryReading(**row) for row in self._rows(statement.order_by(table.peak_bytes.desc()))]
+
+    def summaries(self, job_id: str) -> list[RunSummary]:
+        """One summary for each run of the job that has samples or ran out of memory, oldest run first.
+
+        Stale ones are computed anew, and kept when the transaction writes; any worker computes the same.
+        """
+        rows = self._rows(
+            sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
+            .outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
+            .where(
+                runs.c.job_id == job_id,
+                (runs.c.num_samples > 0) | (runs.c.state == RunState.OUT_OF_MEMORY.value),
+            )
+            .order_by(runs.c.key)
+        )
+        keys = [row["key"] for row in rows]
+        memory = self._highest(keys)
+        return [self._summary(row, memory.get(row["key"])) for row in rows]
+
+    def refresh(self, run_key: int) -> None:
+        """Compute and keep the summary of one run now, so that `RunRecord.step_time_s` is current."""
+        row = self._row(sa.select(runs.c.key, runs.c.num_samples).where(runs.c.key == run_key))
+        if row is not None and row["num_samples"]:
+            self._compute(run_key, row["num_samples"])
+
+    def total(self) -> int:
+        """Samples stored by all runs together, from their counters."""
+        return int(
+            self._connection.execute(sa.select(sa.func.coalesce(sa.func.sum(runs.c.num_samples), 0))).scalar_one()
+        )
+
+    def count_processes(self) -> int:
+        """How many processes have sent samples of runs that are running now."""
+        statement = sa.select(sa.func.count()).select_from(
+            sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
+        )
+        return int(self._connection.execute(statement.where(runs.c.state == RunState.RUNNING.value)).scalar_one())
+
+    def purge(self, job_id: str, *, limit: int) -> int:
+        """Delete up to `limit` sample rows of a job, and say how many went: deletion in bearable pieces."""
+        keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
+        table = step_samples.c
+        chosen = (
+            sa.select(table.source_key, table.sequence).where(table.run_key.in_(keys)).limit(limit).subquery("chosen")
+        )
+        statement = sa.delete(step_samples).where(
+            sa.tuple_(table.source_key, table.sequence).in_(sa.select(chosen.c.source_key, chosen.c.sequence))
+        )
+        return int(self._connection.execute(statement).rowcount)
+
+    def _source(self, run_key: int, batch: NewSamples) -> int:
+        facts = {
+            "world_size": batch.world_size,
+            "local_batch_size": batch.local_batch_size,
+            "grad_accum_steps": batch.grad_accum_steps,
+            "timing_method": batch.timing_method,
+        }
+        table = sample_sources.c
+        known = self._row(
+            sa.select(sample_sources).where(
+                table.run_key == run_key, table.rank == batch.rank, table.boot_id == batch.boot_id
+            )
+        )
+        if known is not None:
+            if any(known[name] != value for name, value in facts.items() if value is not None):
+                changed = {name: value for name, value in facts.items() if value is not None}
+                self._connection.execute(sa.update(sample_sources).where(table.key == known["key"]).values(**changed))
+            return int(known["key"])
+        statement = (
+            self._insert(sample_sources)
+            .values(run_key=run_key, rank=batch.rank, boot_id=batch.boot_id, **facts)
+            .on_conflict_do_update(
+                index_elements=["run_key", "rank", "boot_id"], set_={"timing_method": batch.timing_method}
+            )
+            .returning(table.key)
+        )
+        return int(self._connection.execute(statement).scalar_one())
+
+    def _remember(self, source_key: int, run_key: int, reading: MemoryReading) -> None:
+        insert = self._insert(memory_readings).values(source_key=source_key, run_key=run_key, **asdict(reading))
+        higher = insert.excluded.peak_bytes >= memory_readings.c.peak_bytes
+        self._connection.execute(
+            insert.on_conflict_do_update(
+                index_elements=["source_key"],
+                set_={name: getattr(insert.excluded, name) for name in _MEMORY},
+                where=higher,
+            )
+        )
+
+    def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
+        if not run_keys:
+            return {}
+        table = memory_readings.c
+        statement = sa.select(table.run_key, *(table[name] for name in _MEMORY)).where(table.run_key.in_(run_keys))
+        found: dict[int, MemoryReading] = {}
+        for row in self._rows(statement.order_by(table.peak_bytes, table.source_key)):
+            found[row["run_key"]] = MemoryReading(**{name: row[name] for name in _MEMORY})
+        return found
+
+    def _summary(self, row: RowMap, memory: MemoryReading | None) -> RunSummary:
+        values: dict[str, Any]
+        if row["num_samples"] == 0:
+            values = dict.fromkeys(column.name for column in run_summaries.c)
+            values |= {"num_samples": 0, "num_steps": 0}
+        elif row["summary_of_num_samples"] == row["num_samples"]:
+            values = {column.name: row[f"summary_{column.name}"] for column in run_summaries.c}
+        else:
+            values = self._compute(row["key"], row["num_samples"])
+        names = {field.name for field in fields(RunSummary)} & {column.name for column in run_summaries.c}
+        return RunSummary(
+            run_id=row["id"],
+            kind=RunKind(row["kind"]),
+            state=RunState(row["state"]),
+            configuration=configuration_from(row),
+            memory=memory,
+            failed_local_batch_size=row["failed_local_batch_size"],
+            **{name: values[name] for name in names},
+        )
+
+    def _compute(self, run_key: int, of_num_samples: int) -> dict[str, Any]:
+        table = step_samples.c
+        measured = self._connection.execute(
+            sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False))
+        ).scalar_one()
+        figures = summarise(self.recent(run_key))
+        seen = self._row(
+            sa.select(sample_sources)
+            .where(sample_sources.c.run_key == run_key)
+            .order_by(sample_sources.c.rank, sample_sources.c.key.desc())
+            .limit(1)
+        )
+        facts = {
+            name: None if seen is None else seen[name]
+            for name in ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
+        }
+        values = {"of_num_samples": of_num_samples, "num_samples": measured, **asdict(figures), **facts}
+        if self._writable:
+            insert = self._insert(run_summaries).values(run_key=run_key, **values)
+            self._connection.execute(insert.on_conflict_do_update(index_elements=["run_key"], set_=values))
+        return values
+
+
+def _listed(column: FloatArray | IntArray) -> list[Any]:
+    return list(column.tolist())
+
+
+def _nullable(column: FloatArray | None, size: int) -> list[float | None]:
+    if column is None:
+        return [None] * size
+    if not np.isnan(column).any():
+        return list(column.tolist())
+    return [None if value != value else value for value in column.tolist()]
+
+
+def _ranks(column: IntArray | None, size: int) -> list[int | None]:
+    if column is None:
+        return [None] * size
+    return [None if value < 0 else value for value in column.tolist()]

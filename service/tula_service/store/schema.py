@@ -1,0 +1,87 @@
+"""The schema's version: upgrading a database, and refusing one that this code does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from tula_service.errors import SchemaMismatch, StoreUnavailable
+from tula_service.store.engine import is_sqlite
+
+__all__ = ["check_schema", "head_revision", "is_empty", "upgrade_schema"]
+
+_LOCK: Final = 0x74756C61  # "tula": replicas that start together migrate one after the other
+
+
+def upgrade_schema(engine: sa.Engine) -> None:
+    """Create or upgrade the schema, in one transaction. Raises SchemaMismatch when the database is newer."""
+    try:
+        with engine.begin() as connection:
+            if not is_sqlite(engine):
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+            _refuse_newer(_current(connection))
+            config = _config()
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    except sa.exc.OperationalError as error:
+        raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
+
+
+def check_schema(engine: sa.Engine) -> None:
+    """Raise SchemaMismatch unless the database has exactly the schema that this code was written for."""
+    with engine.connect() as connection:
+        current = _current(connection)
+    if current == head_revision():
+        return
+    _refuse_newer(current)
+    raise SchemaMismatch(
+        f"The database has schema {current or 'none'} but this version needs {head_revision()}: "
+        "back it up, then run `tula serve --migrate` once."
+    )
+
+
+def is_empty(engine: sa.Engine) -> bool:
+    """True for a database without any table: a new file, or a Postgres database just created."""
+    try:
+        with engine.connect() as connection:
+            return not sa.inspect(connection).get_table_names()
+    except sa.exc.OperationalError as error:
+        raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
+
+
+def head_revision() -> str:
+    """The newest schema that this code knows."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    assert head is not None
+    return head
+
+
+def _current(connection: sa.Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _refuse_newer(current: str | None) -> None:
+    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    if current is not None and current not in known:
+        raise SchemaMismatch(
+            f"The database has schema {current}, which is newer than this version of Tula (up to {head_revision()}): "
+            "run `pip install --upgrade tula`."
+        )
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_migrations()).replace("%", "%%"))
+    return config
+
+
+def _migrations() -> Path:
+    """Inside the package in a wheel, beside `service/` in a checkout."""
+    packaged = Path(__file__).resolve().parents[1] / "migrations"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "migrations"

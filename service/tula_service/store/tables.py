@@ -1,0 +1,322 @@
+"""The tables, for building queries; only `migrations/` creates or changes them, and a test compares the two."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+__all__ = [
+    "METADATA",
+    "audit_log",
+    "events",
+    "fits",
+    "jobs",
+    "ledger",
+    "ledger_outcomes",
+    "memory_readings",
+    "projects",
+    "run_summaries",
+    "runs",
+    "sample_sources",
+    "scaling_versions",
+    "step_samples",
+    "telemetry_chunks",
+    "tokens",
+]
+
+
+class UtcTime(sa.types.TypeDecorator[datetime]):
+    """Aware times only: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time type."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
+        """Refuse a naive time, since nobody could say which moment it is."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError("a naive datetime reached the store; give it a time zone")
+        utc = value.astimezone(timezone.utc)
+        return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
+
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
+        """Every time that leaves the store is in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+
+
+METADATA = sa.MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite numbers rows by itself only for INTEGER keys
+JSON = sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
+
+
+def _key(name: str = "key") -> sa.Column[int]:
+    return sa.Column(name, BIG, primary_key=True, autoincrement=True)
+
+
+def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa.Column[Any]:
+    return sa.Column(column, kind, sa.ForeignKey(target, ondelete="CASCADE"), **options)
+
+
+projects = sa.Table(
+    "projects",
+    METADATA,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False, unique=True),
+    sa.Column("created_at", UtcTime, nullable=False),
+)
+
+jobs = sa.Table(
+    "jobs",
+    METADATA,
+    _key(),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    _parent("project_id", "projects.id", nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("model_name", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("objective", sa.Text, nullable=False),
+    sa.Column("spec", JSON, nullable=False),
+    sa.Column("data_version", sa.BigInteger, nullable=False),
+    sa.Column("plan_reason", sa.Text, nullable=False),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("updated_at", UtcTime, nullable=False),
+    sa.Column("recommended", JSON),
+    sa.Column("predicted_time_s", sa.Double),
+    sa.Column("predicted_cost_usd", sa.Double),
+    sa.Column("saving_vs_smallest_batch", sa.Double),
+    sa.Column("saving_vs_largest_batch", sa.Double),
+    sa.Column("prediction_error", sa.Double),
+    sa.Column("idempotency_key", sa.Text),
+    sa.Column("fingerprint", sa.Text),
+    sa.UniqueConstraint("project_id", "idempotency_key"),
+    sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
+    sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
+    sa.Index("ix_jobs_model_name", "model_name"),
+)
+
+runs = sa.Table(
+    "runs",
+    METADATA,
+    _key(),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    _parent("job_id", "jobs.id", nullable=False),
+    sa.Column("project_id", sa.Text, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("num_nodes", sa.Integer, nullable=False),
+    sa.Column("ranks_per_node", sa.Integer, nullable=False),
+    sa.Column("local_batch_size", sa.Integer, nullable=False),
+    sa.Column("grad_accum_steps", sa.Integer, nullable=False),
+    sa.Column("instance_type", sa.Text, nullable=False),
+    sa.Column("purpose", sa.Text, nullable=False),
+    sa.Column("instruction", JSON),
+    sa.Column("message", sa.Text),
+    sa.Column("method", sa.Text),
+    sa.Column("position", sa.Integer, nullable=False),
+    sa.Column("holder", sa.Text),
+    sa.Column("lease_s", sa.Double),
+    sa.Column("lease_expires_at", UtcTime),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("started_at", UtcTime),
+    sa.Column("finished_at", UtcTime),
+    sa.Column("num_samples", sa.BigInteger, nullable=False),
+    sa.Column("dropped", sa.BigInteger, nullable=False),
+    sa.Column("failed_local_batch_size", sa.Integer),
+    sa.Column("predicted_step_time_s", sa.Double),
+    sa.Column("recommendation_id", sa.Text),
+    sa.Column("straggler_rank", sa.Integer),
+    sa.Column("drifted", sa.Boolean, nullable=False),
+    sa.Column("drift_state", JSON),
+    sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
+)
+
+run_summaries = sa.Table(
+    "run_summaries",
+    METADATA,
+    _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale when the run has more by now
+    sa.Column("num_samples", sa.BigInteger, nullable=False),
+    sa.Column("num_steps", sa.BigInteger, nullable=False),
+    sa.Column("step_time_s", sa.Double),
+    sa.Column("relative_sd", sa.Double),
+    sa.Column("compute_time_s", sa.Double),
+    sa.Column("comm_time_s", sa.Double),
+    sa.Column("exposed_comm_time_s", sa.Double),
+    sa.Column("input_time_s", sa.Double),
+    sa.Column("skew_s", sa.Double),
+    sa.Column("straggler_rank", sa.Integer),
+    sa.Column("world_size", sa.Integer),
+    sa.Column("local_batch_size", sa.Integer),
+    sa.Column("grad_accum_steps", sa.Integer),
+    sa.Column("timing_method", sa.Text),
+)
+
+sample_sources = sa.Table(
+    "sample_sources",
+    METADATA,
+    _key(),
+    _parent("run_key", "runs.key", BIG, nullable=False),
+    sa.Column("rank", sa.Integer, nullable=False),
+    sa.Column("boot_id", sa.Text, nullable=False),
+    sa.Column("world_size", sa.Integer),
+    sa.Column("local_batch_size", sa.Integer),
+    sa.Column("grad_accum_steps", sa.Integer),
+    sa.Column("timing_method", sa.Text, nullable=False),
+    sa.UniqueConstraint("run_key", "rank", "boot_id"),
+)
+
+step_samples = sa.Table(
+    "step_samples",
+    METADATA,
+    _parent("source_key", "sample_sources.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("run_key", BIG, nullable=False),
+    sa.Column("rank", sa.Integer, nullable=False),
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("warmup", sa.Boolean, nullable=False),
+    sa.Column("step_time_s", sa.Double, nullable=False),
+    sa.Column("compute_time_s", sa.Double),
+    sa.Column("comm_time_s", sa.Double),
+    sa.Column("exposed_comm_time_s", sa.Double),
+    sa.Column("input_time_s", sa.Double),
+    sa.Column("skew_s", sa.Double),
+    sa.Column("straggler_rank", sa.Integer),
+    sa.Index("ix_step_samples_run_key_warmup_step", "run_key", "warmup", "step"),
+    sqlite_with_rowid=False,
+)
+
+memory_readings = sa.Table(
+    "memory_readings",
+    METADATA,
+    _parent("source_key", "sample_sources.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("run_key", BIG, nullable=False, index=True),
+    sa.Column("method", sa.Text, nullable=False),
+    sa.Column("peak_bytes", sa.BigInteger, nullable=False),
+    sa.Column("parameter_bytes", sa.BigInteger),
+    sa.Column("gradient_bytes", sa.BigInteger),
+    sa.Column("optimizer_bytes", sa.BigInteger),
+    sa.Column("activation_bytes", sa.BigInteger),
+    sa.Column("batch_bytes", sa.BigInteger),
+    sa.Column("reserved_bytes", sa.BigInteger),
+    sa.Column("context_bytes", sa.BigInteger),
+    sa.Column("capacity_bytes", sa.BigInteger),
+)
+
+telemetry_chunks = sa.Table(
+    "telemetry_chunks",
+    METADATA,
+    _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("boot_id", sa.Text, primary_key=True),
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("first_step", sa.BigInteger, nullable=False),
+    sa.Column("last_step", sa.BigInteger, nullable=False),
+    sa.Column("num_steps", sa.Integer, nullable=False),
+    sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
+    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/packing.py
+)
+
+ledger = sa.Table(
+    "ledger",
+    METADATA,
+    _key(),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    _parent("job_id", "jobs.id", nullable=False, index=True),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("objective", sa.Text, nullable=False),
+    sa.Column("basis", sa.Text, nullable=False),
+    sa.Column("configuration", JSON),
+    sa.Column("prices", JSON, nullable=False),
+    sa.Column("model_version", sa.Text, nullable=False),
+    sa.Column("data_version", sa.BigInteger, nullable=False),
+    sa.Column("step_time_s", sa.Double),
+    sa.Column("step_time_low_s", sa.Double),
+    sa.Column("step_time_high_s", sa.Double),
+    sa.Column("cost_usd", sa.Double),
+    sa.Column("cost_low_usd", sa.Double),
+    sa.Column("cost_high_usd", sa.Double),
+)
+
+ledger_outcomes = sa.Table(
+    "ledger_outcomes",
+    METADATA,
+    _parent("ledger_id", "ledger.id", primary_key=True),
+    _parent("run_id", "runs.id", primary_key=True),
+    sa.Column("measured_step_time_s", sa.Double, nullable=False),
+    sa.Column("error", sa.Double),
+    sa.Column("within_interval", sa.Boolean),
+    sa.Column("at", UtcTime, nullable=False),
+)
+
+scaling_versions = sa.Table(
+    "scaling_versions",
+    METADATA,
+    _parent("job_id", "jobs.id", primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("body", JSON, nullable=False),
+    sa.Column("created_at", UtcTime, nullable=False),
+)
+
+fits = sa.Table(
+    "fits",
+    METADATA,
+    _parent("job_id", "jobs.id", primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("data_version", sa.BigInteger, nullable=False),
+    sa.Column("model_version", sa.Text, nullable=False),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("created_at", UtcTime, nullable=False),
+)
+
+events = sa.Table(
+    "events",
+    METADATA,
+    _key("id"),
+    _parent("job_id", "jobs.id", nullable=False),
+    sa.Column("run_id", sa.Text),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("at", UtcTime, nullable=False),
+    sa.Column("data", JSON, nullable=False),
+    sa.Index("ix_events_job_id_id", "job_id", "id"),
+)
+
+tokens = sa.Table(
+    "tokens",
+    METADATA,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("sha256", sa.Text, nullable=False, unique=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("scope", sa.Text, nullable=False),
+    _parent("project_id", "projects.id"),
+    _parent("job_id", "jobs.id"),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("expires_at", UtcTime),
+    sa.Column("last_used_at", UtcTime),
+    sa.Column("revoked_at", UtcTime),
+)
+
+audit_log = sa.Table(
+    "audit_log",
+    METADATA,
+    _key("id"),
+    sa.Column("at", UtcTime, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("action", sa.Text, nullable=False),
+    sa.Column("target", sa.Text, nullable=False),
+    sa.Column("detail", JSON, nullable=False),
+)

@@ -1,0 +1,174 @@
+"""Between the wire, the domain and the performance model: the only place where one's types become another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tula_wire as wire
+from tula_service import domain
+from tula_service.perfmodel import (
+    Interval,
+    Limits,
+    ObservationError,
+    Offer,
+    SearchSpace,
+    Spot,
+    Training,
+    enumerate_candidates,
+)
+
+__all__ = [
+    "candidates_of",
+    "domain_configuration",
+    "has_prices",
+    "interval",
+    "is_priced",
+    "limits_of",
+    "offers_of",
+    "spot_offers_of",
+    "training_of",
+    "unbounded_types",
+    "wire_configuration",
+    "wire_estimate",
+]
+
+_UNKNOWN_BOUND_DOUBLINGS = 5
+_MOST_DOUBLINGS = 12
+
+
+def domain_configuration(configuration: wire.Configuration) -> domain.Configuration:
+    """The wire's configuration as the domain's."""
+    return domain.Configuration(
+        num_nodes=configuration.num_nodes,
+        ranks_per_node=configuration.ranks_per_node,
+        local_batch_size=configuration.local_batch_size,
+        grad_accum_steps=configuration.grad_accum_steps,
+        instance_type=configuration.instance_type,
+    )
+
+
+def wire_configuration(configuration: domain.Configuration) -> wire.Configuration:
+    """The domain's configuration as the wire's."""
+    return wire.Configuration(
+        num_nodes=configuration.num_nodes,
+        ranks_per_node=configuration.ranks_per_node,
+        local_batch_size=configuration.local_batch_size,
+        grad_accum_steps=configuration.grad_accum_steps,
+        instance_type=configuration.instance_type,
+    )
+
+
+def wire_estimate(value: Interval) -> wire.Estimate:
+    """An interval as the wire's estimate."""
+    return wire.Estimate(value=value.mean, low=value.low, high=value.high)
+
+
+def interval(value: wire.Estimate) -> Interval:
+    """The wire's estimate as an interval."""
+    return Interval(mean=value.value, low=value.low, high=value.high)
+
+
+def training_of(spec: wire.JobSpec) -> Training:
+    """How much the job trains: D examples, E epochs."""
+    return Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs)
+
+
+def limits_of(spec: wire.JobSpec) -> Limits:
+    """The user's limits; a budget means nothing, and is left out, while no price is known."""
+    return Limits(
+        deadline_s=spec.limits.deadline_s,
+        budget_usd=spec.limits.budget_usd if has_prices(spec) else None,
+        max_global_batch_size=spec.limits.max_global_batch_size,
+    )
+
+
+def has_prices(spec: wire.JobSpec) -> bool:
+    """True when every instance type has a price, so that cost in USD can be told."""
+    return all(is_priced(cluster.price) for cluster in spec.cluster)
+
+
+def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
+    """On-demand prices by instance type. Without any price a node-hour counts 1, so that cost ranks node-hours."""
+    if not any(is_priced(cluster.price) for cluster in spec.cluster):
+        return {cluster.instance_type: Offer(cluster.instance_type, usd_per_node_hour=1.0) for cluster in spec.cluster}
+    return {
+        cluster.instance_type: Offer(
+            cluster.instance_type,
+            usd_per_node_hour=cluster.price.usd_per_node_hour or 0.0,
+            usd_per_gb_hour=cluster.price.usd_per_gb_hour or 0.0,
+        )
+        for cluster in spec.cluster
+        if cluster.price.usd_per_node_hour is not None or cluster.price.usd_per_gb_hour is not None
+    }
+
+
+def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
+    """Interruptible prices, of the instance types that have one."""
+    return {
+        cluster.instance_type: Offer(
+            cluster.instance_type,
+            usd_per_node_hour=cluster.price.spot.usd_per_node_hour,
+            spot=Spot(
+                interruptions_per_node_hour=cluster.price.spot.interruptions_per_node_hour,
+                checkpoint_interval_s=cluster.price.spot.checkpoint_interval_s,
+                restart_s=cluster.price.spot.restart_s,
+            ),
+        )
+        for cluster in spec.cluster
+        if cluster.price.spot is not None
+    }
+
+
+def unbounded_types(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> list[str]:
+    """Instance types for which nothing, neither user nor memory model, says how large a batch may grow."""
+    if spec.batch.max_local_batch_size is not None:
+        return []
+    return [cluster.instance_type for cluster in spec.cluster if cluster.instance_type not in memory_bound]
+
+
+def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[domain.Configuration, ...]:
+    """Every configuration that may be chosen, sorted.
+
+    `memory_bound` is the largest local batch by instance type, where the memory model knows one; it is rounded down to
+    a power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without any bound,
+    five doublings are tried. A global batch never exceeds the data set. Raises ObservationError when nothing is left.
+    """
+    found: set[domain.Configuration] = set()
+    problem = ""
+    for cluster in spec.cluster:
+        name = cluster.instance_type
+        try:
+            space = SearchSpace.single(
+                min_num_nodes=cluster.min_nodes,
+                max_num_nodes=cluster.max_nodes,
+                ranks_per_node=cluster.ranks_per_node,
+                min_local_batch_size=spec.batch.min_local_batch_size,
+                max_local_batch_size=_largest_batch(spec, memory_bound.get(name)),
+                global_batch_size=spec.batch.global_batch_size,
+                instance_type=name,
+            )
+            found.update(enumerate_candidates(space))
+        except ObservationError as error:
+            problem = str(error)
+    most_steps = spec.batch.max_grad_accum_steps if spec.batch.global_batch_size is not None else 1
+    fitting = {c for c in found if c.global_batch_size <= spec.dataset.size and c.grad_accum_steps <= most_steps}
+    if not fitting:
+        raise ObservationError(
+            problem
+            or f"batch: no candidate's global batch fits the data set of {spec.dataset.size} examples; "
+            "lower batch.min_local_batch_size or cluster.min_nodes, or raise batch.max_grad_accum_steps."
+        )
+    return tuple(sorted(fitting))
+
+
+def _largest_batch(spec: wire.JobSpec, memory_bound: int | None) -> int:
+    smallest, given = spec.batch.min_local_batch_size, spec.batch.max_local_batch_size
+    if memory_bound is not None and (given is None or memory_bound < given):
+        doublings = max(0, min(_MOST_DOUBLINGS, (memory_bound // smallest).bit_length() - 1))
+        return smallest << doublings if memory_bound >= smallest else memory_bound
+    return given if given is not None else smallest << _UNKNOWN_BOUND_DOUBLINGS
+
+
+def is_priced(price: wire.Price) -> bool:
+    """True when anything is charged for this instance type."""
+    return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None

@@ -1,0 +1,173 @@
+"""Taking in what agents measure: stored once, committed before the answer, and cheap enough for a whole cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import sqlalchemy as sa
+from anyio import to_thread
+
+from tula_service.domain import RunKind, RunState
+from tula_service.errors import NotFound
+from tula_service.perfmodel.search.stopping import measured_precisely_enough
+from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
+from tula_service.store.chunk_writer import ChunkWriter
+from tula_service.store.chunks import chunk_row
+from tula_service.store.records import FloatArray, IntArray
+from tula_service.usecases.access import Principal
+from tula_wire import SampleBatch, SamplesAccepted, TelemetryAccepted, TelemetryChunk
+
+__all__ = ["Ingest", "SamplesObserver", "chunk_from_wire", "samples_from_wire"]
+
+SamplesObserver = Callable[[Transaction, RunRecord, NewSamples], None]
+"""Called in the transaction that stores new samples, after they are in it: how drift is watched."""
+
+KNOWN_RUNS: Final = 20_000
+EVENT_EVERY_S: Final = 1.0
+
+
+class Ingest:
+    """Keeps only what never changes (a run's key, job and project) and when it last announced a run."""
+
+    def __init__(self, store: Store, *, observers: Sequence[SamplesObserver] = ()) -> None:
+        self._store = store
+        self._observers = tuple(observers)
+        self._writer = ChunkWriter(store)
+        self._lock = threading.Lock()
+        self._runs: OrderedDict[str, tuple[int, str, str]] = OrderedDict()
+        self._announced: OrderedDict[str, float] = OrderedDict()
+
+    def samples(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
+        """Store a batch of samples and say whether the run has been measured well enough. Raises NotFound."""
+        run_key, job_id = self._authorised(principal, run_id)
+        new = samples_from_wire(batch)
+        with self._store.transaction() as tx:
+            counted = tx.samples.add(run_key, job_id, new)
+            run = tx.runs.get(run_id)
+            if counted.stored:
+                for observer in self._observers:
+                    observer(tx, run, new)
+            stop, reason = self._verdict(tx, run)
+            tx.runs.renew(run_id)
+            if counted.stored and self._due(run_id):
+                tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
+        return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)
+
+    async def telemetry(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
+        """Store a chunk of telemetry, together with whatever else waits. Raises NotFound, Busy, StoreUnavailable.
+
+        Asynchronous, unlike everything else, since it is asked for a thousand times a second and only waits.
+        """
+        if run_id not in self._runs:
+            await to_thread.run_sync(self._learn, run_id)
+        run_key, job_id = self._authorised(principal, run_id)
+        try:
+            new = await self._writer.add(chunk_row(run_key, chunk))
+        except NotFound:  # deleted since we learned of it
+            self._runs.pop(run_id, None)
+            raise NotFound.of("run", run_id) from None
+        if new and self._due(run_id):
+            await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]))
+        return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
+
+    def close(self) -> None:
+        """Finish what was taken in."""
+        self._writer.close()
+
+    def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
+        with contextlib.suppress(sa.exc.IntegrityError), self._store.transaction() as tx:  # or the job went meanwhile
+            tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": last_step})
+
+    def _learn(self, run_id: str) -> tuple[int, str, str]:
+        with self._store.reading() as tx:
+            known = tx.chunks.run_key(run_id)
+        with self._lock:
+            self._runs[run_id] = known
+            while len(self._runs) > KNOWN_RUNS:
+                self._runs.popitem(last=False)
+        return known
+
+    def _authorised(self, principal: Principal, run_id: str) -> tuple[int, str]:
+        run_key, job_id, project_id = self._runs.get(run_id) or self._learn(run_id)
+        if not principal.may_touch(job_id=job_id, project_id=project_id):
+            raise NotFound.of("run", run_id)
+        return run_key, job_id
+
+    def _due(self, run_id: str) -> bool:
+        now = time.monotonic()
+        if now - self._announced.get(run_id, -EVENT_EVERY_S) < EVENT_EVERY_S:
+            return False
+        with self._lock:
+            self._announced[run_id] = now
+            while len(self._announced) > KNOWN_RUNS:
+                self._announced.popitem(last=False)
+        return True
+
+    @staticmethod
+    def _verdict(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
+        if run.state is RunState.CANCELLED:
+            return True, "The run was cancelled."
+        if run.state.is_final:
+            return True, f"The run has ended already ({run.state.value})."
+        if run.kind is not RunKind.PROFILE or run.instruction is None:
+            return False, None
+        tx.samples.refresh(run.key)
+        recent = tx.samples.recent(run.key, rank=0)
+        wanted = int(run.instruction["measuring_steps"])
+        if recent.step.size >= wanted:
+            return True, f"All {wanted} measuring steps are in."
+        precision = float(run.instruction["precision"])
+        if recent.step.size and precision > 0 and measured_precisely_enough(recent.step_time_s, precision):
+            return True, f"The step time is known to within {precision:.1%} after {recent.step.size} steps."
+        return False, None
+
+
+def samples_from_wire(batch: SampleBatch) -> NewSamples:
+    """The wire's batch as the store's columns; null becomes NaN."""
+    return NewSamples(
+        rank=batch.rank,
+        boot_id=batch.boot_id,
+        columns=SampleColumns(
+            sequence=np.asarray(batch.sequence, np.int64),
+            step=np.asarray(batch.step, np.int64),
+            step_time_s=np.asarray(batch.step_time_s, np.float64),
+            compute_time_s=_column(batch.compute_time_s),
+            comm_time_s=_column(batch.comm_time_s),
+            exposed_comm_time_s=_column(batch.exposed_comm_time_s),
+            input_time_s=_column(batch.input_time_s),
+            skew_s=_column(batch.skew_s),
+            straggler_rank=_ranks(batch.straggler_rank),
+        ),
+        warmup=batch.warmup,
+        world_size=batch.world_size,
+        local_batch_size=batch.local_batch_size,
+        grad_accum_steps=batch.grad_accum_steps,
+        timing_method=batch.timing_method,
+        memory=None if batch.memory is None else MemoryReading(**batch.memory.model_dump()),
+    )
+
+
+def chunk_from_wire(chunk: TelemetryChunk) -> NewChunk:
+    """The wire's chunk as the store's; null becomes NaN."""
+    return NewChunk(
+        rank=chunk.rank,
+        boot_id=chunk.boot_id,
+        sequence=chunk.sequence,
+        steps=np.asarray(chunk.steps, np.int64),
+        names=list(chunk.columns),
+        values=np.array(list(chunk.columns.values()), np.float64),
+    )
+
+
+def _column(values: Sequence[float | None] | None) -> FloatArray | None:
+    return None if values is None else np.array(values, np.float64)
+
+
+def _ranks(values: Sequence[int | None] | None) -> IntArray | None:
+    return None if values is None else np.array([-1 if value is None else value for value in values], np.int64)

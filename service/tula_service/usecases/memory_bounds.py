@@ -1,0 +1,107 @@
+"""How large a local batch fits: memory models by instance type, and what they rule out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+import tula_wire as wire
+from tula_service.domain import Configuration, RunState
+from tula_service.perfmodel import MemoryModel, MemoryObservations, MemoryPrior, ObservationError, fit_memory
+from tula_service.store import MemoryReading, RunSummary
+
+__all__ = ["fitted", "safety_of", "why_not"]
+
+_OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
+_AS_LIKELY_AS_NOT = 0.5
+
+
+def safety_of(spec: wire.JobSpec) -> float:
+    """The probability with which a recommended batch must fit, within what a probability can be."""
+    return min(max(spec.profiling.memory_safety, 0.5), 0.999)
+
+
+def fitted(
+    spec: wire.JobSpec, rows: Sequence[tuple[Configuration, RunSummary]], summaries: Sequence[RunSummary]
+) -> tuple[dict[str, MemoryModel], dict[str, int], dict[str, float], list[str]]:
+    """Memory models, batch bounds and capacities by instance type, with what was odd."""
+    models: dict[str, MemoryModel] = {}
+    bounds: dict[str, int] = {}
+    capacities: dict[str, float] = {}
+    sentences: list[str] = []
+    prior = _memory_prior(spec.model)
+    for cluster in spec.cluster:
+        name = cluster.instance_type
+        read = [(c, s.memory) for c, s in rows if c.instance_type == name and s.memory is not None]
+        failed = [
+            s.failed_local_batch_size or s.configuration.local_batch_size
+            for s in summaries
+            if s.state is RunState.OUT_OF_MEMORY and s.configuration.instance_type == name
+        ]
+        reported = [m.capacity_bytes for _, m in read if m.capacity_bytes and m.method == "cuda_allocator"]
+        capacity = cluster.memory_bytes_per_rank or (min(reported) if reported else None)
+        static = [m for _, m in read if m.parameter_bytes is not None and m.optimizer_bytes is not None]
+        usable = [(c, m) for c, m in read if m.peak_bytes > 0]
+        try:
+            model = fit_memory(
+                MemoryObservations(
+                    np.array([float(c.local_batch_size) for c, _ in usable]),
+                    np.array([float(m.peak_bytes) for _, m in usable]),
+                    np.array([float(batch) for batch in failed]),
+                    capacity_bytes=None if capacity is None else float(capacity),
+                    static_bytes=_static_bytes(static[0]) if static and static[0].method == "cuda_allocator" else None,
+                ),
+                prior=prior,
+            )
+        except ObservationError as error:
+            if usable:
+                sentences.append(f"Memory of {name}: {error}")
+            model = None
+        if capacity is not None:
+            capacities[name] = float(capacity)
+        fitting = max((c.local_batch_size for c, s in rows if c.instance_type == name), default=0)
+        bound: int | None = None
+        if model is not None:
+            models[name] = model
+            safety = _plan_safety(spec, prior, len({c.local_batch_size for c, _ in usable}))
+            if capacity is not None and safety is not None:
+                bound = max(model.max_local_batch_size(float(capacity), safety_probability=safety), fitting)
+        if failed:
+            bound = min(failed) - 1 if bound is None else min(bound, min(failed) - 1)
+        if bound is not None:
+            bounds[name] = bound
+    return models, bounds, capacities, sentences
+
+
+def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, batches: int) -> float | None:
+    """With which probability a batch must fit to be worth planning; None where memory cannot yet be told.
+
+    One batch alone cannot say what grows with it, and must not rule out what was never tried: then only what is more
+    likely to fail than not is left out, and without any idea of the static share nothing is.
+    """
+    if batches > 1 or prior.bytes_per_sample is not None:
+        return safety_of(spec)
+    return _AS_LIKELY_AS_NOT if prior.static_bytes is not None else None
+
+
+def _memory_prior(model: wire.ModelSpec) -> MemoryPrior:
+    static = None
+    if model.parameters is not None:
+        static = float(model.parameters * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+    return MemoryPrior(bytes_per_sample=model.activation_bytes_per_sample or None, static_bytes=static)
+
+
+def _static_bytes(reading: MemoryReading) -> float | None:
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "context_bytes")
+    return float(sum(getattr(reading, part) or 0 for part in parts)) or None
+
+
+def why_not(c: Configuration, bound: Mapping[str, int], summaries: Sequence[RunSummary]) -> str:
+    """In a sentence, why this configuration is not feasible."""
+    for summary in summaries:
+        if summary.state is RunState.OUT_OF_MEMORY and summary.configuration.instance_type == c.instance_type:
+            failed = summary.failed_local_batch_size or summary.configuration.local_batch_size
+            if c.local_batch_size >= failed:
+                return f"its local batch {c.local_batch_size} is not below {failed}, which ran out of memory."
+    return f"its local batch {c.local_batch_size} is above {bound[c.instance_type]}, the largest that safely fits."

@@ -1,0 +1,115 @@
+"""What-if: what any configuration would do, measured or not, at the job's prices or at others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tula_wire as wire
+from tula_service.domain import Basis, Configuration
+from tula_service.errors import InvalidInput
+from tula_service.perfmodel import choose
+from tula_service.store import Store
+from tula_service.usecases import choosing, cold_start, fitting, planning, rendering, sentences
+from tula_service.usecases.access import Principal, visible_job
+
+__all__ = ["MOST_CONFIGURATIONS", "WhatIf", "predictions"]
+
+MOST_CONFIGURATIONS = 1024
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A question: every combination of these values; an empty list means all that the job may use.
+
+    `global_batch_size` and `local_batch_size` exclude each other. Prices and deadline replace the job's own.
+    """
+
+    num_nodes: Sequence[int] = ()
+    global_batch_size: Sequence[int] = ()
+    local_batch_size: Sequence[int] = ()
+    instance_type: Sequence[str] = ()
+    usd_per_node_hour: float | None = None
+    deadline_s: float | None = None
+
+
+def predictions(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
+    """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
+    with store.reading() as tx:
+        job = visible_job(tx, principal, job_id)
+        spec = _at(fitting.spec_of(job), question)
+        evidence = fitting.evidence_of(tx, job, spec)
+        model = fitting.fit(tx, job, spec, evidence)
+    configurations = _configurations(spec, evidence, question)
+    goal = planning.goal_of(spec, job.objective)
+    estimates, spot = choosing.priced(spec, evidence, model, goal, configurations)
+    choice = choose(goal.objective, estimates, limits=goal.limits)
+    show = rendering.Renderer(spec, evidence, choice=choice, spot=spot)
+    warnings = sentences.warnings(spec, evidence)
+    if model.basis is Basis.PRIOR:
+        warnings += cold_start.warnings_of(spec)
+    return wire.Predictions(
+        job_id=job.id,
+        basis=model.basis.value,
+        candidates=[show.candidate(estimate) for estimate in estimates],
+        model=rendering.model_report(model, evidence, warnings),
+    )
+
+
+def _at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
+    """The specification with the price and the deadline of the question."""
+    for name in ("usd_per_node_hour", "deadline_s"):
+        value = getattr(question, name)
+        if value is not None and (not math.isfinite(value) or value <= 0):
+            raise InvalidInput(f"{name} must be positive and finite; send a larger value.", field=name)
+    changed: dict[str, object] = {}
+    if question.deadline_s is not None:
+        changed["limits"] = spec.limits.model_copy(update={"deadline_s": question.deadline_s})
+    if question.usd_per_node_hour is not None:
+        price = wire.Price(usd_per_node_hour=question.usd_per_node_hour)
+        changed["cluster"] = [cluster.model_copy(update={"price": price}) for cluster in spec.cluster]
+    return spec.model_copy(update=changed)
+
+
+def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: WhatIf) -> tuple[Configuration, ...]:
+    if question.global_batch_size and question.local_batch_size:
+        raise InvalidInput(
+            "Give global_batch_size or local_batch_size, not both: each follows from the other.",
+            field="local_batch_size",
+        )
+    clusters = {cluster.instance_type: cluster for cluster in spec.cluster}
+    for name in question.instance_type:
+        if name not in clusters:
+            raise InvalidInput(
+                f"Instance type {name!r} is not in this job's cluster: use {', '.join(clusters)}.",
+                field="instance_type",
+            )
+    found: set[Configuration] = set()
+    for name in question.instance_type or tuple(clusters):
+        ranks = clusters[name].ranks_per_node
+        own = [c for c in evidence.candidates if c.instance_type == name]
+        for nodes in question.num_nodes or sorted({c.num_nodes for c in own}):
+            world = nodes * ranks
+            batches = list(question.local_batch_size)
+            if question.global_batch_size:
+                batches = [total // world for total in question.global_batch_size if total % world == 0]
+                accumulating = [c for c in own if c.num_nodes == nodes and c.grad_accum_steps > 1]
+                found.update(c for c in accumulating if c.global_batch_size in question.global_batch_size)
+            elif not batches:
+                found.update(c for c in own if c.num_nodes == nodes)
+                if question.num_nodes:
+                    batches = sorted({c.local_batch_size for c in own if c.grad_accum_steps == 1})
+            found.update(Configuration(nodes, ranks, batch, 1, name) for batch in batches if batch >= 1)
+            if len(found) > MOST_CONFIGURATIONS:
+                raise InvalidInput(
+                    f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
+                )
+    if not found:
+        worlds = sorted({cluster.ranks_per_node for cluster in clusters.values()})
+        raise InvalidInput(
+            "No configuration has this global batch: it must be a multiple of num_nodes times ranks_per_node "
+            f"({', '.join(map(str, worlds))}).",
+            field="global_batch_size",
+        )
+    return tuple(sorted(found))

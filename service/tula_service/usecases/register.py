@@ -1,0 +1,168 @@
+"""Jobs: registered once however often they are sent, changed, listed and deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import tula_wire as wire
+from tula_service.domain import RunKind, RunState
+from tula_service.errors import Forbidden, InvalidInput
+from tula_service.perfmodel import ObservationError
+from tula_service.store import JobRecord, NewJob, Store, Transaction
+from tula_service.usecases import convert, fitting, planning, recommend, shown
+from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.runs import give_up_vanished, parse_cursor
+
+__all__ = ["change", "get", "list_jobs", "register"]
+
+_LONGEST_KEY = 200
+
+
+def register(
+    store: Store, principal: Principal, spec: wire.JobSpec, *, idempotency_key: str | None = None
+) -> wire.JobCreated:
+    """Register a job, or find the one with the same specification, and say what to profile next.
+
+    The same specification registered again finds the job with everything measured for it; runs of it that failed are
+    then planned anew. Raises Conflict when the idempotency key came with another specification, InvalidInput when the
+    specification contradicts itself.
+    """
+    if principal.scope == "agent":
+        raise Forbidden("An agent token is bound to one job: register with a user token.")
+    if idempotency_key is not None and not 0 < len(idempotency_key) <= _LONGEST_KEY:
+        raise InvalidInput(f"Idempotency-Key must have 1 to {_LONGEST_KEY} characters.", field="Idempotency-Key")
+    _check(spec)
+    body: dict[str, Any] = spec.model_dump(mode="json")
+    fingerprint = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    project_id = principal.home_project_id
+    with store.transaction() as tx:
+        job = tx.jobs.registered(project_id, idempotency_key=idempotency_key, fingerprint=fingerprint)
+        if job is None:
+            job, _ = tx.jobs.create(
+                NewJob(
+                    project_id=project_id,
+                    name=spec.name,
+                    model_name=spec.model.name,
+                    objective=spec.objective,
+                    spec=body,
+                    idempotency_key=idempotency_key or f"spec:{fingerprint}",
+                    fingerprint=fingerprint,
+                )
+            )
+            tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
+        elif job.state == "archived":
+            job = tx.jobs.update(job.id, state="planning")
+        give_up_vanished(tx, job.id)
+        job = planning.replan(tx, job.id, retry_failed=True)
+        recommendation = wire.read(wire.Recommendation, recommend.body_of(tx, job))
+        plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
+        shown_job = shown.job(tx.jobs.get(job.id), plan)
+    waiting = [shown.run(run) for run in plan if run.state is RunState.PENDING]
+    return wire.JobCreated(job=shown_job, recommendation=recommendation, runs=waiting)
+
+
+def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
+    """A job with its plan."""
+    with store.reading() as tx:
+        return _shown(tx, visible_job(tx, principal, job_id))
+
+
+def list_jobs(
+    store: Store,
+    principal: Principal,
+    *,
+    search: str | None = None,
+    state: str | None = None,
+    include_archived: bool = False,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> wire.JobPage:
+    """Jobs of the caller's project, newest first. Raises InvalidInput for a cursor or a search that cannot be."""
+    if search is not None and not search.isprintable():
+        raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
+    with store.reading() as tx:
+        page = tx.jobs.list(
+            project_id=principal.list_project_id,
+            search=search,
+            states=None if state is None else [state],
+            include_archived=include_archived,
+            cursor=parse_cursor(cursor),
+            limit=limit,
+        )
+    return wire.JobPage(
+        jobs=[shown.job_summary(job) for job in page.jobs],
+        total=page.total,
+        next_cursor=None if page.next_cursor is None else str(page.next_cursor),
+    )
+
+
+def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
+    """Change objective, limits or prices, or archive; the plan and the recommendation follow.
+
+    Raises InvalidInput for a price of an instance type that the job does not have.
+    """
+    with store.transaction() as tx:
+        visible_job(tx, principal, job_id)
+        job = tx.jobs.lock(job_id)
+        spec = _patched(fitting.spec_of(job), patch)
+        _check(spec)
+        values: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "objective": spec.objective}
+        if patch.archived is not None and patch.archived != (job.state == "archived"):
+            values["state"] = "archived" if patch.archived else "planning"
+        job = tx.jobs.update(job_id, bump=True, **values)
+        if job.state != "archived":
+            job = planning.replan(tx, job_id)
+            recommend.body_of(tx, job)
+        return _shown(tx, tx.jobs.get(job_id))
+
+
+def _shown(tx: Transaction, job: JobRecord) -> wire.Job:
+    return shown.job(job, tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True))
+
+
+def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
+    changed: dict[str, Any] = {}
+    if patch.objective is not None:
+        changed["objective"] = patch.objective
+    if patch.limits is not None:
+        changed["limits"] = patch.limits
+    if patch.prices is not None:
+        known = {cluster.instance_type for cluster in spec.cluster}
+        for name in patch.prices:
+            if name not in known:
+                raise InvalidInput(
+                    f"This job has no instance type {name!r}: use {', '.join(sorted(known))}.", field=f"prices.{name}"
+                )
+        changed["cluster"] = [
+            cluster.model_copy(update={"price": patch.prices.get(cluster.instance_type, cluster.price)})
+            for cluster in spec.cluster
+        ]
+    return spec.model_copy(update=changed)
+
+
+def _check(spec: wire.JobSpec) -> None:
+    """Refuse what is valid field by field but cannot mean anything as a whole."""
+    priced = [convert.is_priced(cluster.price) for cluster in spec.cluster]
+    if any(priced) and not all(priced):
+        row = priced.index(False)
+        raise InvalidInput(
+            f"Instance type {spec.cluster[row].instance_type!r} has no price while others have: price all or none.",
+            field=f"cluster.{row}.price",
+        )
+    if not any(priced):
+        if spec.limits.budget_usd is not None:
+            raise InvalidInput(
+                "A budget needs prices: give cluster.price.usd_per_node_hour, or leave limits.budget_usd out.",
+                field="limits.budget_usd",
+            )
+        if spec.objective == "cost":
+            raise InvalidInput(
+                "Objective 'cost' needs prices: give cluster.price.usd_per_node_hour, or choose time or knee.",
+                field="cluster.0.price",
+            )
+    try:
+        convert.candidates_of(spec, {})
+    except ObservationError as error:
+        raise InvalidInput(str(error), field="batch") from error

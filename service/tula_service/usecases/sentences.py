@@ -1,0 +1,97 @@
+"""What is said about a choice in words, and the small figures that go with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import tula_wire as wire
+from tula_service.domain import Basis, Configuration, Objective
+from tula_service.perfmodel import Choice, Estimate
+from tula_service.usecases import convert
+from tula_service.usecases.fitting import Evidence
+from tula_service.usecases.quality import Efficiency
+
+__all__ = ["name_of", "savings", "warnings", "why"]
+
+_RESTS_ON = {
+    Basis.PRIOR: "Nothing has been measured yet, so this rests on hardware figures alone.",
+    Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on the same hardware.",
+    Basis.PROFILED: "",
+}
+
+
+def why(spec: wire.JobSpec, basis: Basis, choice: Choice, *, efficiency: Efficiency | None) -> str:
+    """One or two sentences: why this one, what the runner-up lacks, what a limit excluded, what it rests on."""
+    parts = []
+    chosen = choice.chosen
+    if chosen is None:
+        parts.append(choice.reason)
+    else:
+        parts.append(f"{name_of(chosen.configuration)}: {choice.reason[0].lower()}{choice.reason[1:]}")
+        if choice.runner_up is not None:
+            parts.append(_against(spec, chosen, choice.runner_up))
+    counts = Counter(found.limit for found in choice.excluded)
+    if counts and chosen is not None:
+        said = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
+        parts.append(f"Excluded by limits: {said} of the candidates.")
+    if choice.objective is Objective.TIME_TO_QUALITY:
+        parts.append(
+            "Time is to the quality of the smallest batch, at a gradient noise scale of "
+            f"{efficiency.noise_scale:.3g} examples."
+            if efficiency is not None
+            else "The gradient noise scale is not known before training reports it, so this is the least time alone."
+        )
+    if _RESTS_ON[basis]:
+        parts.append(_RESTS_ON[basis])
+    return " ".join(parts)
+
+
+def warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
+    """What cannot be said from what was given and measured, with the remedy."""
+    found = [
+        f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
+        "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
+        for name in convert.unbounded_types(spec, evidence.memory_bound)
+    ]
+    if not convert.has_prices(spec):
+        found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
+    return found
+
+
+def savings(recommendation: wire.Recommendation) -> tuple[float | None, float | None]:
+    """Share of the training time saved against the smallest and the largest batch on as many nodes."""
+    chosen = recommendation.chosen
+    if chosen is None:
+        return None, None
+    mine = chosen.configuration
+    peers = sorted(
+        (
+            c
+            for c in recommendation.candidates
+            if (c.configuration.num_nodes, c.configuration.instance_type, c.spot)
+            == (mine.num_nodes, mine.instance_type, chosen.spot)
+        ),
+        key=lambda c: c.global_batch_size,
+    )
+    if not peers:
+        return None, None
+    time_s = chosen.total_time_s.value
+    return 1.0 - time_s / peers[0].total_time_s.value, 1.0 - time_s / peers[-1].total_time_s.value
+
+
+def name_of(c: Configuration) -> str:
+    """A configuration in a few words."""
+    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
+    kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
+    return f"{nodes}{kind} at a global batch of {c.global_batch_size}"
+
+
+def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
+    time = other.time_s.mean / chosen.time_s.mean - 1.0
+    parts = [f"{abs(time):.1%} {'slower' if time >= 0 else 'faster'}"]
+    if convert.has_prices(spec) and chosen.cost_usd.mean > 0:
+        cost = other.cost_usd.mean / chosen.cost_usd.mean - 1.0
+        parts.append(f"{abs(cost):.1%} {'dearer' if cost >= 0 else 'cheaper'}")
+    ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
+    at = "" if ratio == 1 else f", at {ratio:.3g} times the batch"
+    return f"The runner-up, {name_of(other.configuration)}, is {' and '.join(parts)}{at}."

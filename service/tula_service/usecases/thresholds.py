@@ -1,0 +1,230 @@
+"""Thresholds of gradient scaling: served with a version, tuned from telemetry, taken back when accuracy falls."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import tula_wire as wire
+from tula_service.domain import RunKind, RunState
+from tula_service.perfmodel.predict.scaling import AccuracyPoint, decide_roll_back, tune_thresholds
+from tula_service.perfmodel.predict.statistical import NoiseScale, critical_batch_size, estimate_noise_scale
+from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
+from tula_service.usecases.access import Principal, visible_job
+
+__all__ = ["TUNE_EVERY_STEPS", "Served", "current", "noise_scale_of", "tune"]
+
+TUNE_EVERY_STEPS = 100
+"""Telemetry steps between two looks at it; agents poll every few seconds and must not each cost a fit."""
+
+_TUNED = ("ags", "static")
+_LOOK_BACK_STEPS = 5_000
+_NOISE_MOVED = 1.25
+_MARK = "tuning"
+_DEFAULT_POLICY = "gain"
+
+
+@dataclass(frozen=True)
+class Served:
+    """Thresholds as JSON with their entity tag (RFC 9110); `body` is None when the caller's tag is still current."""
+
+    etag: str
+    body: str | None
+
+
+def current(
+    store: Store, principal: Principal, job_id: str, *, policy: str | None = None, etag: str | None = None
+) -> Served:
+    """The thresholds in force for a policy (the job's own by default), looking at new telemetry first if it is due."""
+    with store.reading() as tx:
+        visible_job(tx, principal, job_id)
+        record = tx.scaling.latest(job_id)
+        run = _training(tx, job_id)
+        due = run is not None and _is_due(tx, run)
+    if due and run is not None:
+        with store.transaction() as tx:
+            tx.jobs.lock(job_id)
+            tune(tx, run)
+            record = tx.scaling.latest(job_id)
+    shown = _shown(record, policy)
+    tag = f'"{shown.version}-{shown.policy}"'
+    known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
+    return Served(tag, None if tag in known or "*" in known else shown.model_dump_json())
+
+
+def noise_scale_of(tx: Transaction, job_id: str) -> float | None:
+    """The gradient noise scale that the job's training showed, in examples; None before that."""
+    record = tx.scaling.latest(job_id)
+    value = None if record is None else record.body.get("gradient_noise_scale")
+    return None if value is None else float(value)
+
+
+def tune(tx: Transaction, run: RunRecord) -> ScalingRecord | None:
+    """Look at a run's telemetry; publish a new version when something worth publishing changed, and return it."""
+    last_step = tx.chunks.last_step(run.key)
+    if last_step is None:
+        return None
+    _mark(tx, run, last_step)
+    history = tx.scaling.history(run.job_id)
+    body = dict(history[-1].body) if history else _first()
+    settings: dict[str, Any] = {name: dict(values) for name, values in body["policies"].items()}
+    first = max(0, last_step - _LOOK_BACK_STEPS)
+    _, noise_column = tx.chunks.read(run.key, "gradient_noise_scale", first_step=first)
+    _, variability = tx.chunks.read(run.key, "gradient_variability", first_step=first)
+    noise = estimate_noise_scale(noise_column) if noise_column.size else None
+    reasons = []
+    changed = _take_back(tx, run, history, settings)
+    if changed is not None:
+        reasons.append(changed)
+    elif variability.size:
+        reasons += _tuned(settings, run, variability, last_step)
+    said = _noise_moved(body, noise)
+    if said is not None and noise is not None:
+        reasons.append(said)
+        body |= {
+            "gradient_noise_scale": noise.value,
+            "gradient_noise_scale_error": noise.error,
+            "critical_batch_size": critical_batch_size(noise).value,
+        }
+    if not reasons:
+        return None
+    body |= {"policies": settings, "reason": "; ".join(reasons), "run_id": run.id, "from_step": last_step}
+    after = history[-1].version if history else 1
+    if not tx.scaling.publish(run.job_id, body, after=after):
+        return None
+    tx.events.append(run.job_id, "scaling", run_id=run.id, data={"version": after + 1, "reason": body["reason"]})
+    if said is not None:
+        # What an example is worth enters the recommendation, so no cached one may be used again.
+        tx.jobs.bump(run.job_id)
+    return tx.scaling.latest(run.job_id)
+
+
+def _training(tx: Transaction, job_id: str) -> RunRecord | None:
+    """The newest training run; what it reports is what its agents will use."""
+    found = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)
+    return found[0] if found and found[0].state is not RunState.CANCELLED else None
+
+
+def _is_due(tx: Transaction, run: RunRecord) -> bool:
+    last_step = tx.chunks.last_step(run.key)
+    if last_step is None:
+        return False
+    kept = tx.fits.get(run.job_id, _MARK, data_version=0, model_version="1")
+    mark = json.loads(kept) if kept is not None else {}
+    if mark.get("run_id") != run.id:
+        return True
+    return bool(last_step - mark["step"] >= TUNE_EVERY_STEPS) or (run.state.is_final and last_step > mark["step"])
+
+
+def _mark(tx: Transaction, run: RunRecord, last_step: int) -> None:
+    body = json.dumps({"run_id": run.id, "step": last_step})
+    tx.fits.put(run.job_id, _MARK, data_version=0, model_version="1", body=body)
+
+
+def _first() -> dict[str, Any]:
+    policies = {policy: {"delta": 0.5, "small_batch_size": None} for policy in ("gain", "ags", "static", "none")}
+    return {"policies": policies, "policy": _DEFAULT_POLICY, "reason": "Defaults: nothing was observed yet."}
+
+
+def _shown(record: ScalingRecord | None, policy: str | None) -> wire.ScalingThresholds:
+    body = _first() if record is None else record.body
+    wanted = policy or body["policy"]
+    own = body["policies"][wanted]
+    return wire.ScalingThresholds.model_validate(
+        {
+            "version": 1 if record is None else record.version,
+            "policy": wanted,
+            "delta": own["delta"],
+            "small_batch_size": own["small_batch_size"],
+            "gradient_noise_scale": body.get("gradient_noise_scale"),
+            "gradient_noise_scale_error": body.get("gradient_noise_scale_error"),
+            "critical_batch_size": body.get("critical_batch_size"),
+            "reason": body["reason"],
+        }
+    )
+
+
+def _tuned(settings: dict[str, Any], run: RunRecord, variability: np.ndarray[Any, Any], step: int) -> list[str]:
+    """Move delta and b_small of the policies that use them, unless a roll-back has settled them for this run."""
+    reasons = []
+    configuration = run.configuration
+    for policy in _TUNED:
+        own = settings[policy]
+        if own.get("settled_by") == run.id:
+            continue
+        small = own["small_batch_size"] or configuration.local_batch_size
+        found = tune_thresholds(
+            variability,
+            delta=own["delta"],
+            small_batch_size=min(small, configuration.global_batch_size),
+            global_batch_size=configuration.global_batch_size,
+        )
+        if found.changed:
+            own |= {"delta": found.delta, "small_batch_size": found.small_batch_size, "from_step": step}
+            own["run_id"] = run.id
+            reasons.append(f"{policy}: {found.reason}")
+    return reasons
+
+
+def _take_back(
+    tx: Transaction, run: RunRecord, history: Sequence[ScalingRecord], settings: dict[str, Any]
+) -> str | None:
+    """Return to the settings before the newest ones when validation accuracy fell under those; the sentence if so."""
+    steps, accuracy = tx.chunks.read(run.key, "validation_accuracy")
+    known = np.isfinite(accuracy)
+    steps, accuracy = steps[known], accuracy[known]
+    if not steps.size:
+        return None
+    changes = [(record.body["from_step"], record) for record in _setting_changes(history, run.id)]
+    if not changes:
+        return None
+    started = changes[0][1].version - 1
+    points = [
+        AccuracyPoint(int(step), float(value), max([r.version for at, r in changes if at <= step], default=started))
+        for step, value in zip(steps, accuracy, strict=True)
+    ]
+    found = decide_roll_back(points)
+    if found is None:
+        return None
+    before = next((record.body["policies"] for record in history if record.version == found.to_version), None)
+    for policy in _TUNED:
+        if settings[policy].get("settled_by") == run.id:
+            continue
+        settings[policy] = dict((before or _first()["policies"])[policy])
+        # Once taken back, this run keeps what it had: tuning it again would only repeat the harm.
+        settings[policy] |= {"settled_by": run.id, "run_id": run.id}
+    return (
+        f"taken back to version {found.to_version}, from a checkpoint at step {found.checkpoint_step}: {found.reason}"
+    )
+
+
+def _setting_changes(history: Sequence[ScalingRecord], run_id: str) -> list[ScalingRecord]:
+    """Versions in which this run's settings, and not only what was observed, changed."""
+    found = []
+    before: dict[str, Any] = _first()["policies"]
+    for record in history:
+        policies = record.body["policies"]
+        differs = any(
+            policies[policy][name] != before[policy][name]
+            for policy in _TUNED
+            for name in ("delta", "small_batch_size")
+        )
+        settled = any(policies[policy].get("settled_by") == run_id for policy in _TUNED)
+        if differs and not settled and record.body.get("run_id") == run_id:
+            found.append(record)
+        before = policies
+    return found
+
+
+def _noise_moved(body: dict[str, Any], noise: NoiseScale | None) -> str | None:
+    if noise is None:
+        return None
+    old = body.get("gradient_noise_scale")
+    if old is not None and abs(math.log(noise.value / old)) < math.log(_NOISE_MOVED):
+        return None
+    return f"gradient noise scale {noise.value:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
