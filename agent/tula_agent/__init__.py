@@ -1,0 +1,40 @@
+"""Inside the training process: measures truly, ships in the background, and never raises into the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tula_agent.session import Run, init
+
+if TYPE_CHECKING:
+    from tula_agent.measure.estimate import MemoryEstimate, estimate_memory
+    from tula_agent.scaling import LargeBatch, ScalingThresholds, TulaOptimizer, large_batch
+
+__all__ = [
+    "LargeBatch",
+    "MemoryEstimate",
+    "Run",
+    "ScalingThresholds",
+    "TulaOptimizer",
+    "estimate_memory",
+    "init",
+    "large_batch",
+]
+
+_LAZY = {
+    "LargeBatch": "tula_agent.scaling",
+    "MemoryEstimate": "tula_agent.measure.estimate",
+    "estimate_memory": "tula_agent.measure.estimate",
+    "ScalingThresholds": "tula_agent.scaling",
+    "TulaOptimizer": "tula_agent.scaling",
+    "large_batch": "tula_agent.scaling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is not needed by every script only when it is asked for."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tula_agent' has no attribute {name!r}")

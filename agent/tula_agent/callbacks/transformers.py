@@ -1,0 +1,79 @@
+"""`Trainer(callbacks=[TulaTrainerCallback(dataset_size=...)])`: the agent for Hugging Face transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tula_agent.callbacks._names import columns
+from tula_agent.session import Run, init
+
+if TYPE_CHECKING:
+
+    class TrainerCallback:
+        """Stands for the library's own."""
+
+else:
+    from transformers import TrainerCallback
+
+__all__ = ["TulaTrainerCallback"]
+
+
+class TulaTrainerCallback(TrainerCallback):
+    """Measures `train`, and ends it when a profiling run has seen enough.
+
+    The trainer fetches all micro-batches of a step before it reports, so that input time is that of the whole step.
+    `run` is the agent's run, once training has begun.
+    """
+
+    def __init__(self, dataset_size: int | None = None) -> None:
+        self.run: Run | None = None
+        self._dataset_size = dataset_size
+        self._loader: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """Join the run; model and optimizer are what the trainer trains with."""
+        self._loader = others.get("train_dataloader")
+        self.run = init(
+            dataset_size=self._dataset_size,
+            epochs=args.num_train_epochs,
+            grad_accum_steps=args.gradient_accumulation_steps,
+        )
+        optimizer = others.get("optimizer")
+        self.run.watch(others.get("model"), getattr(optimizer, "optimizer", optimizer))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """The loop begins."""
+        if self.run is not None:
+            self.run.begin_loop(self._loader)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """The batches of a step have arrived; the trainer does not show them, so its own figure stands for them."""
+        if self.run is not None:
+            stand_in = torch.empty(args.train_batch_size, 0)
+            self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """The optimizer has stepped."""
+        if self.run is None:
+            return
+        self.run.batch_done()
+        if self.run.stopping:
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """The loop is left."""
+        if self.run is not None:
+            self.run.end_loop()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:  # noqa: ARG002
+        """What the trainer logs: loss, learning rate, evaluation metrics; its summary at the end is left out."""
+        if self.run is not None and logs and "train_runtime" not in logs:
+            self.run.log(**columns(logs))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """Deliver what is left."""
+        if self.run is not None:
+            self.run.finish()

@@ -1,0 +1,256 @@
+"""`run.checkpoint` and `run.resume`: a training stopped anywhere goes on as if it had not been stopped.
+
+A checkpoint is a folder `step-<number>` below TULA_CHECKPOINT_DIR:
+
+    training.pt       model, optimizer (with the state of gradient scaling), scheduler, GradScaler, the script's extra
+    shards/           instead of the first two when the model is sharded (torch.distributed.checkpoint)
+    rank-<r>.pt       of each rank: its place in the data and its random number generators
+    complete.json     written last; a folder without it is never read
+
+On CPU a resumed run is bit for bit the run that was not stopped, as long as configuration and script are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from tula_agent.guard import logger
+from tula_agent.position import capture_randomness, restore_randomness
+
+if TYPE_CHECKING:
+    from tula_agent.session import Run
+
+__all__ = ["CheckpointError", "Resumed", "resume", "save"]
+
+KEEP: Final = 2
+"""Complete checkpoints that are kept; older ones are deleted once a newer one is complete."""
+
+_COMPLETE: Final = "complete.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; unlike measuring, this is the training's own business and does raise."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where to go on: at batch `consumed` of pass `epoch`, with `step` micro-steps behind.
+
+    `run.steps` skips what was consumed by itself. `exact` is False when the configuration has changed since.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    consumed: int = 0
+    exact: bool = True
+    found: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    run: Run,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: dict[str, Any] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write a checkpoint; every rank must call it at the same step. Returns its folder.
+
+    `extra` holds whatever else the script needs: numbers, text, tensors, lists and dictionaries of them.
+    Raises `CheckpointError` without a directory, and OSError when it cannot be written.
+    """
+    position = run.position
+    root = _directory(directory)
+    folder = root / f"step-{position.step:010d}"
+    if _rank() == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    _barrier()
+    whole: dict[str, Any] = {"extra": extra or {}}
+    for name, part in (("scheduler", scheduler), ("scaler", scaler)):
+        if part is not None:
+            whole[name] = part.state_dict()
+    if _is_sharded(model):
+        _save_shards(folder, model, optimizer)
+    else:
+        whole["model"] = _unwrapped(model).state_dict()
+        whole["optimizer"] = None if optimizer is None else optimizer.state_dict()
+    if _rank() == 0:
+        _write(folder / "training.pt", whole)
+    own = {
+        "epoch": position.epoch,
+        "step": position.step,
+        "consumed": position.consumed,
+        "at_pass_start": position.at_pass_start,
+        "now": capture_randomness(position.loader),
+    }
+    _write(folder / f"rank-{_rank()}.pt", own)
+    _barrier()
+    if _rank() == 0:
+        facts = {"step": position.step, **_shape(position.loader)}
+        _replace(folder / _COMPLETE, lambda path: path.write_text(json.dumps(facts)))
+        for old in _complete(root)[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def resume(
+    run: Run,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    loader: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Resumed:
+    """Load the newest complete checkpoint, if there is one; every rank must call it, once all is built.
+
+    Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the place in the data is kept
+    in examples, and the random numbers start afresh. Raises `CheckpointError` when a checkpoint does not fit.
+    """
+    root = _directory(directory)
+    folder = _agreed_newest(root)
+    if folder is None:
+        return Resumed()
+    facts = json.loads((folder / _COMPLETE).read_text())
+    try:
+        whole = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        if (folder / "shards").is_dir():
+            _load_shards(folder, model, optimizer)
+        else:
+            _unwrapped(model).load_state_dict(whole["model"])
+            if optimizer is not None and whole["optimizer"] is not None:
+                optimizer.load_state_dict(whole["optimizer"])
+        for name, part in (("scheduler", scheduler), ("scaler", scaler)):
+            if part is not None and name in whole:
+                part.load_state_dict(whole[name])
+        ranks = facts["world_size"]
+        own = torch.load(folder / f"rank-{min(_rank(), ranks - 1)}.pt", map_location="cpu", weights_only=True)
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} does not fit this script ({error}): delete it, or undo the change"
+        ) from error
+    now = _shape(loader)
+    exact = all(facts[name] == now[name] or now[name] is None for name in ("world_size", "local_batch_size"))
+    consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, now)
+    position = run.position
+    position.epoch, position.step = own["epoch"], own["step"]
+    if exact:
+        restore_randomness(own["now"], loader)
+    if own["consumed"]:
+        position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
+    if not exact:
+        logger.warning("resumed with another batch or number of ranks: the data goes on where it was, in a new order")
+    return Resumed(own["epoch"], own["step"], consumed, exact, True, whole["extra"])
+
+
+def _same_examples(consumed: int, then: dict[str, Any], now: dict[str, Any]) -> int:
+    before = (then["local_batch_size"] or 1) * then["world_size"]
+    after = (now["local_batch_size"] or then["local_batch_size"] or 1) * now["world_size"]
+    return int(consumed * before // after)
+
+
+def _directory(directory: str | os.PathLike[str] | None) -> Path:
+    named = directory or os.environ.get("TULA_CHECKPOINT_DIR")
+    if not named:
+        raise CheckpointError("no checkpoint directory: set TULA_CHECKPOINT_DIR or pass directory=")
+    return Path(named)
+
+
+def _shape(loader: Any) -> dict[str, Any]:
+    size = getattr(loader, "batch_size", None) if loader is not None else None
+    if not isinstance(size, int):
+        text = os.environ.get("TULA_LOCAL_BATCH_SIZE", "")
+        size = int(text) if text.isdigit() else None
+    return {"world_size": _world_size(), "local_batch_size": size}
+
+
+def _complete(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path.parent for path in root.glob(f"step-*/{_COMPLETE}"))
+
+
+def _agreed_newest(root: Path) -> Path | None:
+    """What the first rank sees, so that ranks that look at different moments load the same."""
+    found = _complete(root)
+    name = [found[-1].name if found else None]
+    if _world_size() > 1:
+        dist.broadcast_object_list(name, src=0)
+    return None if name[0] is None else root / name[0]
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DDP, so that a checkpoint loads with and without it."""
+    inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    assert isinstance(inner, torch.nn.Module)
+    return inner
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """FSDP, either version: no rank holds the whole model."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return True
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def _save_shards(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+    weights, state = get_state_dict(model, _inner(optimizer))
+    save_shards({"model": weights, "optimizer": state}, checkpoint_id=str(folder / "shards"))
+
+
+def _load_shards(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+    weights, state = get_state_dict(model, _inner(optimizer))
+    held: dict[str, Any] = {"model": weights, "optimizer": state}
+    load_shards(held, checkpoint_id=str(folder / "shards"))
+    set_state_dict(model, _inner(optimizer), model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+
+
+def _inner(optimizer: torch.optim.Optimizer | None) -> Any:
+    """What holds the sharded state; factors of gradient scaling are estimated anew after a sharded resume."""
+    return () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+
+
+def _write(path: Path, value: Any) -> None:
+    _replace(path, lambda new: torch.save(value, new))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path`, bring it to disk, then take its name: a crash leaves no half file under that name."""
+    new = path.with_name(f".{path.name}.new")
+    write(new)
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if _world_size() > 1:
+        dist.barrier()

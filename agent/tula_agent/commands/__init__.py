@@ -1,0 +1,1 @@
+"""Sub-commands that the agent adds to `tula` through the entry-point group `tula.commands`."""

@@ -1,0 +1,211 @@
+"""`tula doctor`: looks at everything that a job needs, says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import httpx
+import typer
+
+from tula_wire import routes
+
+__all__ = ["Finding", "doctor", "examine"]
+
+State = Literal["ok", "warning", "wrong"]
+MAX_CLOCK_SKEW_S = 5.0
+MIN_FREE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at; `remedy` is empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def examine(environ: Mapping[str, str], client: httpx.Client) -> list[Finding]:
+    """Every finding, in the order in which a job would trip over it. Never raises."""
+    findings: list[Finding] = []
+    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("python", _python),
+        ("torch", _torch),
+        ("cuda", _cuda),
+        ("ranks", lambda: _ranks(environ)),
+        ("service", lambda: _service(environ, client)),
+        ("disk", lambda: _disk(environ)),
+    ]
+    for name, look in looks:
+        try:
+            findings.extend(look())
+        except Exception as error:  # noqa: PERF203 - one broken look must not hide the next
+            findings.append(Finding(name, "wrong", f"looking failed: {error!r}", "report this"))
+    return findings
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch", "wrong", f"cannot be imported ({error})", "pip install 'tula[agent]'")
+        return
+    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    old = (major, minor) < (2, 2)
+    yield Finding("torch", "wrong" if old else "ok", torch.__version__, "use torch 2.2 or newer" if old else "")
+    dist = torch.distributed
+    if not dist.is_available():
+        yield Finding("distributed", "wrong", "torch was built without it", "install a build with torch.distributed")
+        return
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
+    yield Finding("distributed", "ok" if backends else "wrong", ", ".join(backends) or "no backend")
+
+
+def _cuda() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        if built is None:
+            yield Finding("cuda", "ok", "none: this torch is a CPU build")
+        else:
+            remedy = "check nvidia-smi and that the driver is new enough for this build"
+            yield Finding("cuda", "warning", f"torch was built for CUDA {built} but sees no device", remedy)
+        return
+    supported = torch.cuda.get_arch_list()
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+        native = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in supported)
+        remedy = "" if native else "install wheels that carry it (V100: the cu126 index)"
+        yield Finding(f"cuda:{index}", "ok" if native else "wrong", name, remedy)
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        yield Finding("nvml", "ok", str(pynvml.nvmlSystemGetDriverVersion()))
+    except Exception as error:
+        yield Finding("nvml", "warning", f"not available ({error})", "pip install nvidia-ml-py for the device's view")
+
+
+def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for names in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        rank, size = (environ.get(name) for name in names)
+        if rank is None and size is None:
+            continue
+        if not (rank or "").isdigit() or not (size or "").isdigit() or int(rank or 0) >= int(size or 0):
+            found = f"{names[0]}={rank}, {names[1]}={size}"
+            yield Finding("ranks", "wrong", found, "start the script with torchrun, or set both: 0 <= rank < size")
+        else:
+            yield Finding("ranks", "ok", f"rank {rank} of {size} ({names[0]})")
+        return
+    yield Finding("ranks", "ok", "one process (no RANK in the environment)")
+
+
+def _service(environ: Mapping[str, str], client: httpx.Client) -> Iterator[Finding]:
+    url = environ.get("TULA_URL") or "http://127.0.0.1:8321"
+    if environ.get("TULA_DISABLED", "") not in ("", "0"):
+        yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
+    before = time.time()
+    try:
+        health = client.get(url + routes.HEALTH)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        yield Finding("service", "wrong", f"{url} does not answer ({error})", "start `tula serve`, or set TULA_URL")
+        return
+    if health.status_code != 200:
+        yield Finding("service", "wrong", f"{url} answers {health.status_code}", "check TULA_URL: is this the service?")
+        return
+    yield Finding("service", "ok", url)
+    yield from _clock(health.headers.get("date"), before, time.time())
+    ready = client.get(url + routes.READY)
+    if ready.status_code == 200:
+        yield Finding("database", "ok", "reachable, schema current")
+    else:
+        yield Finding("database", "wrong", _detail(ready), "see the service's log; a new version needs `tula migrate`")
+    token = environ.get("TULA_TOKEN")
+    answer = client.get(url + routes.JOBS, headers={"authorization": f"Bearer {token}"} if token else {})
+    if answer.status_code == 401:
+        yield Finding("token", "wrong", "refused" if token else "none is set", "set TULA_TOKEN: `tula token create`")
+    elif answer.status_code == 403:
+        yield Finding("token", "ok", "accepted, for its own job only")
+    elif answer.status_code < 400:
+        yield Finding("token", "ok", "accepted" if token else "none is set, and none is needed")
+    else:
+        yield Finding("token", "warning", _detail(answer), "see the service's log")
+
+
+def _clock(date: str | None, before: float, after: float) -> Iterator[Finding]:
+    if date is None:
+        return
+    skew = parsedate_to_datetime(date).timestamp() + 0.5 - (before + after) / 2  # the header has whole seconds
+    if abs(skew) > MAX_CLOCK_SKEW_S:
+        where = "ahead of" if skew > 0 else "behind"
+        found = f"the service is {abs(skew):.0f} s {where} this machine"
+        yield Finding("clock", "warning", found, "start a time service (chrony); measuring itself does not need it")
+    else:
+        yield Finding("clock", "ok", "agrees with the service's")
+
+
+def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
+    from tula_agent.config import _default_spool
+    from tula_agent.ship.spool import spool_files
+
+    spool = Path(environ.get("TULA_SPOOL_DIR") or _default_spool())
+    try:
+        spool.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = spool / f".doctor-{os.getpid()}"
+        probe.write_bytes(b"ok")
+        probe.unlink()
+    except OSError as error:
+        yield Finding("disk", "wrong", f"{spool} cannot be written ({error.strerror})", "set TULA_SPOOL_DIR")
+        return
+    free = shutil.disk_usage(spool).free
+    if free < MIN_FREE_BYTES:
+        yield Finding("disk", "warning", f"{free // 2**20} MiB free in {spool}", "free some, or set TULA_SPOOL_DIR")
+    else:
+        yield Finding("disk", "ok", f"{free // 2**20} MiB free in {spool}")
+    waiting = spool_files(spool)
+    if waiting:
+        yield Finding("spool", "warning", f"{len(waiting)} files wait to be sent", f"tula upload {spool}")
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status_code}"
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Check everything that a job needs, and say how to mend what is wrong."""
+    with httpx.Client(timeout=5.0) as client:
+        findings = examine(os.environ, client)
+    wrong = sum(finding.state == "wrong" for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"wrong": wrong, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        marks = {"ok": "ok     ", "warning": "WARNING", "wrong": "WRONG  "}
+        for finding in findings:
+            typer.echo(f"{marks[finding.state]} {finding.name}: {finding.found}")
+            if finding.remedy:
+                typer.echo(f"        {finding.remedy}")
+    raise typer.Exit(1 if wrong else 0)

@@ -1,0 +1,89 @@
+"""`tula upload DIR`: sends what agents left on disk while the service was away."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tula_agent.ship.spool import REJECTED, TAKEN, lock, read_records, spool_files
+from tula_agent.ship.transport import Transport
+
+__all__ = ["Uploaded", "upload", "upload_spool"]
+
+_CONFLICT = 409  # a state that the run is long past: the measurements matter, not the sign of life
+
+
+@dataclass
+class Uploaded:
+    """Counts of one upload. Resending is harmless: the service knows every row by its identity."""
+
+    files: int = 0
+    requests: int = 0
+    refused: int = 0
+    left: int = 0
+    why: str = ""
+
+
+def upload_spool(directory: Path, transport: Transport, *, rejected: bool = False) -> Uploaded:
+    """Send every request under `directory` in the order it was written; a file goes when all of it was answered.
+
+    What the service refuses stays in a `.rejected` file beside. Stops at the first request that cannot be delivered.
+    """
+    done = Uploaded()
+    for path in spool_files(directory, rejected):
+        taken = path if path.suffix == TAKEN else path.with_suffix(path.suffix + TAKEN)
+        path.rename(taken)
+        with taken.open("rb") as file:
+            lock(file.fileno())  # a writer that is still at it finishes first, and then starts a new file
+            refused = []
+            for envelope in read_records(taken):
+                reply = transport.send(envelope)
+                if reply.verdict == "retry":
+                    done.left += 1
+                    done.why = reply.detail or f"status {reply.status}"
+                    return done
+                done.requests += 1
+                if reply.verdict == "refused" and not (envelope.method == "PATCH" and reply.status == _CONFLICT):
+                    refused.append(envelope)
+                    done.refused += 1
+                    done.why = reply.detail or f"status {reply.status}"
+        if refused:
+            from tula_agent.ship.spool import Spool
+
+            keeper = Spool(taken.with_name(taken.name.split(".")[0] + REJECTED), 2**40)
+            for envelope in refused:
+                keeper.append(envelope)
+        taken.unlink()
+        done.files += 1
+    return done
+
+
+def upload(
+    directory: Annotated[Path, typer.Argument(help="Where agents left their spool (TULA_SPOOL_DIR).")],
+    url: Annotated[str, typer.Option(envvar="TULA_URL", help="Address of the service.")] = "http://127.0.0.1:8321",
+    rejected: Annotated[bool, typer.Option(help="Send what was refused before, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Send measurements that agents left on disk while the service was away."""
+    if not directory.is_dir():
+        typer.echo(f"{directory} is not a directory: give the TULA_SPOOL_DIR of the job", err=True)
+        raise typer.Exit(2)
+    transport = Transport(url.rstrip("/"), os.environ.get("TULA_TOKEN"), 30.0)
+    try:
+        done = upload_spool(directory, transport, rejected=rejected)
+    finally:
+        transport.close()
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+    else:
+        typer.echo(f"Sent {done.requests} requests from {done.files} files.")
+        if done.refused:
+            typer.echo(f"{done.refused} were refused ({done.why}) and kept in {directory}.", err=True)
+        if done.left:
+            typer.echo(f"The service at {url} does not answer ({done.why}): start it and try again.", err=True)
+    raise typer.Exit(1 if done.left or done.refused else 0)

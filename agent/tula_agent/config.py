@@ -1,0 +1,138 @@
+"""What the agent is told by its environment, read once and never trusted."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_agent.guard import logger
+
+__all__ = ["AgentConfig", "ProfilePlan", "read_config"]
+
+_OFF = ("", "0", "false", "no")
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What a profiling run does: discard, measure, end. `precision`: wanted relative error; 0 means never early."""
+
+    warmup_steps: int
+    measure_steps: int
+    precision: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Where this process stands in the job and where its measurements go; times in seconds, sizes in bytes."""
+
+    url: str
+    run_id: str
+    job_id: str | None
+    token: str | None
+    spool_dir: Path
+    rank: int
+    world_size: int
+    local_rank: int
+    restart: str
+    plan: ProfilePlan | None
+    local_batch_size: int | None
+    grad_accum_steps: int | None
+    alternate_sync: bool = False
+    comm_hook: bool = False
+    flush_interval_s: float = 1.0
+    request_timeout_s: float = 5.0
+    exit_deadline_s: float = 5.0
+    spool_limit_bytes: int = 64 * 2**20
+    queue_limit_bytes: int = 4 * 2**20
+    row_limit: int = 20_000
+
+
+def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
+    """The configuration, or None when the agent is to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
+
+    Never raises: a value that makes no sense is reported in the log and treated as absent.
+    """
+    url = environ.get("TULA_URL", "").strip().rstrip("/")
+    if not url or environ.get("TULA_DISABLED", "").strip().lower() not in _OFF:
+        return None
+    if not url.startswith(("http://", "https://")):
+        logger.warning("TULA_URL is %r: give an http:// or https:// address; nothing is measured", url)
+        return None
+    run_id = environ.get("TULA_RUN_ID", "").strip()
+    if not _ID.fullmatch(run_id):
+        logger.warning("TULA_RUN_ID is %r: start the script with `tula run` or set it; nothing is measured", run_id)
+        return None
+    job_id = environ.get("TULA_JOB_ID", "").strip()
+    return AgentConfig(
+        url=url,
+        run_id=run_id,
+        job_id=job_id if _ID.fullmatch(job_id) else None,
+        token=environ.get("TULA_TOKEN") or None,
+        spool_dir=Path(environ.get("TULA_SPOOL_DIR") or _default_spool()),
+        rank=_first(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0, at_least=0),
+        world_size=_first(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"), 1, at_least=1),
+        local_rank=_first(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0, at_least=0),
+        restart="-".join((environ.get("TULA_RESTART", "0"), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
+        plan=_plan(environ),
+        local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
+        grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
+        alternate_sync=environ.get("TULA_SPLIT", "") == "no_sync",
+        comm_hook=environ.get("TULA_COMM_HOOK", "").strip().lower() not in _OFF,
+    )
+
+
+def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
+    measure = _integer(environ, "TULA_MEASURE_STEPS", at_least=1)
+    if measure is None:
+        return None
+    warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
+    return ProfilePlan(warmup if warmup is not None else 5, measure, _precision(environ))
+
+
+def _precision(environ: Mapping[str, str]) -> float:
+    text = environ.get("TULA_PRECISION", "").strip()
+    try:
+        value = float(text or 0)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        logger.warning("TULA_PRECISION is %r: give a share between 0 and 1; the run does not end early", text)
+        return 0.0
+    return value
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_least: int) -> int:
+    for name in names:
+        value = _integer(environ, name, at_least)
+        if value is not None:
+            return value
+    return default
+
+
+def _integer(environ: Mapping[str, str], name: str, at_least: int) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        logger.warning("%s is %r: give a whole number of at least %d; it is ignored", name, text, at_least)
+        return None
+    return value
+
+
+def _default_spool() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        root = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError:  # no home, as in many containers
+        root = Path(tempfile.gettempdir())
+    return root / "tula" / "spool"

@@ -1,0 +1,173 @@
+"""What a model will need, worked out without a device, a launch, or memory for its activations."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tula_agent.measure.step_timer import tensors_in
+
+__all__ = ["MemoryEstimate", "estimate_memory", "state_ratio"]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Equation 3 before anything has run; bytes on one rank, FLOPs of forward and backward per sample.
+
+    `activation_bytes_per_sample` is what autograd keeps for the backward pass; `fixed_activation_bytes` the part of it
+    that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not in it: calibrate
+    against one measured run where that matters.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    flops_per_sample: float
+    activation_bytes_per_sample: int
+    fixed_activation_bytes: int
+    batch_bytes_per_sample: int
+
+    def total_bytes(self, local_batch_size: int) -> int:
+        """Memory at `local_batch_size` examples (equation 3)."""
+        static = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.fixed_activation_bytes
+        return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
+
+    def largest_local_batch_size(self, capacity_bytes: int) -> int:
+        """The largest batch that fits `capacity_bytes`; 0 when not even one example does."""
+        room = capacity_bytes - self.total_bytes(0)
+        per_sample = self.activation_bytes_per_sample + self.batch_bytes_per_sample
+        return max(0, math.floor(room / per_sample)) if per_sample else 0
+
+    def model_spec(self, name: str, optimizer: str = "momentum") -> dict[str, Any]:
+        """The `model` of a job specification (`POST /v1/jobs`) for a cold start."""
+        return {
+            "name": name,
+            "parameters": self.parameters,
+            "flops_per_sample": self.flops_per_sample,
+            "activation_bytes_per_sample": self.activation_bytes_per_sample,
+            "optimizer": optimizer,
+        }
+
+
+def estimate_memory(
+    model: torch.nn.Module, sample: Any, optimizer: torch.optim.Optimizer | None = None
+) -> MemoryEstimate:
+    """Estimate what training `model` needs, from a small batch `sample` (a tensor, a tuple of arguments, or a mapping).
+
+    The forward and backward pass run on tensors without data (FakeTensor mode; meta tensors where torch has none), at
+    the sample's batch and at twice that: the difference is what one more example costs. The model is left as it is.
+    Raises ValueError when `sample` holds no tensor with a batch dimension.
+    """
+    tensors = [tensor for tensor in tensors_in(sample) if tensor.dim() > 0]
+    if not tensors:
+        raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
+    size = int(tensors[0].shape[0])
+    once_bytes, once_flops = _dry_run(model, sample, 1)
+    twice_bytes, twice_flops = _dry_run(model, sample, 2)
+    per_sample = max(0, twice_bytes - once_bytes) / size
+    parameters = {id(p): p for p in model.parameters()}.values()
+    buffers = {id(b): b for b in model.buffers()}.values()
+    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return MemoryEstimate(
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(t.numel() * t.element_size() for t in (*parameters, *buffers)),
+        gradient_bytes=trained,
+        optimizer_bytes=int(trained * state_ratio(optimizer)) if optimizer is not None else 0,
+        flops_per_sample=(twice_flops - once_flops) / size,
+        activation_bytes_per_sample=round(per_sample),
+        fixed_activation_bytes=max(0, round(once_bytes - size * per_sample)),
+        batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
+    )
+
+
+def state_ratio(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of optimizer state per byte of parameters: one step of its like on one small parameter tells."""
+    inner = getattr(optimizer, "_inner", optimizer)
+    probe = torch.nn.Parameter(torch.zeros(64, 64))
+    accepted = inspect.signature(type(inner).__init__).parameters
+    group = {name: value for name, value in inner.param_groups[0].items() if name in accepted}
+    for name in ("params", "capturable", "fused", "differentiable"):
+        group.pop(name, None)
+    like = type(inner)([probe], **group)
+    probe.grad = torch.ones_like(probe)
+    like.step()
+    state = [v for v in like.state.get(probe, {}).values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return sum(v.numel() * v.element_size() for v in state) / (probe.numel() * probe.element_size())
+
+
+def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]:
+    """(bytes kept for backward, FLOPs) of one forward and backward at `times` the sample's batch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with _dataless() as convert:
+        state = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        owned = {_storage(tensor) for tensor in state.values()}
+        inputs = _map(sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor))
+        owned |= {_storage(tensor) for tensor in tensors_in(inputs)}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.setdefault(_storage(tensor), tensor)
+            return tensor
+
+        counter = FlopCounterMode(display=False)
+        with counter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                arguments, named = _arguments(inputs)
+                output = torch.func.functional_call(model, state, arguments, named)
+                loss = _scalar(output)
+            held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return held, counter.get_total_flops()
+
+
+@contextmanager
+def _dataless() -> Iterator[Any]:
+    """Inside, tensors have shapes but no data; yields what turns a real tensor into such a one."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    except (ImportError, TypeError):
+        yield lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        return
+    with mode:
+        yield lambda tensor: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(part, function) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(part, function) for part in value)
+    return value
+
+
+def _scalar(output: Any) -> torch.Tensor:
+    """A loss to go backward from: the model's own where it has one (transformers), else the sum of what it returns."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss
+    parts = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
+    if not parts:
+        raise ValueError("the model returns no tensor that needs a gradient: give a model to be trained")
+    return torch.stack(parts).sum()

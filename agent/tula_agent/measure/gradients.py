@@ -1,0 +1,113 @@
+"""The global gradient norm, sampled so that its cost stays within a stated share of the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from tula_agent.measure.later import Later, to_number
+
+__all__ = ["GradientReader", "NormSampler", "sharded", "squared_norm"]
+
+SHARE_OF_STEP = 2e-4
+"""What reading norms may cost, as a share of the step time..."""
+MAX_COST_S, MIN_COST_S = 20e-6, 10e-6
+"""...but per step never above nor below these."""
+
+
+def squared_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """|G|^2 over dense gradients, a scalar on their device; nothing is brought to the host.
+
+    `torch._foreach_norm` exists from 2.2; its `dtype` only from 2.4, so half precision is summed per tensor.
+    Tensors of other devices and sparse ones are added one by one.
+    """
+    dense = [g for g in gradients if not g.is_sparse]
+    if not dense:
+        return torch.zeros(())
+    norms = torch._foreach_norm(dense)
+    first = norms[0]
+    total = torch.zeros((), dtype=torch.float32, device=first.device)
+    same = [n.float() for n in norms if n.device == first.device]
+    total += torch.stack(same).square().sum()
+    for norm in norms:
+        if norm.device != first.device:
+            total += norm.float().square().to(first.device)
+    return total
+
+
+def sharded(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer) -> bool:
+    """True when a rank holds only a part of each gradient (FSDP, tensor parallelism), so that no norm is its own."""
+    if any(hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]):
+        return True
+    return any(type(module).__name__ == "FullyShardedDataParallel" for model in models for module in model.modules())
+
+
+class NormSampler:
+    """Decides at which steps the norm is read: in pairs, since gradient variability needs two steps in a row.
+
+    After a pair that took c seconds in all, the next starts `c / allowed` steps later, where allowed is SHARE_OF_STEP
+    of the step time within [MIN_COST_S, MAX_COST_S].
+    """
+
+    def __init__(self) -> None:
+        self.interval = 1
+        self._next = 0
+        self._spent = 0.0
+        self._first: tuple[int, torch.Tensor] | None = None
+
+    def wants(self, step: int) -> bool:
+        """True when the norm of `step` should be read."""
+        return step >= self._next
+
+    def read(
+        self, step: int, step_time_s: float, gradients: Iterable[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """|G|^2 of this step and, with the step before it, its gradient variability (equation 5), both on the device.
+
+        Remembers what reading cost; the second of a pair sets the time of the next.
+        """
+        started = time.perf_counter()
+        squared = squared_norm(gradients)
+        self._spent += time.perf_counter() - started
+        if self._first is None:
+            self._first = (step, squared)
+            return squared, None
+        (before, first), self._first = self._first, None
+        allowed = min(MAX_COST_S, max(MIN_COST_S, SHARE_OF_STEP * step_time_s))
+        affordable = math.ceil(self._spent / allowed)
+        # The first pair pays for kernels being loaded: what it cost says little about the next.
+        self.interval = max(2, affordable if self._next else min(affordable, 10))
+        self._next = step - 1 + self.interval
+        self._spent = 0.0
+        return squared, ((squared - first) / first).abs() if step == before + 1 else None
+
+
+class GradientReader:
+    """Reads the first optimizer's gradients when a sample of their norm is due, just before it steps."""
+
+    def __init__(self, say: Callable[[int, str, float | Later], None]) -> None:
+        self._say = say
+        self._norms = NormSampler()
+        self._sharded: bool | None = None
+
+    def read(
+        self, step: int, step_time_s: float, models: list[torch.nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Says `grad_norm` and, of the second of a pair, `gradient_variability` (equation 5). Nothing of sharded ones.
+
+        step_time_s: of the step before, seconds.
+        """
+        if not self._norms.wants(step):
+            return
+        if self._sharded is None:
+            self._sharded = sharded(models, optimizer)
+        if self._sharded:
+            return  # its norm takes a collective, and only this rank is here
+        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        squared, variability = self._norms.read(step, step_time_s, held)
+        self._say(step, "grad_norm", to_number(squared, root=True))
+        if variability is not None:
+            self._say(step, "gradient_variability", to_number(variability))

@@ -1,0 +1,150 @@
+"""Where one step ends and the next begins, and how long each took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+__all__ = ["StepTimer", "StepTiming", "batch_bytes", "batch_size_of", "relative_error", "tensors_in"]
+
+
+class StepTiming(NamedTuple):
+    """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included."""
+
+    step: int
+    step_time_s: float
+    input_time_s: float
+    micro_steps: int
+    local_batch_size: int | None
+    uneven: bool
+
+
+class StepTimer:
+    """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.
+
+    A step is over at the first boundary after the optimizer has stepped; where no optimizer is watched, after
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by that count too.
+    """
+
+    def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.step = 0
+        self.watched = False
+        self._clock = clock
+        self._expected = grad_accum_steps
+        self._stepped = False
+        self._started: float | None = None
+        self._wanted = 0.0
+        self._input = 0.0
+        self._sizes: list[int | None] = []
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-steps per step as told or, where nobody told, as seen."""
+        return self._expected or 1
+
+    @property
+    def between_steps(self) -> bool:
+        """True from a step's end until the next one's first batch."""
+        return not self._sizes
+
+    @property
+    def examples(self) -> int:
+        """Of this rank in the step under way, so far; a batch of unknown size counts as one."""
+        return sum(size or 1 for size in self._sizes)
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer's step has been called since the last boundary."""
+        self._stepped = True
+
+    def want_batch(self) -> StepTiming | None:
+        """The loop asks for a batch: the boundary. Returns the step that ended here, if one did."""
+        now = self._wanted = self._clock()
+        if self._started is None or not self._sizes:
+            self._started = now
+            return None
+        micro = len(self._sizes)
+        by_count = micro >= self.grad_accum_steps if self._expected or not self.watched else False
+        if not (self._stepped or by_count):
+            return None
+        if self._stepped and self._expected is None:
+            self._expected = micro
+        uneven = micro > 1 and len(set(self._sizes)) > 1
+        timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven)
+        self._open(now)
+        self.step += 1
+        return timing
+
+    def batch_ready(self, local_batch_size: int | None) -> None:
+        """The loader handed a batch over."""
+        self._input += self._clock() - self._wanted
+        self._sizes.append(local_batch_size)
+
+    def more_micro_steps(self, count: int) -> None:
+        """The batches of further micro-steps came along with the last one and are of its size."""
+        self._sizes += self._sizes[-1:] * count
+
+    def pause(self) -> None:
+        """The loop is left: what happens until its next batch (evaluation, a checkpoint) is nobody's step."""
+        self._started = None
+        self._open(None)
+
+    def restart(self) -> None:
+        """What the agent itself did since the boundary is not the next step's."""
+        if self._started is not None and not self._sizes:
+            self._started = self._wanted = self._clock()
+
+    def _open(self, now: float | None) -> None:
+        self._started = now
+        self._input = 0.0
+        self._sizes = []
+        self._stepped = False
+
+
+def relative_error(times_s: Sequence[float]) -> float:
+    """Half-width of a 95 % interval of the median step time over that median; infinite below eight steps.
+
+    The spread is the median absolute deviation, so that one hiccup does not keep a run going.
+    """
+    if len(times_s) < 8:
+        return math.inf
+    centre = median(times_s)
+    spread = 1.4826 * median(abs(value - centre) for value in times_s)
+    return float(1.96 * 1.2533 * spread / math.sqrt(len(times_s)) / centre) if centre > 0 else math.inf
+
+
+def batch_size_of(batch: Any, loader: Any = None) -> int | None:
+    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's own batch size."""
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, at no cost
+    shape = getattr(first, "shape", None)
+    if shape:
+        return int(shape[0])
+    for tensor in tensors_in(batch):
+        if len(tensor.shape) > 0:
+            return int(tensor.shape[0])
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of all tensors in `batch`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[Any]:
+    """Tensors inside nested mappings, sequences and dataclasses, first come first; at most `depth` levels down."""
+    if hasattr(value, "element_size") and hasattr(value, "shape"):
+        return [value]
+    if depth == 0 or isinstance(value, (str, bytes)):
+        return []
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value[:64])
+    elif hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]

@@ -1,0 +1,108 @@
+"""Where a training stands in its data, and the random numbers that led there: what makes a resumed run the same run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Position", "capture_randomness", "restore_randomness"]
+
+T = TypeVar("T")
+
+
+def capture_randomness(loader: Any = None) -> dict[str, Any]:
+    """The state of every generator that a step may draw from: torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(_flat(random.getstate()))}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    state["loader"] = [generator.get_state() for generator in _generators(loader)]
+    return state
+
+
+def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
+    """Put back what `capture_randomness` took; generators that do not exist here are left out."""
+    torch.set_rng_state(state["torch"])
+    version, *words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    for generator, saved in zip(_generators(loader), state["loader"], strict=False):
+        generator.set_state(saved)
+
+
+@dataclass
+class Position:
+    """Passes over the loader that are complete, and batches taken from the one under way."""
+
+    epoch: int = 0
+    consumed: int = 0
+    step: int = 0
+    at_pass_start: dict[str, Any] = field(default_factory=dict)
+    loader: Any = None
+    _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
+
+    def restore(self, consumed: int, at_pass_start: dict[str, Any], now: dict[str, Any] | None) -> None:
+        """Let the next pass begin as the interrupted one did, skip `consumed` batches, and go on from `now`."""
+        self._pending = (consumed, at_pass_start, now)
+
+    def begin(self, loader: Iterable[T]) -> Iterator[T]:
+        """An iterator over `loader` from where the training stands."""
+        pending, self._pending, self.loader = self._pending, None, loader
+        if pending is None:
+            self.at_pass_start, self.consumed = capture_randomness(loader), 0
+            return iter(loader)
+        consumed, at_pass_start, now = pending
+        self.at_pass_start, self.consumed = at_pass_start, 0
+        if at_pass_start and now is not None:
+            restore_randomness(at_pass_start, loader)
+        batches = iter(loader)
+        for _ in range(consumed):
+            if next(batches, _END) is _END:
+                break
+            self.consumed += 1
+        if now is not None:
+            restore_randomness(now, loader)
+        return batches
+
+    def took(self) -> None:
+        """A batch was handed to the script."""
+        self.consumed += 1
+        self.step += 1
+
+    def end(self) -> None:
+        """The pass is over, or was left."""
+        self.epoch += 1
+        self.consumed, self.at_pass_start = 0, {}
+
+
+_END: Any = object()
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The loader's own generators; samplers often share the loader's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    return list(unique.values())
+
+
+def _flat(state: tuple[Any, ...]) -> Iterator[Any]:
+    version, words, gauss = state
+    yield version
+    yield from words
+    yield gauss

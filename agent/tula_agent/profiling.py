@@ -1,0 +1,79 @@
+"""How a run comes to profile, and to end by itself: the plan, whoever gave it, followed by all ranks alike."""
+
+from __future__ import annotations
+
+from tula_agent.config import ProfilePlan
+from tula_agent.guard import Guard
+from tula_agent.measure.step_timer import relative_error
+from tula_agent.together import Together
+
+__all__ = ["Profiling"]
+
+
+class Profiling:
+    """`plan` is None in a training run; the environment or, later, the service may give one.
+
+    `offer` and `stop_soon` come from the shipping thread, and take effect at the next step that all ranks share.
+    """
+
+    def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
+        self.plan = plan
+        self.stopping = False
+        self.together = Together(None, guard)
+        self._leads = leads
+        self._times: list[float] = []
+        self._offered: ProfilePlan | None = None
+        self._stop_asked = False
+
+    @property
+    def measuring(self) -> bool:
+        """True while a profiling run still measures."""
+        return self.plan is not None and not self.stopping
+
+    @property
+    def unsettled(self) -> bool:
+        """True when `settle` has something to do."""
+        return not self.together.met or self._offered is not None
+
+    def offer(self, plan: ProfilePlan) -> None:
+        """The service says that this is a profiling run."""
+        self._offered = plan
+
+    def stop_soon(self) -> None:
+        """The service has seen enough."""
+        self._stop_asked = True
+
+    def settle(self, step: int) -> None:
+        """Agree with the other ranks on whether and how to profile; `step`: the one that ended, or is to begin."""
+        before = self.plan
+        if self._offered is not None and before is None:
+            self.plan = self._offered
+        self._offered = None
+        if not self.together.met:
+            self.plan = self.together.meet(self.plan)
+        if before is None and self.plan is not None:
+            # What has passed stands for the warm-up.
+            self.plan = ProfilePlan(max(step, self.plan.warmup_steps), self.plan.measure_steps, self.plan.precision)
+
+    def may_repeat(self, step: int) -> bool:
+        """True when the loop goes over its loader again: a profiling run that needs more steps, on all ranks alike."""
+        if not self.measuring:
+            return False
+        if not self.together.met:
+            self.settle(step)
+        return self.measuring and self.together.agreed
+
+    def ends(self, step: int, step_time_s: float | None) -> bool:
+        """True when the run ends with `step`; its time in seconds, or None where it was not like the others."""
+        if self.plan is None:
+            return False
+        if step_time_s is not None:
+            self._times.append(step_time_s)
+        measured = step + 1 - self.plan.warmup_steps
+        if not self.together.agreed or measured < 1:
+            return False
+        enough = self._stop_asked or (self._leads and relative_error(self._times) <= self.plan.precision)
+        if measured >= self.plan.measure_steps or self.together.decide(measured, enough):
+            self.stopping = True
+            return True
+        return False

@@ -1,0 +1,343 @@
+"""One run in one process: the moments of the loop as the training thread lives them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tula_agent.channel import connect
+from tula_agent.config import AgentConfig, ProfilePlan
+from tula_agent.forks import forget_in_children
+from tula_agent.guard import Guard, logger
+from tula_agent.measure.device_clock import DeviceClock, Interval, clock_for
+from tula_agent.measure.gradients import GradientReader
+from tula_agent.measure.later import to_number
+from tula_agent.measure.memory_reports import MemoryReports, device_of
+from tula_agent.measure.shards import check_shards
+from tula_agent.measure.splitting import Splitting
+from tula_agent.measure.step_timer import StepTimer, StepTiming, batch_size_of
+from tula_agent.profiling import Profiling
+from tula_agent.ship.envelope import Envelope, encode
+from tula_agent.ship.exporter import Exporter
+from tula_agent.ship.reporter import Reporter
+from tula_agent.ship.thresholds import ThresholdPoller
+from tula_agent.ship.transport import Reply, Transport
+from tula_agent.together import Together
+from tula_wire import routes
+
+if TYPE_CHECKING:
+    from tula_agent.measure.comm_hook import NoiseHook
+
+__all__ = ["Recorder"]
+
+TRAIN_WARMUP_STEPS = 5
+EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
+"""Training runs send a sample of every step at first, then of every fifth, so that drift shows within 50; telemetry has
+every step."""
+MEMORY_EVERY_STEPS = 1000
+
+_sessions = count()
+
+
+class Recorder:
+    """What is measured, and when. Its methods run on the training thread under the session's guard."""
+
+    def __init__(
+        self, config: AgentConfig, guard: Guard, dataset_size: int | None = None, grad_accum_steps: int | None = None
+    ) -> None:
+        self.config = config
+        self.dataset_size = dataset_size
+        self.guard = guard
+        self.leads = config.rank == 0  # the rank that speaks for the run
+        self.profiling = Profiling(config.plan, self.leads, guard)
+        self.finished = False
+        self.boot_id = secrets.token_hex(8)
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
+        self.reporter = Reporter(config, guard, self.boot_id, lambda: self.world_size)
+        self._session = next(_sessions)
+        self.memory = MemoryReports(guard, self.reporter, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        self._gradients = GradientReader(self.reporter.rows.add_value)
+        self._splitting: Splitting | None = None
+        self._noise: NoiseHook | None = None
+        self._device_clock: DeviceClock | None = None
+        self._begun = False
+        self._in_step = False
+        self._observers: list[Any] = []  # optimizers that probe with the batch
+        self._scaled: list[tuple[Any, dict[str, float]]] = []  # optimizers with telemetry, and what they said last
+        self._batch_size: int | None = None
+        self._last_step_s = 0.1
+        self._asked_for_plan = config.plan is not None
+        self._poller: ThresholdPoller | None = None
+        self.exporter = Exporter(
+            self._connect,
+            self.reporter.collect,
+            config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
+            guard=guard,
+            on_reply=self._on_reply,
+            idle=self._idle if self.leads else None,
+            flush_interval_s=config.flush_interval_s,
+            queue_limit_bytes=config.queue_limit_bytes,
+            spool_limit_bytes=config.spool_limit_bytes,
+        )
+        if self.leads:
+            self._patch({"state": "running"}, keep=False)
+            self.exporter.start()
+        forget_in_children(self)
+
+    @property
+    def plan(self) -> ProfilePlan | None:
+        """What a profiling run does; None in training."""
+        return self.profiling.plan
+
+    @property
+    def stopping(self) -> bool:
+        """True once a profiling run has measured enough."""
+        return self.profiling.stopping
+
+    def may_repeat(self) -> bool:
+        """See `Profiling.may_repeat`."""
+        repeats = self.profiling.may_repeat(self.timer.step)
+        self.reporter.training = self.plan is None
+        return repeats
+
+    @property
+    def world_size(self) -> int:
+        """As the process sees it."""
+        dist = torch.distributed
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else self.config.world_size
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """Examples per rank and micro-step as the process saw them, or was told before it saw any."""
+        return self._batch_size or self.config.local_batch_size
+
+    @property
+    def dropped(self) -> int:
+        """Measurements lost so far."""
+        return self.reporter.rows.dropped + self.exporter.dropped
+
+    # Moments of the loop.
+
+    def watch(self, models: list[Any], optimizers: list[Any], scaler: Any, comm_hook: bool = False) -> None:
+        """Hook the optimizers; nothing is put on the model, its communication hook stays free unless asked for."""
+        del scaler  # it unscales before an optimizer's step hooks run, and a skipped step ends by counting
+        self.models = [model for model in models if isinstance(model, torch.nn.Module)]
+        for optimizer in optimizers:
+            if hasattr(optimizer, "apply_thresholds") and self.leads and self._poller is None and self.config.job_id:
+                # The script's own policy is a choice; the service supplies its thresholds, not another policy.
+                path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={optimizer.thresholds.policy}"
+                self._poller = ThresholdPoller(path, optimizer.apply_thresholds)
+            self.optimizers.append(optimizer)
+            if hasattr(optimizer, "observe_batch"):
+                self._observers.append(optimizer)
+            if self.leads and hasattr(optimizer, "telemetry"):
+                self._scaled.append((optimizer, {}))
+            if hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(self._before_step)
+                self.timer.watched = True
+            else:
+                logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
+        if (comm_hook or self.config.comm_hook) and self._noise is None:
+            with self.guard("the communication hook"):
+                from tula_agent.measure.comm_hook import attach  # brings much of scaling: only where it is wanted
+
+                self._noise = attach(self.models, self.leads, lambda: self.timer.step, lambda: self.timer.examples)
+        self.memory.probe.before_training(self.models)
+
+    def begin_epoch(self, loader: Any) -> None:
+        """The loop starts over its loader."""
+        if not self._begun:
+            self._begun = True
+            self._first_epoch()
+            if self.leads:
+                check_shards(loader, self.dataset_size, self.world_size)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "next_epoch"):
+                optimizer.next_epoch()
+        self.exporter.start()
+
+    def _first_epoch(self) -> None:
+        self.memory.probe.before_training(self.models)
+        with self.guard("finding the other ranks"):
+            channel = connect(self.config, self._session)
+            self.reporter.channel = channel
+            self.profiling.together = Together(channel, self.guard)
+            self.profiling.together.announce()
+            if channel is not None:
+                self._splitting = Splitting(
+                    self.models,
+                    self.reporter,
+                    profiling=self.plan is not None,
+                    alternate=self.config.alternate_sync,
+                    grad_accum_steps=self.timer.grad_accum_steps,
+                )
+        if self.leads:
+            with self.guard("the device's clock"):
+                self._device_clock = clock_for(device_of(self.models))
+
+    def want_batch(self) -> None:
+        """The boundary between two micro-steps."""
+        self._in_step = False
+        under_way = self.timer.step
+        timing = self.timer.want_batch()
+        clock = self._device_clock
+        interval = clock.end() if clock is not None and timing is not None else None
+        if self._splitting is not None and self.guard.works("DDP's clock"):
+            with self.guard("DDP's clock"):
+                self._splitting.boundary(under_way, timing)
+        if timing is not None:
+            self._last_step_s = timing.step_time_s
+            if self._step_ended(timing, interval):
+                self.timer.restart()
+        if clock is not None and self.timer.between_steps and self._samples(self.timer.step):
+            clock.begin()
+
+    def batch_ready(self, batch: Any, loader: Any) -> None:
+        """A batch has arrived."""
+        size = batch_size_of(batch, loader)
+        self.timer.batch_ready(size)
+        if self._device_clock is not None:
+            self._device_clock.batch()
+        self._in_step = True
+        if self._batch_size is None and size is not None:
+            self._first_batch(size)
+        if size is not None:
+            self.memory.saw_batch(size, batch, loader)
+        for optimizer in self._observers:
+            optimizer.observe_batch(batch)
+
+    def end_epoch(self) -> None:
+        """The loop is left."""
+        self._in_step = False
+        self.timer.pause()
+        if self._device_clock is not None:
+            self._device_clock.drop()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
+        if not self.leads:
+            return
+        step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
+        for name, value in values.items():
+            if value is not None:
+                self.reporter.rows.add_value(step, name, to_number(value))
+
+    def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
+        """Say how the run ended and deliver what is left."""
+        self.finished = True
+        if self.timer.step:
+            self._read_memory()
+        self.exporter.close(self.config.exit_deadline_s, self._last_words(state, message, failed_local_batch_size))
+        if self.dropped:
+            logger.warning("%d measurements were dropped", self.dropped)
+
+    def _last_words(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[Envelope]:
+        if not self.leads and state != "out_of_memory":
+            return []
+        body = {"state": state, "message": message, "dropped": self.dropped}
+        if state == "out_of_memory":
+            body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
+        path = routes.RUN.format(run_id=self.config.run_id)
+        return [Envelope("PATCH", path, encode({name: value for name, value in body.items() if value is not None}))]
+
+    # Inside the moments.
+
+    def _first_batch(self, size: int) -> None:
+        self._batch_size = size
+        told = self.config.local_batch_size
+        if told is not None and told != size:
+            logger.warning("the script uses batches of %d per rank but was told %d: pass it on", size, told)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        with self.guard("gradients"):
+            self.timer.optimizer_stepped()
+            if self._device_clock is not None:
+                self._device_clock.optimizer()
+            step = self.timer.step
+            if step == 1:
+                self.memory.probe.at_optimizer(self.models)
+            if not self.leads or not self.guard.works("gradients") or optimizer is not self.optimizers[0]:
+                return
+            self._gradients.read(step, self._last_step_s, self.models, optimizer)
+
+    def _samples(self, step: int) -> bool:
+        """True when a step of this number is worth a row."""
+        return self.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
+
+    def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
+        """Record a step; True when that took so long that the next step's clock should start anew."""
+        step, plan = timing.step, self.plan
+        warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
+        # A last, smaller batch is another configuration's measurement.
+        usual = timing.local_batch_size == self._batch_size and not timing.uneven
+        if self._splitting is not None and step >= warmup_steps:
+            usual = self._splitting.synchronised(timing) and usual
+        sampled = usual and self._samples(step)
+        if interval is not None:
+            self.reporter.marked(step, interval) if sampled else interval.release()
+        self.reporter.rows.add_step(timing, step < warmup_steps, sampled)
+        if self._noise is not None and (noise_scale := self._noise.news()) is not None:
+            # A TulaOptimizer that says the same of more measurements, below, has the last word.
+            self.reporter.rows.add_value(step, "gradient_noise_scale", noise_scale)
+        for optimizer, said in self._scaled:
+            self._record_scaling(step, optimizer, said)
+        read = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
+        if read:
+            self._read_memory()
+        if step < warmup_steps:
+            return read
+        if self.profiling.unsettled:
+            self.profiling.settle(step)
+            self.reporter.training = self.plan is None
+            read = True
+        if self.profiling.ends(step, timing.step_time_s if usual else None):
+            if self._splitting is not None:
+                self._splitting.end()
+            self._read_memory()
+            self.exporter.wake()
+        return read or self.plan is not None
+
+    def _record_scaling(self, step: int, optimizer: Any, said: dict[str, float]) -> None:
+        """What gradient scaling did, where it changed."""
+        for name, value in optimizer.telemetry().items():
+            if said.get(name) != value and name != "step":
+                said[name] = value
+                self.reporter.rows.add_value(step, name, value)
+
+    def _read_memory(self) -> None:
+        self.memory.read(max(0, self.timer.step - 1), self.models, self.optimizers)
+
+    # On the shipping thread.
+
+    def _connect(self) -> Transport:
+        return Transport(self.config.url, self.config.token, self.config.request_timeout_s)
+
+    def _patch(self, body: dict[str, Any], keep: bool = True) -> None:
+        path = routes.RUN.format(run_id=self.config.run_id)
+        self.exporter.put(Envelope("PATCH", path, encode(body), 0, keep))
+
+    def _idle(self, transport: Transport) -> None:
+        if not self._asked_for_plan:
+            self._ask_for_plan(transport)
+        if self._poller is not None:
+            self._poller.poll(transport)
+
+    def _ask_for_plan(self, transport: Transport) -> None:
+        reply = transport.get(routes.RUN.format(run_id=self.config.run_id))
+        if reply.verdict == "retry":
+            return
+        self._asked_for_plan = True
+        told = (reply.body or {}).get("instruction")
+        if reply.body and reply.body.get("kind") == "profile" and isinstance(told, dict):
+            warmup, measure = int(told["profiling_warmup_steps"]), int(told["measuring_steps"])
+            self.profiling.offer(ProfilePlan(warmup, measure, float(told["precision"])))
+
+    def _on_reply(self, envelope: Envelope, reply: Reply) -> None:
+        if envelope.method == "POST" and reply.body and reply.body.get("stop") is True:
+            self.profiling.stop_soon()

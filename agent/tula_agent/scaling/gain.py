@@ -1,0 +1,146 @@
+"""The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tula_agent.scaling.measurement import StepStatistics, decode, encode_probe, encode_tap
+from tula_agent.scaling.noise import NoiseAverage
+from tula_agent.scaling.policy import gradient_variability
+from tula_agent.scaling.ranks import Arrival
+from tula_agent.scaling.site import Site
+from tula_agent.scaling.thresholds import Granularity
+from tula_agent.scaling.updates import scaled_learning_rate
+
+__all__ = ["DENSE_STEPS", "SPARSE_EVERY", "Gain"]
+
+_LOG = logging.getLogger(__name__)
+
+DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
+SPARSE_EVERY = 8
+_PROBE_EVERY = 8  # a probe costs a second backward
+
+
+class Gain:
+    """A factor from the past only: independent of the batch it scales, and never waited for.
+
+    r = (|G|^2 + c S/b) / (|G|^2 + c S/B), at most B/b, and at most `growth` times the factor of the step before, while
+    it may fall at once. AdaScale is c = `noise_weight` = 1 without that limit. Near the edge of stability most of
+    |G|^2 is oscillation rather than progress, so that c = 1 scales too little; c = 2 and the limit were chosen on
+    validation data of cases that are not reported (experiments/generalization, docs/gradient-scaling.md).
+    """
+
+    def __init__(self, site: Site, measure_every: int | None, noise_weight: float, growth: float | None) -> None:
+        self._site = site
+        self._measure_every = measure_every
+        self._noise_weight, self._growth = noise_weight, growth
+        self._factor = 1.0
+        self._noise = NoiseAverage()
+        self._samples = 1.0
+        self._arrival: Arrival | None = None
+        self._last: StepStatistics | None = None
+        self._variability = math.nan
+
+    def wants(self, step: int) -> Granularity | None:
+        """The whole gradient's squares at every measured step."""
+        every = self._measure_every or (1 if step < DENSE_STEPS else SPARSE_EVERY)
+        return "tensor" if step % every == 0 and self._site.source != "probe" else None
+
+    def run(self, step: int, inner_step: Callable[[], None]) -> None:
+        """Take the step with the gain that the steps before it gave."""
+        self._receive()
+        vector = self._measure(step)
+        self._factor = self._next_factor()
+        if self._factor == 1.0:
+            inner_step()
+        else:
+            with scaled_learning_rate(self._site.inner.param_groups, self._factor):
+                inner_step()
+        if vector is not None:
+            self._arrival = self._site.ranks.send(vector)
+
+    def _next_factor(self) -> float:
+        """min(max(r, s_min), s_max), s_max = B / b_small unless named; 1 until something was measured."""
+        if not self._noise.count:
+            return 1.0
+        thresholds = self._site.thresholds
+        ratio = self._site.batch_ratio or self._samples
+        ceiling = ratio if thresholds.s_max is None else thresholds.s_max
+        gain = self._noise.gain(ratio, self._noise_weight)
+        if self._growth is not None:
+            gain = min(gain, self._factor * self._growth)
+        return min(max(gain, thresholds.s_min), ceiling)
+
+    def _receive(self) -> None:
+        if self._arrival is None:
+            return
+        statistics = decode(self._arrival.values())
+        self._arrival = None
+        if statistics is None or not self._noise.update(
+            statistics.small_norm_sq, statistics.large_norm_sq, statistics.samples
+        ):
+            return
+        self._samples = statistics.samples
+        if self._last is not None:
+            self._variability = gradient_variability(statistics.gradient_norm**2, self._last.gradient_norm**2)
+        self._last = statistics
+
+    def _measure(self, step: int) -> torch.Tensor | None:
+        site = self._site
+        gradients = site.gradients()
+        if site.tap.armed and (site.ranks.size > 1 or site.tap.read().parts >= 2):
+            return encode_tap(site.tap, gradients, site.ranks.size, site.parameters()[0].device)
+        if not site.may_probe:
+            if step == 0 and site.ranks.size == 1:
+                _LOG.warning(
+                    "gradient scaling stays at 1: with one rank and no accumulation there is no small-batch gradient; "
+                    "accumulate micro-steps, or give TulaOptimizer model= and loss= and call observe_batch"
+                )
+            return None
+        if step >= _PROBE_EVERY and step % (self._measure_every or _PROBE_EVERY):
+            return None
+        probed = site.probe()
+        return None if probed is None else encode_probe(probed[0], gradients, probed[1], site.ranks.size)
+
+    def telemetry(self) -> dict[str, float]:
+        """Of the last measured step; the noise scale in examples where B is known, else in batches."""
+        batch = float(self._site.batch_size or 1)
+        return {
+            "grad_norm": math.nan if self._last is None else self._last.gradient_norm,
+            "gradient_variability": self._variability,
+            "scale": self._factor,
+            "scaled_share": float(self._factor != 1.0),
+            "gradient_noise_scale": self._noise.noise_scale_over_batch * batch,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Averages, and the measurement on its way (waited for here)."""
+        arrival = None if self._arrival is None else self._arrival.values()
+        last = None if self._last is None else [*vars(self._last).values()]
+        return {
+            "noise": self._noise.state(),
+            "samples": self._samples,
+            "arrival": arrival,
+            "last": last,
+            "variability": self._variability,
+            "factor": self._factor,
+            "batch_size": self._site.batch_size,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self._noise.load(state["noise"])
+        before, now = state["batch_size"], self._site.batch_size
+        if before and now:  # S/B is kept per batch: a job that goes on with another batch keeps its S
+            self._noise.noise *= before / now
+        self._samples = float(state["samples"])
+        arrival, last = state["arrival"], state["last"]
+        self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
+        self._last = None if last is None else StepStatistics(*last)
+        self._variability = float(state["variability"])
+        self._factor = float(state["factor"])

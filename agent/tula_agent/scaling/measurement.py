@@ -1,0 +1,116 @@
+"""One measured step as a short vector that ranks can add up, and back again as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tula_agent.scaling.factors import norm_squared
+from tula_agent.scaling.taps import CALIBRATORS, GradientTap, TapReading
+
+__all__ = ["StepStatistics", "decode", "encode_probe", "encode_tap", "global_factor"]
+
+_HEAD = 5
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Reduced numbers of one step, the same on every rank.
+
+    `small_norm_sq`, `large_norm_sq`: mean |g_i|^2 over the parts and |mean g_i|^2, in one common unit.
+    `samples`: parts per global batch, B / b. `gradient_norm`: |G| as the optimizer saw it.
+    """
+
+    small_norm_sq: float
+    large_norm_sq: float
+    samples: float
+    gradient_norm: float
+
+
+def encode_tap(
+    tap: GradientTap, gradients: Sequence[torch.Tensor | None], world_size: int, device: torch.device
+) -> torch.Tensor:
+    """This rank's summands (float64 on `device`); zeros where it has nothing, so that no rank ever stays away.
+
+    A parameter that had no part on this rank but has a reduced gradient counts as a zero part.
+    """
+    reading = tap.read()
+    dense = [(s, g) for s, g in zip(reading.squares, gradients, strict=True) if g is not None and not g.is_sparse]
+    sums = [square.sum().to(device, torch.float64) for square, _ in dense if square is not None]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    small = torch.stack(sums).sum() if sums else zero
+    large = norm_squared([gradient for _, gradient in dense]).to(device) if dense else zero
+    micro = float(reading.parts)
+    head = _head(small, micro, large / world_size, micro / world_size, micro)
+    return torch.cat([head, _projections(tap, reading, device, world_size)])
+
+
+def encode_probe(
+    small: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None], samples: float, world_size: int
+) -> torch.Tensor | None:
+    """As `encode_tap`, from the reduced gradient of a sub-batch that is `samples` times smaller than the batch."""
+    pairs = [
+        (part, whole)
+        for part, whole in zip(small, gradients, strict=True)
+        if part is not None and whole is not None and not (part.is_sparse or whole.is_sparse)
+    ]
+    if not pairs:
+        return None
+    share = 1.0 / world_size
+    part_sq, whole_sq = norm_squared([part for part, _ in pairs]), norm_squared([whole for _, whole in pairs])
+    head = _head(part_sq * share, share, whole_sq * share, share, samples * share)
+    ones = torch.full((2 * CALIBRATORS,), share, dtype=torch.float64, device=head.device)
+    return torch.cat([head, ones])
+
+
+def decode(values: Sequence[float]) -> StepStatistics | None:
+    """The step's numbers from the vector summed over ranks; None when they cannot be used."""
+    small_total, parts, large, micro, samples = values[:_HEAD]
+    factor = global_factor(values[_HEAD : _HEAD + CALIBRATORS], values[_HEAD + CALIBRATORS :])
+    if factor is None or parts <= 0.0 or micro <= 0.0 or not math.isfinite(small_total + large):
+        return None
+    return StepStatistics(
+        small_norm_sq=small_total / parts,
+        large_norm_sq=large / (factor * micro) ** 2,
+        samples=samples,
+        gradient_norm=math.sqrt(max(large, 0.0)),
+    )
+
+
+def global_factor(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """The one number by which gradients were multiplied between backward and step, by least squares.
+
+    It gathers the AMP loss scale, clipping by global norm and averaging over micro-steps, so none of them can be
+    mistaken for noise and none has to be told to us. None when the projections say nothing.
+    """
+    norm = math.fsum(x * x for x in before)
+    if not math.isfinite(norm) or norm <= 0.0:
+        return None
+    factor = math.fsum(x * y for x, y in zip(before, after, strict=True)) / norm
+    return factor if math.isfinite(factor) and factor > 0.0 else None
+
+
+def _head(*slots: torch.Tensor | float) -> torch.Tensor:
+    device = next(slot.device for slot in slots if isinstance(slot, torch.Tensor))
+    # `full` is filled on the device; a number given to `tensor` would be copied there, one transfer each.
+    return torch.stack(
+        [
+            slot if isinstance(slot, torch.Tensor) else torch.full((), slot, dtype=torch.float64, device=device)
+            for slot in slots
+        ]
+    )
+
+
+def _projections(tap: GradientTap, reading: TapReading, device: torch.device, world_size: int) -> torch.Tensor:
+    before, after = list(reading.projections), tap.project()
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
+        if a is None or b is None:
+            before[index] = after[index] = None
+    padding: list[torch.Tensor | None] = [None] * (CALIBRATORS - len(before))
+    slots = [*before, *padding, *after, *padding]
+    vector = torch.stack([zero if x is None else x.to(device, torch.float64) for x in slots])
+    return vector / world_size

@@ -1,0 +1,74 @@
+"""The last resort for a small-batch gradient: a second forward and backward on part of the current batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_agent.scaling.ranks import Ranks
+
+__all__ = ["LossFunction", "batch_length", "probe_gradients", "sub_batch"]
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+"""Mean loss of the bare module on a batch; brings its own autocast where training uses one."""
+
+
+def sub_batch(batch: Any, size: int) -> Any:
+    """The first `size` examples: every tensor of a nest of tuples, lists and mappings is cut along dimension 0."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:size] if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {key: sub_batch(value, size) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(sub_batch(value, size) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(sub_batch(value, size) for value in batch)
+    return batch
+
+
+def batch_length(batch: Any) -> int:
+    """Examples in `batch`: the length of its first tensor; 0 when it holds none."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.ndim else 0
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((n for n in map(batch_length, batch) if n), 0)
+    return 0
+
+
+def probe_gradients(
+    model: nn.Module, loss: LossFunction, batch: Any, parameters: Sequence[torch.Tensor], *, ranks: Ranks
+) -> list[torch.Tensor | None]:
+    """Gradient of `loss` on `batch`, averaged over ranks, one tensor per parameter (None where it has no part).
+
+    Leaves training untouched: `.grad` is not written (so DDP's reducer stays asleep), random streams and all buffers
+    (batch normalization's running statistics) are put back, while the module stays in training mode, because
+    evaluation mode would give a different, smaller gradient. Every rank must call it in the same step.
+    """
+    module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
+    wanted = [p for p in parameters if p.requires_grad]
+    devices = sorted({p.device.index for p in wanted if p.device.type == "cuda" and p.device.index is not None})
+    with torch.random.fork_rng(devices=devices), _buffers_kept(module), torch.enable_grad():
+        found = torch.autograd.grad(loss(module, batch), wanted, allow_unused=True)
+    by_parameter = {id(p): g for p, g in zip(wanted, found, strict=True)}
+    gradients = [by_parameter.get(id(p)) for p in parameters]
+    for gradient in gradients:
+        if gradient is not None and not gradient.is_sparse:
+            ranks.sum_(gradient.div_(ranks.size))
+    return gradients
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

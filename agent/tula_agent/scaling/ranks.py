@@ -1,0 +1,72 @@
+"""Sums over ranks: the only road by which a number may come to change a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Arrival", "Ranks", "to_host"]
+
+
+@dataclass
+class Arrival:
+    """A reduced vector on its way to the host; `values` waits only for what was queued before it."""
+
+    vector: torch.Tensor
+    work: Any = None
+    event: torch.cuda.Event | None = None
+
+    def values(self) -> list[float]:
+        """The numbers, the same on every rank."""
+        if self.work is not None:
+            self.work.wait()
+        if self.event is not None:
+            self.event.synchronize()
+        return [float(x) for x in self.vector.tolist()]
+
+
+class Ranks:
+    """The process group that shares one model; one rank when torch.distributed is not in use."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._group = process_group
+
+    @property
+    def size(self) -> int:
+        """World size N of the group."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank whose thresholds count."""
+        return self.size == 1 or dist.get_rank(self._group) == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def send(self, vector: torch.Tensor) -> Arrival:
+        """Start summing `vector` over ranks and bringing it to the host; blocks neither host nor device."""
+        if vector.device.type == "cuda":
+            # The reduction is ordered on the stream, and the copy to the host after it.
+            return to_host(self.sum_(vector))
+        work = dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None
+        return Arrival(vector, work=work)
+
+
+def to_host(vector: torch.Tensor) -> Arrival:
+    """Start bringing `vector` to the host without waiting for it."""
+    if vector.device.type != "cuda":
+        return Arrival(vector)
+    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    host.copy_(vector, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return Arrival(host, event=event)

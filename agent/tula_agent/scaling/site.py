@@ -1,0 +1,101 @@
+"""What a policy sees of the training job: the wrapped optimizer, the ranks, the taps and the current batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from tula_agent.scaling.probe import LossFunction, batch_length, probe_gradients, sub_batch
+from tula_agent.scaling.ranks import Ranks
+from tula_agent.scaling.taps import GradientTap
+from tula_agent.scaling.thresholds import Granularity, ScalingThresholds
+
+__all__ = ["Policy", "Site", "Source"]
+
+Source = Literal["auto", "parts", "probe"]
+
+
+@dataclass
+class Site:
+    """Shared by the optimizer and its policies; `thresholds` change only between two steps."""
+
+    inner: torch.optim.Optimizer
+    ranks: Ranks
+    tap: GradientTap
+    thresholds: ScalingThresholds
+    global_batch_size: int | None
+    source: Source
+    model: nn.Module | None
+    loss: LossFunction | None
+    batch: Any = None
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, group by group."""
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Their gradients as they stand."""
+        return [p.grad for p in self.parameters()]
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples per step over all ranks, B: as told, else from the observed batch."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        seen = batch_length(self.batch)
+        return seen * self.ranks.size if seen else None
+
+    @property
+    def batch_ratio(self) -> float | None:
+        """B / b_small when both are known; never below 1."""
+        small, large = self.thresholds.small_batch_size, self.batch_size
+        return None if small is None or large is None else max(1.0, large / small)
+
+    @property
+    def may_probe(self) -> bool:
+        """True when a second backward could be run on the current batch; alike on every rank."""
+        return self.source != "parts" and self.model is not None and self.loss is not None and self.batch is not None
+
+    def probe(self) -> tuple[list[torch.Tensor | None], float] | None:
+        """Reduced gradient of a sub-batch and B / b of it; None when it would be the whole batch.
+
+        The sub-batch is b_small over all ranks, or an eighth of the batch when no b_small was named.
+        """
+        if self.model is None or self.loss is None:
+            return None
+        local = batch_length(self.batch)
+        wanted = self.thresholds.small_batch_size
+        size = max(1, local // 8) if wanted is None else max(1, math.ceil(wanted / self.ranks.size))
+        if size >= local:
+            return None
+        armed, self.tap.armed = self.tap.armed, False
+        try:
+            part = sub_batch(self.batch, size)
+            gradients = probe_gradients(self.model, self.loss, part, self.parameters(), ranks=self.ranks)
+        finally:
+            self.tap.armed = armed
+        return gradients, (self.batch_size or local * self.ranks.size) / (size * self.ranks.size)
+
+
+class Policy(Protocol):
+    """One rule of scaling; `run` performs the wrapped optimizer's step, scaled."""
+
+    def wants(self, step: int) -> Granularity | None:
+        """What the taps must gather during step number `step`; None: nothing."""
+
+    def run(self, step: int, inner_step: Callable[[], None]) -> None:
+        """Scale and take step number `step`."""
+
+    def telemetry(self) -> dict[str, float]:
+        """What is known on the host already."""
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: everything that decides the steps to come."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""

@@ -1,0 +1,47 @@
+"""Thresholds of gradient scaling travel the other way: polled with their ETag, handed to the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from tula_agent.ship.transport import Transport
+
+__all__ = ["ThresholdPoller"]
+
+POLL_EVERY_S = 10.0
+
+
+class ThresholdPoller:
+    """Asks `path` every POLL_EVERY_S on the shipping thread; a new version goes to `apply`.
+
+    The optimizer itself brings it to all ranks at one step, so only the first rank polls.
+    """
+
+    def __init__(self, path: str, apply: Callable[[Any], None], every_s: float = POLL_EVERY_S) -> None:
+        self.version: int | None = None
+        self._path = path
+        self._apply = apply
+        self._every = every_s
+        self._etag: str | None = None
+        self._due = 0.0
+
+    def poll(self, transport: Transport) -> None:
+        """One cheap question, if it is time. Raises ValueError when the answer makes no sense."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + self._every
+        reply = transport.get(self._path, self._etag)
+        if reply.verdict != "delivered" or reply.body is None:
+            return
+        from tula_agent.scaling import ScalingThresholds
+
+        known = {field.name for field in fields(ScalingThresholds)}
+        thresholds = ScalingThresholds(**{name: value for name, value in reply.body.items() if name in known})
+        self._etag = reply.etag
+        if thresholds.version != self.version:
+            self.version = thresholds.version
+            self._apply(thresholds)
