@@ -1,0 +1,51 @@
+"""Tula's client: ask a service for a configuration, feed it measurements, follow a job."""
+
+from __future__ import annotations
+
+from tula_client._calls import Scaling
+from tula_client._client import AsyncClient, Client
+from tula_client._errors import (
+    ConflictError,
+    ForbiddenError,
+    InternalServiceError,
+    InvalidInputError,
+    MissingExtraError,
+    NotFoundError,
+    ProblemError,
+    ServiceUnavailableError,
+    ServiceUnreachableError,
+    TooLargeError,
+    TooManyRequestsError,
+    TulaError,
+    UnauthenticatedError,
+    UnexpectedAnswerError,
+    UnsupportedMediaError,
+)
+from tula_client._retry import NO_RETRY, RetryPolicy
+from tula_client._settings import DEFAULT_URL
+from tula_client.handle import JobHandle
+
+__all__ = [
+    "DEFAULT_URL",
+    "NO_RETRY",
+    "AsyncClient",
+    "Client",
+    "ConflictError",
+    "ForbiddenError",
+    "InternalServiceError",
+    "InvalidInputError",
+    "JobHandle",
+    "MissingExtraError",
+    "NotFoundError",
+    "ProblemError",
+    "RetryPolicy",
+    "Scaling",
+    "ServiceUnavailableError",
+    "ServiceUnreachableError",
+    "TooLargeError",
+    "TooManyRequestsError",
+    "TulaError",
+    "UnauthenticatedError",
+    "UnexpectedAnswerError",
+    "UnsupportedMediaError",
+]

@@ -1,0 +1,184 @@
+"""Moves bytes between a `Call` and the network: the only place that knows httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypedDict, TypeVar
+
+import httpx
+
+from tula_client._calls import Answer, Call, Request, parse_error
+from tula_client._errors import ServiceUnreachableError, TulaError, UnexpectedAnswerError
+from tula_client._retry import Outcome, RetryPolicy, retry_after_s
+
+__all__ = ["AsyncTransport", "Attempts", "SyncTransport"]
+
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES: Final = 256 * 2**20
+"""An answer beyond this is not ours; it is dropped unread."""
+
+STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
+"""A stream of events is silent no longer than this, since the service sends a comment every few seconds."""
+
+NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@dataclass
+class Attempts:
+    """The state of one call over its attempts; says how long to wait before the next, or raises."""
+
+    request: Request
+    policy: RetryPolicy
+    url: str
+    dice: Callable[[], float] = random.random
+    attempt: int = 0
+    waited_s: float = 0.0
+
+    def after_answer(self, answer: Answer) -> float | None:
+        """Seconds to wait before another attempt, or None when `answer` is final."""
+        header = answer.headers.get("retry-after")
+        return self._wait_s(Outcome(status=answer.status, retry_after_s=retry_after_s(header)))
+
+    def after_failure(self, error: httpx.TransportError) -> float:
+        """Seconds to wait before another attempt; raises `ServiceUnreachableError` when there is none left."""
+        trouble: Literal["not_sent", "lost"] = "not_sent" if isinstance(error, NOT_SENT) else "lost"
+        wait = self._wait_s(Outcome(trouble=trouble))
+        if wait is None:
+            raise unreachable(self.url, error) from error
+        return wait
+
+    def _wait_s(self, outcome: Outcome) -> float | None:
+        self.attempt += 1
+        wait = self.policy.wait_s(
+            outcome,
+            attempt=self.attempt,
+            waited_s=self.waited_s,
+            idempotent=self.request.idempotent,
+            dice=self.dice(),
+        )
+        self.waited_s += wait or 0.0
+        return wait
+
+
+@dataclass
+class SyncTransport:
+    """Drives calls over an `httpx.Client`, waiting between attempts with `sleep`."""
+
+    http: httpx.Client
+    policy: RetryPolicy
+    sleep: Callable[[float], None] = field(default=time.sleep)
+
+    def send(self, call: Call[T]) -> T:
+        """Make the call; raises `TulaError`."""
+        attempts = Attempts(call.request, self.policy, str(self.http.base_url))
+        while True:
+            try:
+                answer = self._once(call.request)
+            except httpx.TransportError as error:
+                self.sleep(attempts.after_failure(error))
+                continue
+            if not _needs_attention(answer) or (wait := attempts.after_answer(answer)) is None:
+                return call.parse(answer)
+            self.sleep(wait)
+
+    def lines(self, request: Request) -> Iterator[str]:
+        """Open a stream and yield its lines; raises `TulaError` when refused, `ServiceUnreachableError` on a break."""
+        try:
+            with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
+                if response.status_code != 200:
+                    raise parse_error(Answer(response.status_code, _headers(response), response.read()))
+                yield from response.iter_lines()
+        except httpx.TransportError as error:
+            raise unreachable(str(self.http.base_url), error) from error
+
+    def _once(self, request: Request) -> Answer:
+        with self.http.stream(**_arguments(request)) as response:
+            body = bytearray()
+            for part in response.iter_bytes():
+                body += part
+                _bounded(body)
+            return Answer(response.status_code, _headers(response), bytes(body))
+
+
+@dataclass
+class AsyncTransport:
+    """Drives calls over an `httpx.AsyncClient`."""
+
+    http: httpx.AsyncClient
+    policy: RetryPolicy
+
+    async def send(self, call: Call[T]) -> T:
+        """Make the call; raises `TulaError`."""
+        attempts = Attempts(call.request, self.policy, str(self.http.base_url))
+        while True:
+            try:
+                answer = await self._once(call.request)
+            except httpx.TransportError as error:
+                await asyncio.sleep(attempts.after_failure(error))
+                continue
+            if not _needs_attention(answer) or (wait := attempts.after_answer(answer)) is None:
+                return call.parse(answer)
+            await asyncio.sleep(wait)
+
+    async def lines(self, request: Request) -> AsyncIterator[str]:
+        """As `SyncTransport.lines`."""
+        try:
+            async with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
+                if response.status_code != 200:
+                    raise parse_error(Answer(response.status_code, _headers(response), await response.aread()))
+                async for line in response.aiter_lines():
+                    yield line
+        except httpx.TransportError as error:
+            raise unreachable(str(self.http.base_url), error) from error
+
+    async def _once(self, request: Request) -> Answer:
+        async with self.http.stream(**_arguments(request)) as response:
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                _bounded(body)
+            return Answer(response.status_code, _headers(response), bytes(body))
+
+
+def unreachable(url: str, error: Exception) -> TulaError:
+    """One sentence for every way of getting no answer."""
+    reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+    return ServiceUnreachableError(
+        f"no Tula service answers at {url.rstrip('/')} ({reason}): start one with tula serve, or set TULA_URL"
+    )
+
+
+def _needs_attention(answer: Answer) -> bool:
+    return answer.status >= 400
+
+
+def _bounded(body: bytearray) -> None:
+    if len(body) > MAX_ANSWER_BYTES:
+        raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
+
+
+def _headers(response: httpx.Response) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.headers.items()}
+
+
+class _Arguments(TypedDict):
+    method: str
+    url: str
+    params: list[tuple[str, str | int | float | bool | None]] | None
+    content: bytes | None
+    headers: dict[str, str]
+
+
+def _arguments(request: Request) -> _Arguments:
+    return {
+        "method": request.method,
+        "url": request.path,
+        "params": list(request.query) or None,
+        "content": request.body,
+        "headers": dict(request.headers),
+    }

@@ -1,0 +1,5 @@
+"""`python -m tula_client.cli` is `tula`, for where the script is not on the path."""
+
+from tula_client.cli.app import main
+
+main()

@@ -1,0 +1,66 @@
+"""The entry point of `tula`: runs the command and turns every failure into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; the extra `cli` is looked for here, so that its absence is one sentence."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError:
+        print("tula: the command needs an extra that is not installed: run pip install 'tula[cli]'", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; its exit code. Sentences about failures go to standard error."""
+    from pydantic import ValidationError
+
+    from tula_client._errors import TulaError
+    from tula_client.cli.commands import build
+    from tula_client.cli.exits import ExitCode, exit_code
+
+    try:
+        result = build(arguments)(args=arguments, prog_name="tula", standalone_mode=False)
+    except TulaError as error:
+        return _fail(str(error), exit_code(error))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return _fail(f"{where or error.title}: {first['msg']}", ExitCode.USAGE)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            if type(error).__name__ == "Abort":
+                return _fail("stopped", ExitCode.FAILED)
+            raise
+        return _fail(_usage(error), ExitCode.USAGE)
+    return result if isinstance(result, int) else ExitCode.OK
+
+
+def _usage(error: Exception) -> str:
+    """The sentence of a command line that the parser refused, with the command that explains it."""
+    sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
+    if not sentence:
+        return ""
+    path = getattr(getattr(error, "ctx", None), "command_path", "tula")
+    return f"{' '.join(sentence.split()).rstrip('.')}: see {path} --help"
+
+
+def _fail(sentence: str, code: int) -> int:
+    """Say what went wrong; help that was shown instead needs no sentence."""
+    if sentence:
+        print(f"tula: {sentence}", file=sys.stderr)
+    return code

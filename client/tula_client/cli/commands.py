@@ -1,0 +1,108 @@
+"""Puts the command together: our own sub-commands, and those that other packages bring as `tula.commands`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Final
+
+import typer
+
+from tula_client._errors import TulaError
+from tula_client._settings import package_version, service_url
+from tula_client.cli.options import Json
+from tula_client.cli.output import emit, set_url
+
+__all__ = ["GROUP", "build", "plugins"]
+
+GROUP: Final = "tula.commands"
+EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
+EPILOG: Final = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 service unreachable, 4 not allowed, 5 not found, "
+    "130 interrupted. TULA_URL names the service, TULA_TOKEN holds the token."
+)
+
+
+def build(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The whole command; of the other packages' commands only the one that `arguments` name is imported."""
+    from tula_client.cli import data, jobs, launch, recommend, watch
+
+    app = typer.Typer(
+        name="tula",
+        help="How many nodes, and which global batch size?",
+        epilog=EPILOG,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    recommend.add_to(app)
+    jobs.add_to(app)
+    launch.add_to(app)
+    watch.add_to(app)
+    data.add_to(app)
+    app.command("version")(version)
+    wanted = _first_word(arguments)
+    for name, point in sorted(plugins().items()):
+        _add(app, name, point, load=wanted in (None, name))
+    return app
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Sub-commands of installed packages, by name; each resolves to a function or a `typer.Typer`."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    emit({"version": package_version()}, f"tula {package_version()}", as_json)
+
+
+def _root(
+    url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
+) -> None:
+    if url:
+        set_url(service_url(url))
+
+
+def _first_word(arguments: Sequence[str]) -> str | None:
+    """The sub-command's name, or None when there is none and help will list them all."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--url":
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+def _add(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
+    settings: dict[str, Any] | None = None
+    try:
+        found: Any = point.load() if load else _unloaded
+    except Exception as error:  # whatever another package does wrong, the other commands go on
+        found, settings = _broken(name, point, error), {"ignore_unknown_options": True, "allow_extra_args": True}
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+    else:
+        app.command(name, context_settings=settings)(found)
+
+
+def _unloaded() -> None:
+    """Comes with another package."""
+
+
+def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., None]:
+    extra = EXTRAS.get(point.value.partition(".")[0])
+    remedy = f"run pip install 'tula[{extra}]'" if extra else f"reinstall {point.value.partition(':')[0]}"
+
+    def missing() -> None:
+        raise MissingPartError(f"{name} cannot be used here ({error}): {remedy}")
+
+    missing.__doc__ = f"Not usable here: {remedy}."
+    return missing
+
+
+class MissingPartError(TulaError):
+    """A sub-command's package is not installed, or broken."""

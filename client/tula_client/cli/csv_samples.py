@@ -1,0 +1,132 @@
+"""Reads a CSV file of steps measured elsewhere, and says exactly what is wrong with one that cannot be read: pure."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pydantic import ValidationError
+
+from tula_client.cli.exits import UsageError
+from tula_wire import DEFAULT_INSTANCE_TYPE, MAX_STEPS, Configuration, MemoryBreakdown, SampleBatch
+
+__all__ = ["COLUMNS", "Measured", "parse"]
+
+REQUIRED: Final = {
+    "num_nodes": "nodes of the run",
+    "local_batch_size": "examples per rank and micro-step",
+    "step_time_s": "wall time of one step, in seconds",
+}
+OPTIONAL: Final = {
+    "ranks_per_node": "processes per node (1)",
+    "grad_accum_steps": "micro-steps per step (1)",
+    "instance_type": f"name of the kind of node ({DEFAULT_INSTANCE_TYPE})",
+    "compute_time_s": "forward, backward and optimizer, in seconds",
+    "exposed_comm_time_s": "communication not hidden behind compute, in seconds",
+    "input_time_s": "waiting for data, in seconds",
+    "peak_bytes": "peak memory of a rank, in bytes",
+}
+COLUMNS: Final = REQUIRED | OPTIONAL
+TIMES: Final = ("compute_time_s", "exposed_comm_time_s", "input_time_s")
+
+
+@dataclass
+class Measured:
+    """The steps of one configuration, in the file's order; an absent value is None."""
+
+    configuration: Configuration
+    step_time_s: list[float] = field(default_factory=list)
+    parts_s: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in TIMES})
+    peak_bytes: int | None = None
+
+    def batches(self, boot_id: str) -> list[SampleBatch]:
+        """What to send; the same `boot_id` makes a repetition harmless."""
+        return [self._batch(boot_id, start) for start in range(0, len(self.step_time_s), MAX_STEPS)]
+
+    def _batch(self, boot_id: str, start: int) -> SampleBatch:
+        rows = slice(start, start + MAX_STEPS)
+        sequence = list(range(len(self.step_time_s)))[rows]
+        memory = None if self.peak_bytes is None else MemoryBreakdown(method="reported", peak_bytes=self.peak_bytes)
+        parts = {name: values[rows] for name, values in self.parts_s.items()}
+        known = {name: values for name, values in parts.items() if any(value is not None for value in values)}
+        return SampleBatch.model_validate(
+            {
+                "rank": 0,
+                "boot_id": boot_id,
+                "world_size": self.configuration.world_size,
+                "local_batch_size": self.configuration.local_batch_size,
+                "grad_accum_steps": self.configuration.grad_accum_steps,
+                "memory": memory,
+                "sequence": sequence,
+                "step": sequence,
+                "step_time_s": self.step_time_s[rows],
+                **known,
+            }
+        )
+
+
+def parse(lines: Iterable[str]) -> list[Measured]:
+    """The measurements of a CSV text, by configuration; raises `UsageError` naming line and column at fault."""
+    reader = csv.DictReader(lines, skipinitialspace=True)
+    names = [name.strip().lstrip("\ufeff") for name in reader.fieldnames or []]
+    _check_header(names)
+    reader.fieldnames = names
+    found: dict[Configuration, Measured] = {}
+    for row in reader:
+        if None in row or None in row.values():
+            raise UsageError(f"line {reader.line_num}: give {len(names)} values, as the heading has names")
+        configuration = _configuration(row, reader.line_num)
+        measured = found.setdefault(configuration, Measured(configuration))
+        step_time_s = _number(row, "step_time_s", reader.line_num)
+        if not step_time_s:
+            raise UsageError(f"line {reader.line_num}: step_time_s must be above 0: remove the line or mend it")
+        measured.step_time_s.append(step_time_s)
+        for name, values in measured.parts_s.items():
+            values.append(_number(row, name, reader.line_num))
+        peak = _number(row, "peak_bytes", reader.line_num)
+        if peak is not None:
+            measured.peak_bytes = max(measured.peak_bytes or 0, int(peak))
+    if not found:
+        raise UsageError("the file has a heading but no measurements: add one line a step")
+    return list(found.values())
+
+
+def _check_header(names: list[str]) -> None:
+    missing = [name for name in REQUIRED if name not in names]
+    unknown = [name for name in names if name not in COLUMNS]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if missing or unknown or twice:
+        wrong = [
+            f"{what} {', '.join(repr(name) for name in which)}"
+            for what, which in (("lacks", missing), ("does not know", unknown), ("has twice", twice))
+            if which
+        ]
+        explained = "\n".join(
+            f"  {name:<20} {told}{'' if name in REQUIRED else ', may be left out'}" for name, told in COLUMNS.items()
+        )
+        raise UsageError(f"the heading {' and '.join(wrong)}: the first line must name columns of these\n{explained}")
+
+
+def _configuration(row: Mapping[str, str], line: int) -> Configuration:
+    given = {name: row[name].strip() for name in Configuration.model_fields if row.get(name, "").strip()}
+    try:
+        return Configuration.model_validate_strings(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise UsageError(f"line {line}: {first['loc'][0]}: {first['msg']}") from None
+
+
+def _number(row: Mapping[str, str], name: str, line: int) -> float | None:
+    text = row.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"line {line}: {name}: {text!r} is no number") from None
+    if not math.isfinite(value) or value < 0:
+        raise UsageError(f"line {line}: {name}: {text!r} must be a finite number, 0 or above")
+    return value

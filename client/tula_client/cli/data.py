@@ -1,0 +1,152 @@
+"""`tula plot`, `tula export` and `tula import`: charts and tables out, measurements in."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tula_client._client import Client
+from tula_client._errors import MissingExtraError
+from tula_client.cli import csv_samples, units
+from tula_client.cli.exits import UsageError
+from tula_client.cli.options import JobName, Json
+from tula_client.cli.output import connect, emit
+from tula_client.handle import JobHandle, all_runs
+from tula_client.plots import FORMATS
+from tula_client.tables import Row, Table
+from tula_wire import Run, RunCreate, RunPatch
+
+__all__ = ["add_to", "export", "import_", "plot"]
+
+Format = Literal["csv", "parquet", "json"]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` these commands."""
+    app.command("plot")(plot)
+    app.command("export")(export)
+    app.command("import")(import_)
+
+
+def plot(
+    job: JobName,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .png, .svg or .json (Vega-Lite).")],
+    chart: Annotated[str, typer.Option(help="Which chart.")] = "tradeoff",
+    as_json: Json = False,
+) -> None:
+    """Draw a job's chart into a file, without a browser."""
+    if output.suffix.lower().lstrip(".") not in FORMATS:
+        raise UsageError(f"--output: {output.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
+    with connect() as client:
+        JobHandle.of(client, job).plot(chart, output)
+    emit({"written": str(output)}, f"Wrote {output}.", as_json)
+
+
+def export(
+    job: JobName,
+    what: Annotated[Table, typer.Option("--table", help="Which table.")] = "candidates",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File: .csv, .parquet or .json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a job's candidates, runs or ledger as a table; without --output, as CSV on standard output."""
+    kind = _format(output, as_json)
+    with connect() as client:
+        rows = JobHandle.of(client, job).rows(what)
+    if kind == "parquet":
+        content = _parquet(rows)
+    else:
+        content = (_csv(rows) if kind == "csv" else json.dumps(rows, indent=2, allow_nan=False) + "\n").encode()
+    if output is None:
+        sys.stdout.write(content.decode())
+        return
+    try:
+        output.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
+    told = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."
+    emit({"written": str(output), "rows": len(rows)}, told, as_json)
+
+
+def import_(
+    job: JobName,
+    file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="One line a step, with a heading; - reads input.")],
+    as_json: Json = False,
+) -> None:
+    """Give the service steps that were measured elsewhere; a file sent twice is stored once.
+
+    Columns: num_nodes, local_batch_size, step_time_s; and if known ranks_per_node, grad_accum_steps,
+    instance_type, compute_time_s, exposed_comm_time_s, input_time_s, peak_bytes.
+    """
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is no UTF-8 text: save it as CSV in UTF-8") from None
+    try:
+        measured = csv_samples.parse(io.StringIO(text))
+    except csv.Error as error:
+        raise UsageError(f"{file} is no CSV file ({error})") from None
+    boot_id = "csv-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    with connect() as client:
+        handle = JobHandle.of(client, job)
+        runs = [_send(client, handle.id, one, boot_id) for one in measured]
+    rows = sum(len(one.step_time_s) for one in measured)
+    configurations = "; ".join(units.configuration(one.configuration) for one in measured)
+    told = f"Stored {rows} steps of {len(runs)} configuration{'s' if len(runs) != 1 else ''}: {configurations}."
+    emit({"job_id": handle.id, "rows": rows, "runs": [run.id for run in runs]}, told, as_json)
+
+
+def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) -> Run:
+    """Store one configuration's steps as a profiling run; a run that an earlier import left is found and finished."""
+    mark = f"import:{boot_id}"
+    earlier = [run for run in all_runs(client, job_id) if run.method == mark and run.configuration == one.configuration]
+    run = next((run for run in earlier if run.state in ("claimed", "running", "succeeded")), None)
+    if run is None:
+        wanted = RunCreate(kind="profile", configuration=one.configuration, method=mark, holder=mark)
+        run = client.create_run(job_id, wanted)
+    if run.state == "succeeded":
+        return run
+    for batch in one.batches(boot_id):
+        client.send_samples(run.id, batch)
+    return client.patch_run(run.id, RunPatch(state="succeeded", holder=mark))
+
+
+def _format(output: Path | None, as_json: bool) -> Format:
+    if output is None:
+        return "json" if as_json else "csv"
+    kinds: dict[str, Format] = {".csv": "csv", ".parquet": "parquet", ".json": "json"}
+    kind = kinds.get(output.suffix.lower())
+    if kind is None:
+        raise UsageError(f"--output: {output.name!r} must end in one of {', '.join(kinds)}")
+    return kind
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """As RFC 4180, with plain line feeds; an empty table has no heading."""
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    if names:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _parquet(rows: Sequence[Row]) -> bytes:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtraError("a Parquet file", "notebook") from None
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,138 @@
+"""`tula jobs`: list, show, archive and delete."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from tula_client.cli import units
+from tula_client.cli.exits import UsageError
+from tula_client.cli.options import JobName, Json
+from tula_client.cli.output import connect, emit, table
+from tula_client.handle import all_runs, find_job
+from tula_wire import Job, JobPage, JobState, Run
+
+__all__ = ["add_to", "job_view"]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` these commands."""
+    group = typer.Typer(help="List, show, archive and delete jobs.", no_args_is_help=True)
+    group.command("list")(list_jobs)
+    group.command("show")(show)
+    group.command("archive")(archive)
+    group.command("delete")(delete)
+    app.add_typer(group, name="jobs")
+
+
+def list_jobs(
+    search: Annotated[str | None, typer.Option(help="Only jobs whose name holds this.")] = None,
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="Archived jobs too.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 20,
+    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier page ended.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    with connect() as client:
+        page = client.jobs(search=search, state=state, archived=archived, limit=limit, cursor=cursor)
+    emit(page, _list_view(page), as_json)
+
+
+def show(job: JobName, as_json: Json = False) -> None:
+    """Show a job: its plan, what ran, and what is recommended."""
+    with connect() as client:
+        job_id = find_job(client, job)
+        found = client.job(job_id)
+        runs = list(all_runs(client, job_id))
+    emit({**found.model_dump(mode="json"), "runs": runs}, job_view(found, runs), as_json)
+
+
+def archive(job: JobName, as_json: Json = False) -> None:
+    """Take a job out of the lists; nothing measured is lost."""
+    with connect() as client:
+        found = client.archive_job(find_job(client, job))
+    emit(found, f"Archived {found.name} ({found.id}).", as_json)
+
+
+def delete(
+    job: JobName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a job with everything measured for it; this cannot be undone."""
+    with connect() as client:
+        found = client.job(find_job(client, job))
+        if not yes:
+            if as_json:
+                raise UsageError("--json asks nothing: add --yes to delete")
+            question = f"Delete {found.name} ({found.id}) with everything measured for it?"
+            if not typer.confirm(question, err=True):
+                raise typer.Exit(1)
+        client.delete_job(found.id)
+    emit({"deleted": found.id}, f"Deleted {found.name} ({found.id}).", as_json)
+
+
+def job_view(job: Job, runs: list[Run]) -> RenderableType:
+    """A job and its runs for a person."""
+    facts = [
+        ["model", job.model_name],
+        ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done"],
+        ["objective", job.objective],
+        ["recommended", units.configuration(job.recommended)],
+    ]
+    if job.predicted_time_s is not None:
+        facts.append(["training", f"{units.seconds(job.predicted_time_s)}, {units.dollars(job.predicted_cost_usd)}"])
+    if job.saving_vs_smallest_batch is not None:
+        facts.append(["time saved", f"{units.percent(job.saving_vs_smallest_batch)} against the smallest batch"])
+    if job.prediction_error is not None:
+        facts.append(["measured", f"{units.percent(job.prediction_error, signed=True)} against the prediction"])
+    shown = table(["", ""], facts)
+    shown.show_header = False
+    title = Text.assemble((job.name, "bold"), f"  {job.id}")
+    parts: list[RenderableType] = [title, shown, Text(job.plan_reason, style="dim")]
+    if runs:
+        parts += [Text(), _runs_view(runs)]
+    return Group(*parts)
+
+
+def _runs_view(runs: list[Run]) -> RenderableType:
+    rows = [
+        [
+            run.id,
+            run.kind,
+            run.state.replace("_", " "),
+            units.configuration(run.configuration),
+            units.seconds(run.step_time_s),
+            units.seconds(run.predicted_step_time_s),
+            str(run.num_samples),
+            run.message or run.purpose,
+        ]
+        for run in runs
+    ]
+    return table(["run", "kind", "state", "configuration", ">step time", ">predicted", ">samples", ""], rows)
+
+
+def _list_view(page: JobPage) -> RenderableType:
+    if not page.jobs:
+        return Text("No jobs. Register one with tula tune SPEC.toml -- COMMAND.")
+    rows = [
+        [
+            job.id,
+            job.name,
+            job.state,
+            f"{job.runs_done}/{job.runs_planned}",
+            units.configuration(job.recommended),
+            units.seconds(job.predicted_time_s),
+            units.dollars(job.predicted_cost_usd),
+        ]
+        for job in page.jobs
+    ]
+    shown = table(["id", "name", "state", ">runs", "recommended", ">training", ">cost"], rows)
+    if page.next_cursor is None:
+        return shown
+    rest = f"{len(page.jobs)} of {page.total} jobs: go on with --cursor {page.next_cursor}"
+    return Group(shown, Text(rest, style="dim"))

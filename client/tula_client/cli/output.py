@@ -1,0 +1,72 @@
+"""What commands print, to a person or as JSON, and the client that they ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from tula_client._client import Client
+
+__all__ = ["connect", "console", "emit", "note", "plain", "set_url", "table"]
+
+
+def connect() -> Client:
+    """A client of the service that `--url` or TULA_URL names."""
+    return Client()
+
+
+def set_url(url: str) -> None:
+    """Make `url` the service of this process and of every command that it starts."""
+    os.environ["TULA_URL"] = url
+
+
+def console() -> Console:
+    """Standard output; as wide as a table needs when it is no terminal, so that nothing is cut in a file."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(width=wide, highlight=False, soft_wrap=False)
+
+
+def emit(value: Any, human: RenderableType, as_json: bool) -> None:
+    """Print `value` as one JSON document, or `human` for a person."""
+    if as_json:
+        print(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    elif isinstance(human, str):
+        print(human)  # a sentence is one line, however long
+    else:
+        console().print(human)
+
+
+def note(sentence: str) -> None:
+    """Tell a person something that is no result."""
+    print(sentence, file=sys.stderr)
+
+
+def plain(value: Any) -> Any:
+    """Wire models, and collections of them, as JSON values."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
+    """A plain table; a column whose heading starts with `>` is set flush right."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        # Where it is narrow, words are broken over lines; the first column, which people copy, and numbers never are.
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        keep = column.startswith(">") or (index == 0 and bool(column))
+        drawn.add_column(column.lstrip(">"), justify=justify, no_wrap=keep, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn

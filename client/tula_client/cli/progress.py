@@ -1,0 +1,106 @@
+"""The progress of a plan in a terminal: what runs, what is left, how long it may take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from typing_extensions import Self
+
+from tula_client.cli import units
+from tula_client.launch import Outcome
+from tula_wire import Configuration, Job, Run
+
+__all__ = ["ProgressReporter"]
+
+_WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "failed", "cancelled": "cancelled"}
+
+
+class ProgressReporter:
+    """Draws a bar of done and remaining runs on a terminal, and plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._running: dict[str, Configuration] = {}
+        self._took_s: list[float] = []
+        self._left = 0
+        self._said = ""
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def job(self, job: Job) -> None:
+        """Draw how much of the plan is done."""
+        self._left = max(0, job.runs_planned - job.runs_done)
+        if self._task is None:
+            self._task = self._progress.add_task("", total=None)
+        self._progress.update(self._task, completed=job.runs_done, total=max(job.runs_planned, job.runs_done))
+        self._describe()
+
+    def started(self, run: Run, log: Path) -> None:
+        """Name the run that is going."""
+        self._running[run.id] = run.configuration
+        purpose = f" ({run.purpose})" if run.purpose else ""
+        purpose += f", log {log}" if self._console.is_terminal else ""
+        self._console.print(
+            f"[dim]start[/]     {units.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
+        )
+        self._describe()
+
+    def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
+        """One line per run; a failed one with its log and the last lines that matter."""
+        self._running.pop(run.id, None)
+        self._took_s.append(took_s)
+        word = _WORDS.get(outcome.state, outcome.state)
+        colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
+        self._console.print(
+            f"[{colour}]{word:<9}[/] {units.configuration(run.configuration)} in {took_s:.1f} s", highlight=False
+        )
+        if outcome.state != "succeeded" and outcome.message:
+            self._console.print(f"          {outcome.message}", highlight=False, markup=False)
+            for line in outcome.lines:
+                self._console.print(f"          | {line}", highlight=False, markup=False)
+            self._console.print(f"          log: {log}", highlight=False, markup=False, soft_wrap=True)
+        self._describe()
+
+    def waiting(self, reason: str) -> None:
+        """Say once why nothing goes on."""
+        if reason != self._said:
+            self._said = reason
+            self._console.print(f"waiting   {reason}", highlight=False, markup=False)
+
+    def note(self, text: str) -> None:
+        """Say it."""
+        self._console.print(f"note      {text}", highlight=False, markup=False)
+
+    def _describe(self) -> None:
+        if self._task is None:
+            return
+        now = (
+            ", ".join(units.configuration(configuration) for configuration in self._running.values())
+            or "nothing running"
+        )
+        mean_s = sum(self._took_s) / len(self._took_s) if self._took_s else None
+        left = f"; {self._left} left" + ("" if mean_s is None else f", about {units.seconds(mean_s * self._left)}")
+        self._progress.update(self._task, description=now + (left if self._left else ""))

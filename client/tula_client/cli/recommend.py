@@ -1,0 +1,155 @@
+"""`tula recommend`: the configuration to use, what it promises, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from tula_client.cli import units
+from tula_client.cli.options import JobName, Json
+from tula_client.cli.output import connect, emit, table
+from tula_client.handle import find_job
+from tula_wire import Candidate, Objective, Recommendation
+
+__all__ = ["add_to", "candidates_table", "recommend", "recommendation_view"]
+
+BASIS = {
+    "prior": "general knowledge of such jobs; nothing is measured yet",
+    "transfer": "measurements of similar jobs",
+    "profiled": "measurements of this job",
+}
+
+COLUMNS = (">nodes", ">ranks", ">local", ">global", ">step time (90 %)", ">epoch", ">training", ">cost", ">memory", "")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` this command."""
+    app.command("recommend")(recommend)
+
+
+def recommend(
+    job: JobName,
+    objective: Annotated[
+        Objective | None, typer.Option(help="What to optimise, instead of the job's own objective.")
+    ] = None,
+    candidates: Annotated[bool, typer.Option("--candidates", help="Also list every candidate.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the configuration to use, with its predictions and the reason."""
+    with connect() as client:
+        answer = client.recommendation(find_job(client, job), objective=objective)
+    emit(answer, recommendation_view(answer, candidates=candidates), as_json)
+
+
+def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
+    """A recommendation for a person, with the table of all candidates when asked."""
+    lines: list[RenderableType] = []
+    if candidates:
+        lines += [candidates_table(answer), Text()]
+    if answer.chosen is None:
+        lines.append(Text("No configuration can be recommended.", style="bold"))
+    else:
+        lines.append(Text.assemble(("Recommended: ", "bold"), units.configuration(answer.chosen.configuration)))
+        lines.append(Padding(_promises(answer.chosen), (0, 0, 0, 2), expand=False))
+    lines.append(Text(answer.why))
+    others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
+    chosen = answer.chosen.configuration if answer.chosen else None
+    rows = [
+        [name, units.configuration(one.configuration), units.seconds(one.total_time_s.value), _cost(one)]
+        for name, one in others
+        if one is not None and one.configuration != chosen
+    ]
+    if rows:
+        lines += [Text(), table(["", "instead", ">time", ">cost"], rows)]
+    knee = answer.knee
+    reason = knee.reason[:1].upper() + knee.reason[1:]
+    where = f"Knee: {units.configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
+    lines += [Text(), Text(where + reason)]
+    error = answer.model.cross_validated_error
+    checked = f", cross-validated error {units.percent(error)}" if error is not None else ""
+    lines.append(
+        Text(
+            f"Rests on {BASIS[answer.basis]} ({answer.model.num_runs} runs, {answer.model.num_samples} samples"
+            f"{checked}); intervals hold 90 %.",
+            style="dim",
+        )
+    )
+    lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
+    return Group(*lines)
+
+
+def candidates_table(answer: Recommendation) -> RenderableType:
+    """Every candidate, with intervals, and marks for the part that it plays."""
+    rows = []
+    for one in answer.candidates:
+        chosen = one.configuration
+        rows.append(
+            [
+                str(chosen.num_nodes),
+                str(chosen.world_size),
+                str(chosen.local_batch_size),
+                str(chosen.global_batch_size),
+                units.estimate(one.step_time_s),
+                units.seconds(one.epoch_time_s.value),
+                units.seconds(one.total_time_s.value),
+                _cost(one),
+                units.bytes_(one.memory_bytes.value if one.memory_bytes else None),
+                ", ".join(_marks(one, answer)),
+            ]
+        )
+    columns = [
+        ">nodes",
+        ">ranks",
+        ">local",
+        ">global",
+        ">step time (90 %)",
+        ">epoch",
+        ">training",
+        ">cost",
+        ">memory",
+        "",
+    ]
+    return table(columns, rows)
+
+
+def _promises(one: Candidate) -> RenderableType:
+    rows = [
+        ["step", units.estimate(one.step_time_s)],
+        ["epoch", units.estimate(one.epoch_time_s)],
+        ["training", units.estimate(one.total_time_s)],
+    ]
+    if one.cost_usd is not None:
+        rows.append(["cost", units.estimate(one.cost_usd, "usd")])
+    if one.memory_bytes is not None:
+        fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
+        rows.append(["memory", units.estimate(one.memory_bytes, "bytes") + fits])
+    if one.extrapolated:
+        rows.append(["", "beyond what was measured"])
+    shown = table(["", ""], rows)
+    shown.show_header = False
+    return shown
+
+
+def _cost(one: Candidate) -> str:
+    return units.dollars(one.cost_usd.value if one.cost_usd else None)
+
+
+def _marks(one: Candidate, answer: Recommendation) -> list[str]:
+    def plays(other: Candidate | None) -> bool:
+        return other is not None and (other.configuration, other.spot) == (one.configuration, one.spot)
+
+    marks = [
+        ("recommended", plays(answer.chosen)),
+        ("least time", plays(answer.least_time)),
+        ("least cost", plays(answer.least_cost)),
+        ("knee", answer.knee.found and answer.knee.configuration == one.configuration),
+        ("spot", one.spot),
+        ("measured", one.profiled),
+        ("extrapolated", one.extrapolated),
+        ("excluded", one.excluded_by is not None),
+    ]
+    return [name for name, holds in marks if holds]

@@ -1,0 +1,132 @@
+"""`tula watch`: a job's live view in a terminal, or its events as JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from tula_client._client import Client
+from tula_client._errors import NotFoundError, TulaError
+from tula_client.cli import units
+from tula_client.cli.jobs import job_view
+from tula_client.cli.options import JobName, Json
+from tula_client.cli.output import connect, console, emit
+from tula_client.handle import find_job
+from tula_wire import Event, Run, TelemetrySeries
+
+__all__ = ["add_to", "sparkline", "watch"]
+
+BARS = "▁▂▃▄▅▆▇█"
+COLUMNS = ("step_time_s", "loss", "grad_norm", "gradient_variability", "validation_accuracy")
+RUNS = 8
+QUIET_S = 5.0
+"""Without any event the view is drawn anew after this long, since leases and rates change by themselves."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` this command."""
+    app.command("watch")(watch)
+
+
+def watch(
+    job: JobName,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Follow a job live: its plan, its runs, the newest run's series; ends when the job does, or with Ctrl-C.
+
+    With --json every event is one line, from the job's first on.
+    """
+    with connect() as client:
+        job_id = find_job(client, job)
+        if once:
+            plain = {"job": client.job(job_id), "runs": client.runs(job_id, limit=RUNS).runs}
+            emit(plain, view(client, job_id, ()), as_json)
+        elif as_json:
+            for event in client.events(job_id, last_id=0):
+                print(event.model_dump_json(), flush=True)
+        else:
+            _live(client, job_id)
+
+
+def view(client: Client, job_id: str, events: Sequence[Event]) -> RenderableType:
+    """The job as it stands, the newest active run's series, and the last events."""
+    job = client.job(job_id)
+    runs = client.runs(job_id, limit=RUNS).runs
+    parts: list[RenderableType] = [job_view(job, runs)]
+    active = next((run for run in runs if run.state == "running"), runs[0] if runs else None)
+    if active is not None:
+        parts += _series_view(client, active)
+    if events:
+        parts.append(Text())
+        parts += [Text(_sentence(event), style="dim") for event in events[-5:]]
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """The shape of a series in one line; a gap is a space."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    span = high - low or 1.0
+    return "".join(
+        " " if value is None else BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] for value in values
+    )
+
+
+def _live(client: Client, job_id: str) -> None:
+    seen: list[Event] = []
+    news = threading.Event()
+    # A thread of its own, because a stream blocks until something happens; it dies with the command.
+    threading.Thread(target=_listen, args=(client, job_id, seen, news), daemon=True).start()
+    with Live(view(client, job_id, ()), console=console(), refresh_per_second=4) as live:
+        while client.job(job_id).state not in ("finished", "archived"):
+            news.wait(QUIET_S)
+            news.clear()
+            try:
+                live.update(view(client, job_id, seen))
+            except NotFoundError:
+                return
+            time.sleep(0.5)  # a burst of events is one drawing
+
+
+def _listen(client: Client, job_id: str, seen: list[Event], news: threading.Event) -> None:
+    # The view goes on by asking when the stream is refused, and closes the client when it ends.
+    with contextlib.suppress(TulaError, RuntimeError, OSError):
+        for event in client.events(job_id):
+            seen.append(event)
+            del seen[:-50]
+            news.set()
+
+
+def _series_view(client: Client, run: Run) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for name in COLUMNS:
+        with contextlib.suppress(NotFoundError):  # a run has the columns that its script logs
+            series = client.series(run.id, name, max_points=48)
+            if series.values:
+                lines.append(Text.assemble((f"{name:<22}", "cyan"), sparkline(series.values), "  ", _last(series)))
+    return [Text(), Text(f"Run {run.id} ({run.kind}, {run.state})", style="bold"), *lines] if lines else []
+
+
+def _last(series: TelemetrySeries) -> str:
+    last = next((value for value in reversed(series.values) if value is not None), None)
+    if last is None:
+        return ""
+    shown = units.seconds(last) if series.column.endswith("_s") else f"{last:.4g}"
+    return f"{shown} at step {series.steps[-1]}"
+
+
+def _sentence(event: Event) -> str:
+    """An event in one line."""
+    told = ", ".join(f"{name} {value}" for name, value in event.data.items() if isinstance(value, (str, int, float)))
+    return f"{event.at:%H:%M:%S} {event.kind}{f' {event.run_id}' if event.run_id else ''}: {told or 'changed'}"

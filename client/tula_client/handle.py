@@ -1,0 +1,129 @@
+"""A job to work with in a script or a notebook: recommendation, tables and plots, each one call away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_client._errors import MissingExtraError, NotFoundError, TulaError
+from tula_client.plots import altair_chart, save
+from tula_client.tables import TABLES, Row, Table, candidate_rows, ledger_rows, run_rows
+from tula_wire import Event, Job, JobSpec, JobSummary, Objective, Predictions, Recommendation, Run
+
+if TYPE_CHECKING:
+    from tula_client._client import Client
+
+__all__ = ["JobHandle", "JobNotFoundError", "all_jobs", "all_runs", "find_job"]
+
+PAGE = 100
+
+
+class JobNotFoundError(TulaError):
+    """Neither an id nor a name of a job."""
+
+
+class JobHandle:
+    """One job of one service; every access asks the service anew, so a handle never shows stale numbers."""
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self.client = client
+        self.id = job_id
+
+    @classmethod
+    def of(cls, client: Client, job: str | JobSpec) -> JobHandle:
+        """By id or name, or registered from its specification; raises `TulaError` when there is none or several."""
+        if isinstance(job, JobSpec):
+            return cls(client, client.register(job).job.id)
+        return cls(client, find_job(client, job))
+
+    def status(self) -> Job:
+        """The job with its plan as it now stands."""
+        return self.client.job(self.id)
+
+    def recommendation(self, objective: Objective | None = None) -> Recommendation:
+        """What to use and why; by default for the job's own objective."""
+        return self.client.recommendation(self.id, objective=objective)
+
+    def predict(
+        self, num_nodes: int | list[int] | None = None, global_batch_size: int | list[int] | None = None
+    ) -> Predictions:
+        """What-if, for every combination of cluster size and global batch."""
+        return self.client.predictions(self.id, num_nodes=num_nodes, global_batch_size=global_batch_size)
+
+    def runs(self) -> list[Run]:
+        """All runs, newest first."""
+        return list(all_runs(self.client, self.id))
+
+    def events(self, last_id: int | None = None) -> Iterator[Event]:
+        """What happens to the job, as it happens; ends when the caller stops."""
+        return self.client.events(self.id, last_id=last_id)
+
+    def rows(self, table: Table = "candidates") -> list[Row]:
+        """A table as a list of dictionaries: `candidates`, `runs` or `ledger`."""
+        if table == "candidates":
+            return candidate_rows(self.recommendation())
+        if table == "runs":
+            return run_rows(self.runs())
+        if table == "ledger":
+            return ledger_rows(self.client.ledger(self.id))
+        raise TulaError(f"table: {table!r} is unknown: take one of {', '.join(TABLES)}")
+
+    def to_dataframe(self, table: Table = "candidates") -> Any:
+        """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("a data frame", "notebook") from None
+        return pandas.DataFrame(self.rows(table))
+
+    def chart(self, name: str = "tradeoff") -> dict[str, Any]:
+        """A chart's Vega-Lite specification with its data."""
+        return self.client.chart(self.id, name)
+
+    def plot(self, name: str = "tradeoff", output: str | Path | None = None) -> Any:
+        """The chart as an Altair object, which a notebook shows; with `output`, written as PNG, SVG or JSON instead."""
+        spec = self.chart(name)
+        if output is None:
+            return altair_chart(spec)
+        save(spec, Path(output))
+        return None
+
+    def __repr__(self) -> str:
+        return f"JobHandle({self.id!r}, url={self.client.url!r})"
+
+
+def find_job(client: Client, name_or_id: str) -> str:
+    """The id of the job that a person means; a name does when exactly one job that is not archived bears it."""
+    if not name_or_id.strip():
+        raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
+    try:
+        return client.job(name_or_id).id
+    except NotFoundError:
+        named = [job for job in all_jobs(client, search=name_or_id) if job.name == name_or_id]
+    if not named:
+        raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows them")
+    if len(named) > 1:
+        ids = ", ".join(job.id for job in named[:5])
+        raise TulaError(f"{len(named)} jobs are called {name_or_id!r}: give the id of one ({ids})")
+    return named[0].id
+
+
+def all_jobs(client: Client, *, search: str | None = None, archived: bool = False) -> Iterator[JobSummary]:
+    """Every job that the search finds, page after page."""
+    cursor: str | None = None
+    while True:
+        page = client.jobs(search=search, archived=archived, limit=PAGE, cursor=cursor)
+        yield from page.jobs
+        if (cursor := page.next_cursor) is None:
+            return
+
+
+def all_runs(client: Client, job_id: str) -> Iterator[Run]:
+    """Every run of a job, page after page."""
+    cursor: str | None = None
+    while True:
+        page = client.runs(job_id, limit=PAGE, cursor=cursor)
+        yield from page.runs
+        if (cursor := page.next_cursor) is None:
+            return

@@ -1,0 +1,201 @@
+"""A small parent for one launched command that leaves nothing behind, whatever happens to `tula` itself.
+
+It runs as a script of its own and imports only the standard library. It makes itself the reaper of all orphans below
+it (Linux, prctl PR_SET_CHILD_SUBREAPER), so that ranks that torchrun put into sessions of their own are still found.
+Its standard input is a pipe from `tula`: `s` stops the command, `d` makes every rank print its stack, and the end of
+the pipe (`tula` died, even by kill -9) stops the command too. Its exit status is the command's, 128 + n for signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+__all__ = ["main"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_WITHIN_S = 5.0
+_STOP_COMMAND_WITHIN_S = 20.0
+_DUMP_WITHIN_S = 3.0
+_LEFTOVER_GRACE_S = 2.0
+_NOT_STARTED = 127
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command after `--`; see the module's text for the protocol."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--stop-command", type=json.loads, default=None)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    _become_subreaper()
+    wake, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    stop_signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda n, _: stop_signals.append(n))
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
+    except OSError as error:
+        print(f"tula: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        return _NOT_STARTED
+    while (status := _reap(child)) is None:
+        ready, _, _ = select.select([0, wake], [], [], 1.0)
+        if wake in ready:
+            os.read(wake, 4096)
+        order = os.read(0, 16) if 0 in ready else None
+        if order is not None and b"d" in order:
+            _dump_stacks()
+        if stop_signals or (order is not None and (order == b"" or b"s" in order)):
+            _run_stop_command(options.stop_command)
+            status = _end_all(child, options.grace)
+            break
+    _end_all(child, min(options.grace, _LEFTOVER_GRACE_S))
+    return status if status is not None else 128 + signal.SIGKILL
+
+
+def _become_subreaper() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap(child: subprocess.Popen[bytes]) -> int | None:
+    """Reap the command and every orphan that came to us; the command's exit status once it has one."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if pid == 0:
+            break
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode is None:
+        return None
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _descendants() -> list[int]:
+    """Every process below this one, parents first; zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found
+
+
+def _signal_all(child: subprocess.Popen[bytes], *numbers: int) -> bool:
+    """Send signals to everything below; False when nothing is left."""
+    pids = _descendants() if sys.platform == "linux" else [child.pid] * (child.returncode is None)
+    for pid in pids:
+        for number in numbers:
+            _kill(pid, number)
+    return bool(pids)
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
+    """SIGTERM, then after `grace_s` SIGKILL, to everything below, until nothing is left; the command's status."""
+    _reap(child)
+    left = _signal_all(child, signal.SIGTERM, signal.SIGCONT)
+    until = time.monotonic() + grace_s
+    while left and time.monotonic() < until:
+        time.sleep(0.02)
+        _reap(child)
+        left = _signal_all(child, 0)
+    until = time.monotonic() + _KILL_WITHIN_S
+    while left and time.monotonic() < until:
+        left = _signal_all(child, signal.SIGKILL)
+        time.sleep(0.02)
+        _reap(child)
+    return _reap(child)
+
+
+def _run_stop_command(words: list[str] | None) -> None:
+    """For commands that only submit (sbatch, kubectl): the user's own way to cancel what runs elsewhere."""
+    if words:
+        try:
+            subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_STOP_COMMAND_WITHIN_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            print(f"tula: the stop command {words[0]} failed: {error}", file=sys.stderr)
+
+
+def _dump_stacks() -> None:
+    """Make each rank below print the stack of each thread, in order of rank.
+
+    SIGABRT, because Python's faulthandler (on through PYTHONFAULTHANDLER=1) prints on it without help from the script,
+    even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. Everything
+    is stopped first: otherwise the launcher and the peers of the first rank would react before the second is asked.
+    """
+    below = _descendants()
+    for pid in below:
+        _kill(pid, signal.SIGSTOP)
+    ranks: dict[int, int] = {}
+    for pid in below:
+        rank = _rank_of(pid)
+        if rank is not None and _catches(pid, signal.SIGABRT):
+            ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and come later
+    for rank, pid in sorted(ranks.items()):
+        print(f"\ntula: stack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+        _kill(pid, signal.SIGABRT)
+        _kill(pid, signal.SIGCONT)
+        until = time.monotonic() + _DUMP_WITHIN_S
+        while time.monotonic() < until and pid in _descendants():
+            time.sleep(0.01)
+    if not ranks:
+        print("tula: no rank of this run was found on this machine, so there is no stack to show", file=sys.stderr)
+    for pid in below:
+        _kill(pid, signal.SIGCONT)
+
+
+def _rank_of(pid: int) -> int | None:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    for entry in environment:
+        if entry.startswith(b"RANK="):
+            value = entry[5:]
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

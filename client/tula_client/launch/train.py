@@ -1,0 +1,168 @@
+"""`tula run`: train with the recommended configuration; go on from checkpoints after out-of-memory or pre-emption."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_client.launch._errors import LaunchError
+from tula_client.launch.fallback import Fallback, next_smaller
+from tula_client.launch.outcome import Outcome
+from tula_client.launch.report import Reporter
+from tula_client.launch.runner import Runner
+from tula_client.launch.service import Service
+from tula_client.launch.template import Template
+from tula_client.launch.workdir import WorkDir
+from tula_wire import Configuration, Job, Run, RunCreate
+
+__all__ = ["Attempt", "TrainOptions", "Trained", "TrainingFailedError", "train"]
+
+_STATE = "training"
+_PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
+
+
+class TrainingFailedError(LaunchError):
+    """The training ended without finishing, and starting it again as it is would not help."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train with, and how often to start again."""
+
+    configuration: Configuration | None = None
+    method: str | None = None
+    max_restarts: int = 10
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the training."""
+
+    run: Run
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that finished."""
+
+    run: Run
+    configuration: Configuration
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass
+class _State:
+    """What is kept on disk between attempts and between calls of `tula run`."""
+
+    configuration: Configuration
+    restart: int = 0
+    run_id: str | None = None
+
+    def save(self, work: WorkDir) -> None:
+        state = {"configuration": self.configuration.model_dump(), "restart": self.restart, "run_id": self.run_id}
+        work.save(_STATE, state)
+
+
+def train(
+    service: Service,
+    job: Job,
+    template: Template,
+    runner: Runner,
+    work: WorkDir,
+    options: TrainOptions,
+    reporter: Reporter,
+) -> Trained:
+    """Train until the command ends well.
+
+    After an out-of-memory it goes on with the next smaller configuration (`fallback.next_smaller`); after a
+    pre-emption, or a failure since which a checkpoint was written, with the same one; both from the last checkpoint.
+    The same command after `tula` died goes on likewise. Raises `TrainingFailedError`, and what the client raises.
+    """
+    state = None if options.fresh else _load(work)
+    if state is None or (options.configuration is not None and options.configuration != state.configuration):
+        state = _State(options.configuration or _recommended(service, job, runner))
+    else:
+        reporter.note("Going on with the training that was begun before; --fresh starts anew.")
+    attempts: list[Attempt] = []
+    while True:
+        newest = _newest(work.checkpoints)
+        create = RunCreate(
+            kind="train",
+            configuration=state.configuration,
+            method=options.method,
+            holder=runner.holder,
+            lease_s=runner.options.lease_s,
+        )
+        run = runner.patiently(service.create_run, job.id, create)
+        state.run_id = run.id
+        resume = work.checkpoints if state.restart and newest is not None else None
+        active = runner.start(run, template, resume=resume, restart=state.restart)
+        state.restart += 1
+        state.save(work)
+        try:
+            while (status := runner.attend(active)) is None:
+                runner.sleep(runner.options.poll_s)
+        except BaseException:
+            runner.abandon(active)
+            raise
+        outcome = runner.judge(active, status)
+        attempts.append(Attempt(active.run, outcome))
+        if outcome.state == "succeeded":
+            work.forget(_STATE)
+            return Trained(run, state.configuration, tuple(attempts))
+        if len(attempts) > options.max_restarts:
+            raise TrainingFailedError(
+                f"the training was started {len(attempts)} times without finishing: see {active.log}"
+            )
+        if outcome.state == "out_of_memory":
+            fallback = _fall_back(service, job, template, runner, state.configuration)
+            reporter.note(fallback.explanation)
+            state.configuration = fallback.configuration
+        elif outcome.state == "failed" and (status in _PREEMPTED or _newest(work.checkpoints) != newest):
+            reporter.note(f"{outcome.message} Starting again from the last checkpoint in {work.checkpoints}.")
+        else:
+            lines = "".join(f"\n    {line}" for line in outcome.lines)
+            raise TrainingFailedError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
+        state.save(work)
+
+
+def _recommended(service: Service, job: Job, runner: Runner) -> Configuration:
+    recommendation = runner.patiently(service.recommendation, job.id)
+    if recommendation.chosen is None:
+        raise LaunchError(f"there is no configuration to train with: {recommendation.why}")
+    return recommendation.chosen.configuration
+
+
+def _fall_back(service: Service, job: Job, template: Template, runner: Runner, failed: Configuration) -> Fallback:
+    """The next smaller configuration, within what the memory model allows after it has learnt of the failure."""
+    bound = runner.patiently(service.recommendation, job.id).max_local_batch_size.get(failed.instance_type)
+    fallback = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
+    if fallback is None:
+        raise TrainingFailedError(
+            f"a local batch of {failed.local_batch_size} ran out of memory and nothing smaller is left: "
+            "use a smaller model or more memory per rank"
+        )
+    return fallback
+
+
+def _load(work: WorkDir) -> _State | None:
+    state = work.load(_STATE)
+    if state is None:
+        return None
+    try:
+        configuration = Configuration.model_validate(state["configuration"])
+        return _State(configuration, int(state["restart"]), state.get("run_id"))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _newest(folder: Path) -> tuple[str, float] | None:
+    """Name and time of the newest entry among the checkpoints."""
+    try:
+        entries = [(entry.stat().st_mtime, entry.name) for entry in folder.rglob("*") if entry.is_file()]
+    except OSError:
+        return None
+    return (max(entries)[1], max(entries)[0]) if entries else None

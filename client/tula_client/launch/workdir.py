@@ -1,0 +1,95 @@
+"""Where a job's logs, spools, checkpoints and training state lie, held by one `tula` at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tula_client.launch._errors import WorkDirBusyError
+
+__all__ = ["WorkDir"]
+
+
+class WorkDir:
+    """One folder per job; everything in it survives `tula`, so that the same command goes on where it stopped."""
+
+    def __init__(self, root: Path, job_id: str) -> None:
+        self.path = (root / job_id).resolve()
+
+    @contextmanager
+    def held(self) -> Iterator[str]:
+        """Hold the folder; yields this folder's name as a lease holder, the same after a restart.
+
+        The lock falls with the process, also by kill -9, so whoever holds it knows that leases under its name are
+        orphans. Raises `WorkDirBusyError` while another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise WorkDirBusyError(
+                    f"another tula is at work on this job in {self.path}: wait for it or give another --work-dir"
+                ) from None
+            yield self._holder()
+
+    def log(self, run_id: str, restart: int = 0) -> Path:
+        """The log file of a run."""
+        return self.path / "logs" / (f"{run_id}.log" if restart == 0 else f"{run_id}-restart{restart}.log")
+
+    def spool(self, run_id: str) -> Path:
+        """Where the agent keeps what it could not send yet."""
+        return self.path / "spool" / run_id
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the training script keeps its checkpoints; shared by every restart of the training."""
+        return self.path / "checkpoints"
+
+    def scratch(self, run_id: str) -> Path:
+        """A checkpoint folder for a profiling run, whose weights nobody needs."""
+        return self.path / "scratch" / run_id
+
+    def env_file(self, run_id: str, variables: dict[str, str]) -> Path:
+        """Write this run's variables where only the user can read them (they may hold a token)."""
+        path = self.path / "env" / f"{run_id}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"env_vars": variables}, file)
+        return path
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """A saved state, or None."""
+        try:
+            value = json.loads((self.path / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def save(self, name: str, state: dict[str, Any]) -> None:
+        """Replace a saved state at once, so that a crash leaves the old or the new one."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        new = self.path / f".{name}.json.new"
+        with new.open("w") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path / f"{name}.json")
+
+    def forget(self, name: str) -> None:
+        """Drop a saved state."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
+    def _holder(self) -> str:
+        path = self.path / "holder"
+        if not path.exists():
+            path.write_text(f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}")
+        return path.read_text()

@@ -1,0 +1,35 @@
+"""What every model on the wire shares."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+__all__ = ["Bytes", "Count", "Name", "Positive", "Share", "Timestamp", "WireModel", "read"]
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+Positive = Annotated[float, Field(gt=0, le=1e24)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Timestamp = AwareDatetime
+
+
+class WireModel(BaseModel):
+    """Strict where it is written: unknown fields, NaN and infinity are refused. Readers go through `read`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
+    """Parse `payload` as a reader does: fields of a newer writer are ignored, everything else is validated.
+
+    Raises `pydantic.ValidationError` when a known field is wrong or missing.
+    """
+    if isinstance(payload, (bytes, str)):
+        return model.model_validate_json(payload, extra="ignore")
+    return model.model_validate(payload, extra="ignore")

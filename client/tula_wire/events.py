@@ -1,0 +1,22 @@
+"""Server-sent events of a job."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tula_wire._base import Timestamp, WireModel
+
+__all__ = ["Event", "EventKind"]
+
+EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
+
+
+class Event(WireModel):
+    """Something that happened to a job; `id` grows, so a reconnecting reader resumes after the last it saw."""
+
+    id: int
+    kind: EventKind
+    job_id: str
+    run_id: str | None = None
+    at: Timestamp
+    data: dict[str, Any] = {}

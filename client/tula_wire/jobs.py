@@ -1,0 +1,205 @@
+"""A job: what a user registers, and what the service answers about it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import Self
+
+from tula_wire._base import Bytes, Count, Name, Positive, Share, Timestamp, WireModel
+from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.recommendations import Recommendation
+from tula_wire.runs import Run
+
+__all__ = [
+    "BatchSpec",
+    "ClusterSpec",
+    "Collective",
+    "DatasetSpec",
+    "Job",
+    "JobCreated",
+    "JobPage",
+    "JobPatch",
+    "JobSpec",
+    "JobState",
+    "JobSummary",
+    "Limits",
+    "ModelSpec",
+    "Objective",
+    "Price",
+    "ProfilingSpec",
+    "Search",
+    "SpotPrice",
+]
+
+Objective = Literal["time", "cost", "knee", "time_to_quality"]
+Search = Literal["full", "partial", "adaptive"]
+Collective = Literal["ring", "tree", "parameter_server", "hierarchical"]
+JobState = Literal["planning", "ready", "training", "finished", "archived"]
+
+
+class ModelSpec(WireModel):
+    """What is known of the network; everything but the name sharpens a cold start."""
+
+    name: Name
+    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = None
+    flops_per_sample: Positive | None = Field(None, description="Forward and backward, floating point operations.")
+    activation_bytes_per_sample: Bytes | None = None
+    optimizer: Literal["sgd", "momentum", "adam", "other"] = "momentum"
+
+
+class DatasetSpec(WireModel):
+    """How much there is to learn from."""
+
+    size: Count = Field(description="Examples per epoch.")
+    name: Name | None = None
+
+
+class SpotPrice(WireModel):
+    """Pre-emptible capacity: cheaper, sometimes taken away."""
+
+    usd_per_node_hour: Positive
+    interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)]
+    restart_s: Annotated[float, Field(ge=0)] = 300.0
+    checkpoint_interval_s: Positive = 1800.0
+
+
+class Price(WireModel):
+    """What an instance type costs: by node-hour, or by GB-hour of accelerator memory used, or both."""
+
+    usd_per_node_hour: Annotated[float, Field(ge=0)] | None = None
+    usd_per_gb_hour: Annotated[float, Field(ge=0)] | None = None
+    spot: SpotPrice | None = None
+
+
+class ClusterSpec(WireModel):
+    """Nodes of one instance type that the job may use."""
+
+    instance_type: Name = DEFAULT_INSTANCE_TYPE
+    min_nodes: Count = 1
+    max_nodes: Count
+    ranks_per_node: Count = 1
+    memory_bytes_per_rank: Bytes | None = None
+    accelerator: Name | None = Field(None, description="For example V100-16GB; used only before anything is measured.")
+    network_gbps: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
+    price: Price = Price()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes ({self.min_nodes}) is above max_nodes ({self.max_nodes}): swap them")
+        return self
+
+
+class BatchSpec(WireModel):
+    """Which batches may be tried; `global_batch_size` fixes the global batch and lets the rest follow."""
+
+    min_local_batch_size: Count = 32
+    max_local_batch_size: Count | None = Field(None, description="Without it, memory sets the bound.")
+    global_batch_size: Count | None = None
+    max_grad_accum_steps: Count = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_local_batch_size is not None and self.min_local_batch_size > self.max_local_batch_size:
+            raise ValueError("min_local_batch_size is above max_local_batch_size: swap them")
+        return self
+
+
+class Limits(WireModel):
+    """What a recommendation must respect; None sets no limit."""
+
+    budget_usd: Positive | None = None
+    deadline_s: Positive | None = None
+    max_global_batch_size: Count | None = None
+
+
+class ProfilingSpec(WireModel):
+    """How much measuring is allowed."""
+
+    profiling_warmup_steps: Annotated[int, Field(ge=0, le=10_000)] = 5
+    measuring_steps: Annotated[int, Field(ge=2, le=100_000)] = 30
+    precision: Share = Field(0.02, description="Stop a run early once its step time is known to this relative error.")
+    max_runs: Count | None = None
+    max_gpu_seconds: Positive | None = None
+    memory_safety: Share = Field(0.95, description="Wanted probability that a recommended batch fits in memory.")
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, (dict, ClusterSpec)) else value
+
+
+class JobSpec(WireModel):
+    """A job as its user describes it; the body of `POST /v1/jobs` and the content of `job.toml`."""
+
+    name: Name
+    model: ModelSpec
+    dataset: DatasetSpec
+    epochs: Annotated[float, Field(gt=0, le=1e6)] = 1
+    cluster: Annotated[list[ClusterSpec], BeforeValidator(_one_or_many), Field(min_length=1, max_length=16)]
+    batch: BatchSpec = BatchSpec()
+    objective: Objective = "knee"
+    search: Search = "adaptive"
+    collective: Collective = "ring"
+    limits: Limits = Limits()
+    profiling: ProfilingSpec = ProfilingSpec()
+
+    @model_validator(mode="after")
+    def _distinct_types(self) -> Self:
+        names = [cluster.instance_type for cluster in self.cluster]
+        if len(set(names)) != len(names):
+            raise ValueError("cluster: each instance_type may stand once; give every entry a name of its own")
+        return self
+
+
+class JobPatch(WireModel):
+    """What may change after registration; fields left out stay as they are."""
+
+    objective: Objective | None = None
+    limits: Limits | None = None
+    prices: dict[str, Price] | None = Field(None, description="By instance type.")
+    archived: bool | None = None
+
+
+class JobSummary(WireModel):
+    """A job as a row of a list."""
+
+    id: str
+    name: str
+    model_name: str
+    state: JobState
+    objective: Objective
+    created_at: Timestamp
+    runs_done: int
+    runs_planned: int
+    recommended: Configuration | None = None
+    predicted_time_s: float | None = None
+    predicted_cost_usd: float | None = None
+    saving_vs_smallest_batch: float | None = Field(None, description="Fraction of time saved against the naive choice.")
+    saving_vs_largest_batch: float | None = None
+    prediction_error: float | None = Field(None, description="Measured over predicted step time, minus one.")
+
+
+class JobPage(WireModel):
+    """One page of jobs; `next_cursor` is None on the last."""
+
+    jobs: list[JobSummary]
+    total: int
+    next_cursor: str | None = None
+
+
+class Job(JobSummary):
+    """A job with its specification and plan."""
+
+    spec: JobSpec
+    plan: list[Run]
+    plan_reason: str = Field(description="Why these runs, or why profiling stopped.")
+
+
+class JobCreated(WireModel):
+    """Answer to a registration."""
+
+    job: Job
+    recommendation: Recommendation
+    runs: list[Run] = Field(description="To be profiled next.")

@@ -1,0 +1,55 @@
+"""Every path of the API, once, so that neither side can misspell one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "HEALTH",
+    "JOB",
+    "JOBS",
+    "JOB_CHART",
+    "JOB_CLAIM",
+    "JOB_EVENTS",
+    "JOB_LEDGER",
+    "JOB_PREDICTIONS",
+    "JOB_RECOMMENDATION",
+    "JOB_RUNS",
+    "JOB_SCALING",
+    "METRICS",
+    "PROJECTS",
+    "READY",
+    "RUN",
+    "RUN_CHART",
+    "RUN_SAMPLES",
+    "RUN_TELEMETRY",
+    "TOKEN",
+    "TOKENS",
+    "VERSION",
+]
+
+VERSION: Final = "/v1"
+
+JOBS: Final = "/v1/jobs"
+JOB: Final = "/v1/jobs/{job_id}"
+JOB_CLAIM: Final = "/v1/jobs/{job_id}/runs:claim"
+JOB_RUNS: Final = "/v1/jobs/{job_id}/runs"
+JOB_RECOMMENDATION: Final = "/v1/jobs/{job_id}/recommendation"
+JOB_PREDICTIONS: Final = "/v1/jobs/{job_id}/predictions"
+JOB_SCALING: Final = "/v1/jobs/{job_id}/scaling"
+JOB_LEDGER: Final = "/v1/jobs/{job_id}/ledger"
+JOB_CHART: Final = "/v1/jobs/{job_id}/charts/{name}"
+JOB_EVENTS: Final = "/v1/jobs/{job_id}/events"
+
+RUN: Final = "/v1/runs/{run_id}"
+RUN_SAMPLES: Final = "/v1/runs/{run_id}/samples"
+RUN_TELEMETRY: Final = "/v1/runs/{run_id}/telemetry"
+RUN_CHART: Final = "/v1/runs/{run_id}/charts/{name}"
+
+PROJECTS: Final = "/v1/projects"
+TOKENS: Final = "/v1/tokens"
+TOKEN: Final = "/v1/tokens/{token_id}"
+
+HEALTH: Final = "/healthz"
+READY: Final = "/readyz"
+METRICS: Final = "/metrics"

@@ -1,0 +1,85 @@
+"""What agents measure, step by step, as columns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from tula_wire._base import Bytes, Count, Name, WireModel
+
+__all__ = ["MAX_STEPS", "MemoryBreakdown", "MemoryMethod", "SampleBatch", "SamplesAccepted", "TimingMethod"]
+
+MAX_STEPS = 10_000
+
+TimingMethod = Literal["wall", "ddp_logger", "no_sync", "comm_hook", "cuda_events"]
+MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
+
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+StepTime = Annotated[float, Field(gt=0, le=1e6)]
+Number = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class MemoryBreakdown(WireModel):
+    """Memory of one rank by component (equation 3), each part optional, labelled with how it was read."""
+
+    method: MemoryMethod
+    peak_bytes: Bytes
+    parameter_bytes: Bytes | None = None
+    gradient_bytes: Bytes | None = None
+    optimizer_bytes: Bytes | None = None
+    activation_bytes: Bytes | None = None
+    batch_bytes: Bytes | None = None
+    reserved_bytes: Bytes | None = None
+    context_bytes: Bytes | None = None
+    capacity_bytes: Bytes | None = None
+
+
+class SampleBatch(WireModel):
+    """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
+
+    rank: Annotated[int, Field(ge=0, le=2**20)]
+    boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
+    world_size: Count | None = Field(None, description="As the process saw it.")
+    local_batch_size: Count | None = Field(None, description="As the process saw it; differs when a script ignores it.")
+    grad_accum_steps: Count | None = None
+    timing_method: TimingMethod = "wall"
+    memory: MemoryBreakdown | None = None
+    warmup: bool = Field(False, description="True: discarded by the fit.")
+    sequence: Annotated[list[Number], Field(min_length=1, max_length=MAX_STEPS)]
+    step: list[Number]
+    step_time_s: list[StepTime]
+    compute_time_s: list[Seconds | None] | None = None
+    comm_time_s: list[Seconds | None] | None = None
+    exposed_comm_time_s: list[Seconds | None] | None = None
+    input_time_s: list[Seconds | None] | None = None
+    skew_s: list[Seconds | None] | None = None
+    straggler_rank: list[Number | None] | None = None
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        rows = len(self.sequence)
+        for name in (
+            "step",
+            "step_time_s",
+            "compute_time_s",
+            "comm_time_s",
+            "exposed_comm_time_s",
+            "input_time_s",
+            "skew_s",
+            "straggler_rank",
+        ):
+            column = getattr(self, name)
+            if column is not None and len(column) != rows:
+                raise ValueError(f"{name} has {len(column)} entries but sequence has {rows}: send equal lengths")
+        return self
+
+
+class SamplesAccepted(WireModel):
+    """What was stored; a resend counts as duplicates."""
+
+    stored: int
+    duplicates: int
+    stop: bool = Field(False, description="True: the run is known precisely enough, or was cancelled; end it.")
+    reason: str | None = None
