@@ -1,0 +1,40 @@
+"""Runs every benchmark in turn and keeps its JSON under benchmarks/results: `make bench`."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+GRIDS = HERE.parent / "tests" / "data" / "grids"
+
+ARGUMENTS: dict[str, list[str]] = {
+    "step_time": ["--grids", str(GRIDS / "step_time.csv")],
+    "memory": ["--grids", str(GRIDS / "memory.csv")],
+}
+
+
+def names() -> list[str]:
+    """Benchmarks by module name: every public module of this package."""
+    return sorted(path.stem for path in HERE.glob("[a-z]*.py"))
+
+
+def main() -> int:
+    """Run the benchmarks named on the command line, or all; answers the number that failed."""
+    today = datetime.date.today().isoformat()
+    failed = []
+    for name in sys.argv[1:] or names():
+        out = HERE / "results" / f"{today}-{name}.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, []), "--json", str(out)]
+        print(f"== {name}", flush=True)
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

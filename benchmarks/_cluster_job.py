@@ -1,0 +1,141 @@
+"""The training job of `benchmarks.cluster`: real DDP over gloo between namespaces, compute as an accelerator's time.
+
+Started once per run; it forks one rank per node, which enters the node's namespace. The network's parameters are real
+and their gradients cross the links; computing them is a wait that saturates at small batches and grows with b, so that
+eight nodes do not fight for the cores of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tula_agent
+from tests.e2e.cluster import enter
+
+LAYERS = 8
+FLOOR_S, PER_EXAMPLE_S, SHARPNESS = 0.015, 0.0005, 4.0
+"""Device time of a step: (floor^k + (per example * b)^k)^(1/k)."""
+BACKWARD_SHARE = 2 / 3
+
+
+def device_time_s(local_batch_size: int) -> float:
+    """Forward and backward of one step, s."""
+    busy = (PER_EXAMPLE_S * local_batch_size) ** SHARPNESS
+    return float((FLOOR_S**SHARPNESS + busy) ** (1 / SHARPNESS))
+
+
+class Wait(torch.autograd.Function):
+    """A layer whose forward and backward take a set time and whose gradient has its parameters' size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds, ctx.size = seconds, weight.shape
+        time.sleep(seconds * (1 - BACKWARD_SHARE))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        time.sleep(ctx.seconds * BACKWARD_SHARE)
+        return gradients[0], torch.full(ctx.size, 1e-6), None
+
+
+class Network(nn.Module):
+    """LAYERS layers with `parameter_bytes` of parameters in all."""
+
+    def __init__(self, parameter_bytes: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(parameter_bytes // 4 // LAYERS) for _ in range(LAYERS))
+        self.first = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seconds = device_time_s(len(x)) / LAYERS
+        y = x.mean() * self.first
+        for weight in self.layers:
+            y = Wait.apply(y, weight, seconds)
+        return y
+
+
+class Batches:
+    """A loader of `length` empty batches."""
+
+    def __init__(self, batch_size: int, length: int) -> None:
+        self.batch_size, self.length = batch_size, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(self.length):
+            yield torch.zeros(self.batch_size, 1)
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """One rank: what a user's training script would be."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    network = Network(options.parameter_bytes)
+    model = DistributedDataParallel(network, bucket_cap_mb=options.parameter_bytes / 2**20 / 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run = tula_agent.init(dataset_size=options.dataset_size)
+    run.watch(model, optimizer)
+    for number, batch in enumerate(run.steps(Batches(options.batch_size, options.steps))):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+        if options.show_steps and dist.get_rank() == 0:
+            print(f"step {number} {time.monotonic():.6f}", flush=True)
+    run.finish()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Fork the ranks, wait for them; the worst exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--namespaces", required=True, help="prefix of the nodes' namespaces")
+    parser.add_argument("--master", required=True, help="address of the first node")
+    parser.add_argument("--interface", required=True)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--parameter-bytes", type=int, default=2**20)
+    parser.add_argument("--dataset-size", type=int, default=100_000)
+    parser.add_argument("--show-steps", action="store_true")
+    options = parser.parse_args()
+    port = 20_000 + os.getpid() % 30_000
+    children = []
+    for rank in range(options.nodes):
+        pid = os.fork()
+        if pid == 0:
+            enter(f"{options.namespaces}{rank}")
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(options.nodes),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": options.master,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": options.interface,
+            }
+            try:
+                rank_main(options)
+                sys.stdout.flush()
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(1)
+            os._exit(0)
+        children.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Reads grids of measured configurations, so that a table can answer the runs that a plan asks for."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tula_service.domain import Configuration
+from tula_service.perfmodel import StepTimeObservations
+
+__all__ = ["MemoryWorkload", "Placement", "Workload", "read_memory", "read_step_time"]
+
+
+@dataclass(frozen=True, order=True)
+class Placement(Configuration):
+    """A configuration whose ranks need not be spread evenly over its nodes (12 GPUs on 5 nodes)."""
+
+    ranks: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks as measured."""
+        return self.ranks
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One (GPU, network, placement): every configuration that was measured, with its mean step time in seconds."""
+
+    name: str
+    source: str
+    grid: str
+    step_time_s: dict[Placement, float] = field(repr=False)
+
+    @property
+    def candidates(self) -> tuple[Placement, ...]:
+        """The measured configurations, sorted."""
+        return tuple(sorted(self.step_time_s))
+
+    def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
+        """What profiling these configurations would have observed."""
+        return StepTimeObservations.at(configurations, [self.step_time_s[c] for c in configurations])  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class MemoryWorkload:
+    """One network on one GPU: local batches in ascending order, and the memory read at each in bytes.
+
+    `analytic_bytes` is what a count of tensors says at each batch, where the table has that column.
+    """
+
+    name: str
+    source: str
+    gpu: str
+    local_batch_size: tuple[int, ...]
+    memory_bytes: tuple[float, ...]
+    analytic_bytes: tuple[float, ...] | None = None
+
+
+def read_step_time(path: Path) -> list[Workload]:
+    """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged."""
+    measured: dict[str, dict[Placement, list[float]]] = {}
+    about: dict[str, tuple[str, str]] = {}
+    for row in _rows(path):
+        nodes, ranks = int(float(row["num_nodes"])), int(float(row["world_size"]))
+        placement = Placement(nodes, max(1, ranks // nodes), int(float(row["local_batch_size"])), ranks=ranks)
+        about[row["workload"]] = (row["source"], row["grid"])
+        times = measured.setdefault(row["workload"], {})
+        times.setdefault(placement, []).append(float(row["step_time_s"]))
+    return [
+        Workload(name, *about[name], {where: sum(times) / len(times) for where, times in found.items()})
+        for name, found in measured.items()
+    ]
+
+
+def read_memory(path: Path) -> list[MemoryWorkload]:
+    """The workloads of a memory table, in the order of the file; a column `analytic_bytes` may be there."""
+    readings: dict[tuple[str, str, str], dict[int, float]] = {}
+    counted: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in _rows(path):
+        key = (row["workload"], row["source"], row["gpu"])
+        batch = int(float(row["local_batch_size"]))
+        readings.setdefault(key, {})[batch] = float(row["memory_bytes"])
+        if row.get("analytic_bytes"):
+            counted.setdefault(key, {})[batch] = float(row["analytic_bytes"])
+    workloads = []
+    for key, found in readings.items():
+        batches = tuple(sorted(found))
+        analytic = counted.get(key, {})
+        known = tuple(analytic[batch] for batch in batches) if set(analytic) == set(found) else None
+        workloads.append(MemoryWorkload(*key, batches, tuple(found[batch] for batch in batches), known))
+    return workloads
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))

@@ -1,0 +1,272 @@
+"""What the agent costs: a ResNet-50-sized training with and without it, in turn, on the same machine.
+
+python -m benchmarks.agent_overhead [--pairs N] [--json OUT]
+
+Two processes do the same fixed work on 161 tensors of 25.6 M parameters; one has the agent, which reports to a real
+HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs, so that what the agent's
+thread has to do falls into its own turns. `step.overhead` is the median over pairs of turns of the difference between
+the median step times, plus the gradient norm's time spread over all steps (too rare for a median to see); the interval
+is a bootstrap over pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["main"]
+
+TENSORS, PARAMETERS = 161, 25_557_032
+STEP_S = 0.1
+WARMUP_STEPS = 30
+TARGETS = {
+    "step.overhead": 0.003,
+    "agent.cpu_us_per_step": 60,
+    "agent.memory_bytes": 32 * 2**20,
+    "agent.import_ms": 300,
+}
+
+
+def child(with_agent: bool) -> None:
+    """One of the two processes: does the turns that it is told to on standard input."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(PARAMETERS // TENSORS)) for _ in range(TENSORS)]
+    model = torch.nn.Module()
+    model.weights = torch.nn.ParameterList(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=1e-9)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    matrix = torch.randn(256, 256)
+
+    def work(rounds: int) -> None:
+        for _ in range(rounds):
+            torch.mm(matrix, matrix)
+        optimizer.step()
+
+    def least(rounds: int) -> float:
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            work(rounds)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    told = int(sys.stdin.readline())
+    fixed, varying = least(1), least(101)
+    rounds = told or max(1, round(100 * (STEP_S - fixed) / (varying - fixed)))
+    print(rounds, flush=True)
+    batches: Any = ((torch.zeros(32, 4),) for _ in iter(int, 1))
+    spent: dict[str, float] = {}
+    recorder = None
+    if with_agent:
+        import tula_agent
+
+        run = tula_agent.init(dataset_size=1_000_000)
+        run.watch(model, optimizer)
+        recorder = run.recorder
+        assert recorder is not None
+        for part, name in (("timing", "want_batch"), ("timing", "batch_ready")):
+            setattr(recorder, name, timed(getattr(recorder, name), part, spent))
+        for key, hook in list(optimizer._optimizer_step_pre_hooks.items()):
+            optimizer._optimizer_step_pre_hooks[key] = timed(hook, "gradients", spent)
+        batches = run.steps(batches)
+    nothing = timed(lambda: None, "clock", spent)
+    steps = 0
+    for line in sys.stdin:
+        count = int(line)
+        if count == 0:
+            break
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            next(batches)
+            work(rounds)
+            nothing()
+            if recorder is not None:
+                run.log(loss=0.5)
+            times.append(time.perf_counter() - began)
+        steps += count
+        if steps == WARMUP_STEPS:
+            spent.clear()
+            if recorder is not None:
+                recorder.exporter.cpu_s, recorder.exporter.sent_bytes = 0.0, 0
+        print(json.dumps(times), flush=True)
+    measured = steps - WARMUP_STEPS
+    calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
+    report = {
+        f"{part}_us": 1e6 * (seconds - calls.get(part, 0) * spent["clock"]) / measured
+        for part, seconds in spent.items()
+    }
+    if recorder is not None:
+        report["thread_us"] = 1e6 * recorder.exporter.cpu_s / measured
+        report["sent_bytes"] = recorder.exporter.sent_bytes / measured
+    report["resident"] = resident()
+    print(json.dumps(report), flush=True)
+    os._exit(0)
+
+
+def timed(function: Any, part: str, spent: dict[str, float]) -> Any:
+    """`function`, with the CPU time of its calls added up under `part`."""
+
+    def call(*arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            spent[part] = spent.get(part, 0.0) + time.thread_time() - began
+
+    return call
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Process:
+    """A child, stopped whenever it is not its turn."""
+
+    def __init__(self, with_agent: bool, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.agent_overhead", "--child", "agent" if with_agent else "plain"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, line: str) -> Any:
+        """Give a turn and take its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        self._process.send_signal(signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def serve() -> tuple[http.server.ThreadingHTTPServer, str]:
+    """A service that takes everything."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = b'{"stored": 1, "duplicates": 0}'
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PATCH = do_GET = do_POST
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_port}"
+
+
+def import_ms(repeats: int = 5) -> float:
+    """Milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
+    code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
+    return min(float(run.stdout) for run in runs)
+
+
+def measure(pairs: int, turn: int) -> dict[str, float]:
+    """All figures of the module's text."""
+    server, url = serve()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    clean["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as spool:
+        told = {"TULA_URL": url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
+        plain, agent = Process(False, clean), Process(True, clean | told)
+        try:
+            rounds = plain.ask("0")
+            agent.ask(str(rounds))
+            for process in (plain, agent):
+                process.ask(str(WARMUP_STEPS))
+            without, differences = [], []
+            for pair in range(pairs):
+                order = (plain, agent) if pair % 2 else (agent, plain)
+                times = {process: statistics.median(process.ask(str(turn))) for process in order}
+                without.append(times[plain])
+                differences.append(times[agent] - times[plain])
+            baseline, report = plain.ask("0"), agent.ask("0")
+        finally:
+            plain.close()
+            agent.close()
+            server.shutdown()
+            server.server_close()
+    step_s = statistics.median(without)
+    norm = report.get("gradients_us", 0.0) * 1e-6 / step_s
+    relative = np.array(differences) / step_s
+    draws = np.random.default_rng(0).choice(relative, (4000, len(relative)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975]) + norm
+    return {
+        "step.time_s": step_s,
+        "step.overhead": float(np.median(relative)) + norm,
+        "step.overhead_low": float(low),
+        "step.overhead_high": float(high),
+        "agent.cpu_us_per_step": report["timing_us"] + report["gradients_us"],
+        "agent.timing_us_per_step": report["timing_us"],
+        "agent.gradients_us_per_step": report["gradients_us"],
+        "agent.thread_us_per_step": report["thread_us"],
+        "agent.memory_bytes": report["resident"] - baseline["resident"],
+        "agent.bytes_per_step": report["sent_bytes"],
+        "agent.import_ms": import_ms(),
+    }
+
+
+def main() -> None:
+    """Measure, print, and compare with what is to be reached."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", choices=["agent", "plain"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(options.child == "agent")
+    figures = measure(options.pairs, options.turn)
+    for name, value in figures.items():
+        target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
+        print(f"{name:32} {value:.6g}{target}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

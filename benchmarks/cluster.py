@@ -1,0 +1,311 @@
+"""The entire product on a cluster of namespaces: what its recommendation is worth, and whether it notices a change.
+
+    python -m benchmarks.cluster [--quick] [--json OUT]        (root, iproute2)
+
+Tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search, then measures every candidate (a
+full search without early ends, which is the truth and the price to beat) and prints, per search: the median error of
+predicted step times over the candidates that it did not profile, the regret of its recommendation in measured time,
+and the share of the full search's node-seconds that it spent. Then it trains with the links at full speed, cuts them to
+a quarter, and counts the steps until the service says so, and what it said before without cause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks._report import median, print_table, write_json
+from tests.e2e.cluster import Cluster, why_not
+from tula_client import Client
+from tula_wire import Configuration, RunCreate
+
+ROOT = Path(__file__).resolve().parents[1]
+RATE_MBIT = 200.0
+SLOWER = 4.0
+NODES = (2, 4, 8)
+BATCHES = (8, 16, 32, 64, 128)
+DATASET, EPOCHS = 100_000, 1
+SETTLED_STEPS = 60
+"""Steps after the cut within which a notice is looked for, at most this many times ten."""
+
+SPEC = """
+name = "{name}"
+epochs = {epochs}
+objective = "time"
+search = "{search}"
+model = {{ name = "waits", parameters = 262145 }}
+dataset = {{ size = {dataset} }}
+cluster = {{ min_nodes = 2, max_nodes = 8, price = {{ usd_per_node_hour = 1.0 }} }}
+batch = {{ min_local_batch_size = 8, max_local_batch_size = 128 }}
+[profiling]
+profiling_warmup_steps = {warmup}
+measuring_steps = {steps}
+precision = {precision}
+{budget}
+"""
+
+
+def main() -> int:
+    """Run everything; 1 when no cluster can be built here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="fewer steps: shows that it works, not how well")
+    parser.add_argument("--steady-steps", type=int, default=0, help="steps before the links slow down")
+    parser.add_argument("--only", choices=("tune", "drift"))
+    options = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(f"{reason}: run it where root may make them", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
+    figures: dict[str, float] = {}
+    steps = 12 if options.quick else 40
+    with (
+        Cluster(max(NODES), RATE_MBIT) as cluster,
+        served(cluster) as (client, environment),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        bench = Bench(cluster, client, environment, Path(folder), steps)
+        if options.only != "drift":
+            figures |= bench.compare()
+            write_json(options.json, figures)
+        if options.only != "tune":
+            figures |= bench.drift(options.steady_steps or (300 if options.quick else 2000))
+    for key, value in figures.items():
+        print(f"{key}: {value:.4g}")
+    write_json(options.json, figures)
+    return 0
+
+
+class Bench:
+    """One service, one cluster, and the command lines between them."""
+
+    def __init__(self, cluster: Cluster, client: Client, environment: dict[str, str], folder: Path, steps: int) -> None:
+        self.cluster, self.client, self.environment, self.folder, self.steps = (
+            cluster, client, environment, folder, steps,
+        )  # fmt: skip
+
+    def compare(self) -> dict[str, float]:
+        """Errors, regrets and costs of both searches against every candidate measured."""
+        budget = "max_runs = 15"
+        full = self.tune("full", precision=0.0, budget=budget)
+        truth = {_key(run["configuration"]): run["step_time_s"] for run in full["job"]["plan"] if run["step_time_s"]}
+        price = _node_seconds(full)
+        figures: dict[str, float] = {}
+        for search in ("adaptive", "partial"):
+            tuned = self.tune(search, precision=0.05, budget="")
+            answer = tuned["recommendation"]
+            predicted = {_key(one["configuration"]): one for one in answer["candidates"]}
+            unseen = [key for key, one in predicted.items() if key in truth and not one["profiled"]]
+            errors = [abs(predicted[key]["step_time_s"]["value"] / truth[key] - 1) for key in unseen]
+            chosen, best = _key(answer["chosen"]["configuration"]), min(truth, key=lambda key: _total_s(key, truth))
+            rows = [
+                [
+                    f"{nodes} nodes, {batch}",
+                    f"{truth[nodes, batch] * 1e3:.1f} ms",
+                    f"{predicted[nodes, batch]['step_time_s']['value'] * 1e3:.1f} ms",
+                    f"{(predicted[nodes, batch]['step_time_s']['value'] / truth[nodes, batch] - 1) * 100:+.1f} %",
+                    "profiled" if predicted[nodes, batch]["profiled"] else "",
+                ]
+                for nodes, batch in sorted(truth)
+                if (nodes, batch) in predicted
+            ]
+            print_table(f"{search} search", ["configuration", "measured", "predicted", "error", ""], rows)
+            print(f"  chosen {chosen}, truly best {best}; {tuned['reason']}")
+            figures |= {
+                f"{search}.median_error": median(errors),
+                f"{search}.regret": _total_s(chosen, truth) / _total_s(best, truth) - 1,
+                f"{search}.profiling_fraction": _node_seconds(tuned) / price,
+                f"{search}.num_runs": len(_done(tuned)),
+            }
+        return figures
+
+    def drift(self, steady_steps: int) -> dict[str, float]:
+        """Steps from the cut of the links to the notice, and notices before it."""
+        jobs = [job.id for job in self.client.jobs(search="cluster-adaptive").jobs]
+        job_id = jobs[0] if jobs else self.tune("adaptive", precision=0.05, budget="")["job"]["id"]
+        run = self.client.create_run(
+            job_id,
+            RunCreate(kind="train", configuration=Configuration(num_nodes=4, local_batch_size=32), holder="bench"),
+        )
+        log = self.folder / "train.log"
+        environment = {**self.environment, "TULA_RUN_ID": run.id, "TULA_JOB_ID": job_id, "TULA_LOCAL_BATCH_SIZE": "32"}
+        command = _fill(self.job_command(1_000_000, show=True), 4, 32)
+        with log.open("w") as output:
+            training = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+            )
+        try:
+            _wait_for_step(log, steady_steps, training)
+            early = self.drifts(run.id)
+            cut_at = _last_step(log)
+            self.cluster.set_rate(RATE_MBIT / SLOWER)
+            until = cut_at + 10 * SETTLED_STEPS
+            found: list[dict[str, Any]] = []
+            while not found and _last_step(log) < until:
+                time.sleep(0.5)
+                found = [one for one in self.drifts(run.id) if one not in early]
+            for one in self.events(job_id, run.id):
+                print(f"  {one['kind']}: {one['data'].get('sentence', one['data'])}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(training.pid, 9)
+            training.wait()
+            self.cluster.set_rate(RATE_MBIT)
+        noticed = found[0]["data"]["step"] - cut_at if found else float("nan")
+        return {
+            "drift.steps_to_notice": noticed,
+            "drift.false_alarms": len(early),
+            "drift.steady_steps": cut_at,
+        }
+
+    def drifts(self, run_id: str) -> list[dict[str, Any]]:
+        """Drift events of a run so far."""
+        job_id = self.client.run(run_id).job_id
+        return [one for one in self.events(job_id, run_id) if one["kind"] == "drift"]
+
+    def events(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
+        """Drift and advice events of a run so far, read from the stream that a dashboard reads."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.environment['TULA_TOKEN']}", "Last-Event-ID": "0"}
+        found: list[dict[str, Any]] = []
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream(
+                "GET", f"{self.client.url}/v1/jobs/{job_id}/events", headers=headers, timeout=httpx.Timeout(5, read=1.0)
+            ) as stream,
+        ):
+            for line in stream.iter_lines():
+                if line.startswith("data:"):
+                    event = json.loads(line[5:])
+                    if event["kind"] in ("drift", "advice") and event.get("run_id") == run_id:
+                        found.append(event)
+        return found
+
+    def tune(self, search: str, *, precision: float, budget: str) -> dict[str, Any]:
+        """One `tula tune` of the whole space; its JSON."""
+        spec = self.folder / f"{search}.toml"
+        spec.write_text(
+            SPEC.format(
+                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5, steps=self.steps,
+                precision=precision, budget=budget,
+            )
+        )  # fmt: skip
+        words = [
+            str(Path(sys.executable).with_name("tula")),
+            "tune",
+            str(spec),
+            "--json",
+            "--work-dir",
+            str(self.folder),
+        ]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*words, "--", *self.job_command(10_000)], env=self.environment, cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"tula tune ({search}) failed: {done.stderr[-3000:]}")
+        print(f"{search}: tuned in {time.monotonic() - began:.0f} s", flush=True)
+        tuned: dict[str, Any] = json.loads(done.stdout)
+        return tuned
+
+    def job_command(self, steps: int, *, show: bool = False) -> list[str]:
+        """The user's launch command, with Tula's placeholders."""
+        cluster = self.cluster
+        return [
+            sys.executable, "-m", "benchmarks._cluster_job", "--nodes", "{num_nodes}",
+            "--batch-size", "{local_batch_size}", "--namespaces", cluster.namespace(0)[:-1],
+            "--master", cluster.address(0), "--interface", cluster.interface, "--steps", str(steps),
+            "--dataset-size", str(DATASET), *(["--show-steps"] if show else []),
+        ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
+    """A service at the cluster's host address, with a token; the client and the environment of commands."""
+    tula = str(Path(sys.executable).with_name("tula"))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        clean["TULA_DATABASE"] = f"{folder}/tula.db"
+        made = subprocess.run(
+            [tula, "token", "create", "bench", "--scope", "admin", "--json"],
+            env=clean, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if made.returncode != 0:
+            raise RuntimeError(made.stderr)
+        secret = json.loads(made.stdout)["secret"]
+        port = 21_000 + os.getpid() % 20_000
+        with Path(folder, "serve.log").open("w") as log:
+            server = subprocess.Popen(
+                [tula, "serve", "--host", cluster.host, "--port", str(port)], env=clean, stdout=log, stderr=log
+            )
+        try:
+            url = f"http://{cluster.host}:{port}"
+            client = Client(url, secret)
+            for _ in range(300):
+                with contextlib.suppress(Exception):
+                    client.ready()
+                    break
+                time.sleep(0.1)
+            yield client, {**clean, "TULA_URL": url, "TULA_TOKEN": secret}
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _fill(command: list[str], nodes: int, batch: int) -> list[str]:
+    return [word.replace("{num_nodes}", str(nodes)).replace("{local_batch_size}", str(batch)) for word in command]
+
+
+def _key(configuration: dict[str, Any]) -> tuple[int, int]:
+    return configuration["num_nodes"], configuration["local_batch_size"]
+
+
+def _total_s(key: tuple[int, int], step_time_s: dict[tuple[int, int], float]) -> float:
+    """Equation 4a: T = E D / B t."""
+    return EPOCHS * DATASET / (key[0] * key[1]) * step_time_s[key]
+
+
+def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for run in tuned["job"]["plan"] if run["state"] == "succeeded"]
+
+
+def _node_seconds(tuned: dict[str, Any]) -> float:
+    """Node-seconds from start to end of the profiling runs, as the service saw them."""
+    from datetime import datetime
+
+    def seconds(run: dict[str, Any]) -> float:
+        start, end = (
+            datetime.fromisoformat(run[name].replace("Z", "+00:00")) for name in ("started_at", "finished_at")
+        )
+        return (end - start).total_seconds()
+
+    return sum(seconds(run) * run["configuration"]["num_nodes"] for run in _done(tuned))
+
+
+def _last_step(log: Path) -> int:
+    steps = re.findall(r"^step (\d+)", log.read_text()[-4000:], re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def _wait_for_step(log: Path, step: int, training: subprocess.Popen[bytes]) -> None:
+    while _last_step(log) < step:
+        if training.poll() is not None:
+            raise RuntimeError(f"the training ended: {log.read_text()[-2000:]}")
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Telemetry and samples through real HTTP with tokens and durable commits, beside the driver alone and MLflow.
+
+    python -m benchmarks.ingest [--json OUT] [--seconds 6] [--peer mlflow --peer-python PYTHON]
+
+A step value is one number of one column of one step. Load comes from separate processes on the same machine, so the
+service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk.
+The peer is MLflow's own server on SQLite, from an environment made for it; a metric there is a step value here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import psycopg
+import sqlalchemy as sa
+
+from benchmarks._load import Load, Measured, Request, drive
+from benchmarks._mlflow import METRICS, measure_mlflow
+from benchmarks._report import print_table, write_json
+from tests.support.postgres import PostgresServer
+from tests.support.server import Server, make_token
+from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
+from tula_service.store.chunks import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
+from tula_service.store.schema import upgrade_schema
+
+COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
+VARIANTS = 8
+RUNS = 8
+SAMPLES = 500
+
+
+def series(steps: int, seed: int) -> np.ndarray:
+    """Float64 columns with noise in every digit, as a training run would send them; shape (columns, steps)."""
+    noise = np.random.default_rng(seed)
+    at = np.arange(steps)
+    return np.stack(
+        [
+            noise.lognormal(-1.5, 0.05, steps),
+            3.0 * np.exp(-at / 500) + noise.normal(0, 0.05, steps) + 0.5,
+            noise.lognormal(0.0, 0.4, steps),
+            0.1 * 0.5 * (1 + np.cos(np.pi * at / steps)),
+        ]
+    )
+
+
+def packed_requests(run_ids: list[str], steps: int) -> list[Request]:
+    """Telemetry as MessagePack with packed columns: the fast way in."""
+    found = []
+    for variant in range(VARIANTS):
+        columns = dict(zip(COLUMNS, (one.tobytes() for one in series(steps, variant)), strict=True))
+        body = {"rank": 0, "steps": np.arange(steps).tobytes(), "columns": columns, "boot_id": "bench", "sequence": 0}
+        packed = msgpack.packb(body)
+        head = packed[:-1] + b"\xcf"  # the sequence becomes a 64-bit number that the client counts up
+        path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
+        found.append(Request(path, "application/msgpack", head, b""))
+    return found
+
+
+def json_requests(run_ids: list[str], steps: int) -> list[Request]:
+    """The same telemetry as columnar JSON, the default body."""
+    found = []
+    for variant in range(VARIANTS):
+        columns = ",".join(
+            f'"{name}":[{",".join(map(repr, one.tolist()))}]'
+            for name, one in zip(COLUMNS, series(steps, variant), strict=True)
+        )
+        numbers = ",".join(map(str, range(steps)))
+        head = f'{{"rank":0,"steps":[{numbers}],"columns":{{{columns}}},"sequence":0,"boot_id":"bench-'.encode()
+        path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
+        found.append(Request(path, "application/json", head, b'"}', textual=True))
+    return found
+
+
+def sample_requests(run_ids: list[str]) -> list[Request]:
+    """Batches of step samples with five measured columns, as JSON."""
+    found = []
+    for variant in range(VARIANTS):
+        noise = np.random.default_rng(variant)
+        names = ("step_time_s", "compute_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
+        columns = ",".join(f'"{name}":{noise.lognormal(-2, 0.1, SAMPLES).round(6).tolist()}' for name in names)
+        numbers = list(range(SAMPLES))
+        head = f'{{"rank":{variant},{columns},"sequence":{numbers},"step":{numbers},"boot_id":"bench-'.encode()
+        path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/samples"
+        found.append(Request(path, "application/json", head, b'"}', textual=True))
+    return found
+
+
+def prepare(database: str) -> tuple[list[str], str]:
+    """Migrate, register a job with training runs, and make a token: the runs' ids and the authorization header."""
+    store = Store.open(database)
+    upgrade_schema(store.engine)
+    with store.transaction() as tx:
+        job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
+        new = NewRun(RunKind.TRAIN, Configuration(1, 1, 32), RunState.RUNNING)
+        runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
+    store.close()
+    return runs, f"Authorization: Bearer {make_token(database, '--scope', 'user')}\r\n"
+
+
+def measure(database: str, workers: int, load: Load, kind: str, steps: int) -> Measured:
+    """Start the service on a prepared database and load it."""
+    runs, header = prepare(database)
+    make = {"packed": packed_requests, "json": json_requests}
+    requests = sample_requests(runs) if kind == "samples" else make[kind](runs, steps)
+    with Server(database, workers=workers, ingest_per_minute=10**9) as server:
+        return drive("127.0.0.1", server.port, header, requests, load)
+
+
+def raw_commits_per_s(database: str, steps: int, seconds: float) -> float:
+    """The very rows that the service writes, through the driver alone: one statement and one commit each."""
+    runs, _ = prepare(database)
+    store = Store.open(database)
+    with store.reading() as tx:
+        key = tx.runs.get(runs[0]).key
+    names, at = list(COLUMNS), np.arange(steps)
+    rows = [chunk_row(key, NewChunk(0, "raw", 0, at, names, series(steps, variant))) for variant in range(VARIANTS)]
+    done, ends = 0, time.perf_counter() + seconds
+    if store.engine.dialect.name == "sqlite":
+        store.close()
+        connection = sqlite3.connect(sa.make_url(database).database or "", isolation_level=None)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        while time.perf_counter() < ends:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(INSERT_SQLITE, (*rows[done % VARIANTS][:3], done, *rows[done % VARIANTS][4:]))
+            connection.execute("COMMIT")
+            done += 1
+        connection.close()
+        return done / seconds
+    store.close()
+    plain = sa.make_url(database).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain) as postgres:
+        while time.perf_counter() < ends:
+            row = rows[done % VARIANTS]
+            postgres.execute(INSERT_POSTGRES, (*row[:3], done, *row[4:]))
+            postgres.commit()
+            done += 1
+    return done / seconds
+
+
+@contextmanager
+def databases() -> Iterator[dict[str, list[str]]]:
+    """Fresh databases of each engine, as many as are asked for."""
+    with tempfile.TemporaryDirectory(prefix="tula-bench-") as folder:
+        postgres = PostgresServer.start(Path(folder) / "pg")
+        Path(folder).chmod(0o755)
+        try:
+            yield {
+                "sqlite": [f"sqlite:///{folder}/{number}.db" for number in range(20)],
+                "postgres": [postgres.create_database(f"bench_{number}") for number in range(20)],
+            }
+        finally:
+            postgres.stop()
+
+
+def main() -> None:
+    """Measure, print a table, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"])
+    parser.add_argument("--peer", choices=["mlflow"])
+    parser.add_argument("--peer-python", default="python3", help="interpreter of the environment that has the peer")
+    wanted = parser.parse_args()
+    figures: dict[str, float] = {}
+    rows: list[tuple[str, ...]] = []
+    with databases() as fresh:
+        for engine in wanted.engines:
+            _engine(engine, fresh[engine], wanted.seconds, figures, rows)
+    if wanted.peer:
+        _peer(wanted.peer_python, wanted.seconds, figures, rows)
+    print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed"), rows)
+    for key, value in figures.items():
+        print(f"{key} = {value:,.3f}")
+    write_json(wanted.json, figures)
+
+
+def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tuple[str, ...]]) -> None:
+    # one connection: more gave MLflow no higher rate, only longer waits
+    found = measure_mlflow(python, Load(processes=1, connections=1, measure_s=seconds), series(METRICS // 4, 0))
+    per_s = found.per_s * METRICS
+    figures["mlflow.metrics_per_s"] = per_s
+    figures["mlflow.p50_ms"], figures["mlflow.p99_ms"] = found.p50_ms, found.p99_ms
+    if "sqlite.step_values_per_s" in figures:
+        figures["sqlite.over_mlflow"] = figures["sqlite.step_values_per_s"] / per_s
+    shown = (f"{found.per_s:,.0f}", f"{per_s:,.0f}", f"{found.p50_ms:.2f}", f"{found.p99_ms:.2f}", str(found.failed))
+    rows.append((f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", *shown))
+    print(" ", rows[-1], flush=True)
+
+
+def _engine(
+    engine: str, fresh: list[str], seconds: float, figures: dict[str, float], rows: list[tuple[str, ...]]
+) -> None:
+    def case(name: str, kind: str, steps: int, workers: int, load: Load) -> Measured:
+        found = measure(fresh.pop(), workers, load, kind, steps)
+        values = found.per_s * steps * (len(COLUMNS) if kind != "samples" else 1)
+        rows.append(
+            (
+                f"{engine}, {name}",
+                f"{found.per_s:,.0f}",
+                f"{values:,.0f}",
+                f"{found.p50_ms:.2f}",
+                f"{found.p99_ms:.2f}",
+                str(found.failed),
+            )
+        )
+        print(" ", rows[-1], flush=True)
+        return found
+
+    load = Load(measure_s=seconds)
+    raw = raw_commits_per_s(fresh.pop(), 1000, seconds / 2)
+    rows.append((f"{engine}, driver alone, 1,000 x 4", f"{raw:,.0f}", f"{raw * 4000:,.0f}", "", "", ""))
+    for workers in (1, 2):
+        found = case(f"packed 1,000 x 4, {workers} worker(s)", "packed", 1000, workers, load)
+        prefix = engine if workers == 1 else f"{engine}.workers_2"
+        figures[f"{prefix}.step_values_per_s"] = found.per_s * 4000
+        figures[f"{prefix}.p50_ms"], figures[f"{prefix}.p99_ms"] = found.p50_ms, found.p99_ms
+        figures[f"{prefix}.fraction_of_raw"] = found.per_s / raw
+    large = case("packed 10,000 x 4, 1 worker", "packed", 10_000, 1, load)
+    raw_large = raw_commits_per_s(fresh.pop(), 10_000, seconds / 2)
+    figures[f"{engine}.large.step_values_per_s"] = large.per_s * 40_000
+    figures[f"{engine}.large.fraction_of_raw"] = large.per_s / raw_large
+    plain = case("JSON 1,000 x 4, 1 worker", "json", 1000, 1, load)
+    figures[f"{engine}.json.step_values_per_s"], figures[f"{engine}.json.p99_ms"] = plain.per_s * 4000, plain.p99_ms
+    stored = case(f"samples, {SAMPLES} a request", "samples", SAMPLES, 1, load)
+    figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Predicts the memory of the largest batch from readings at the two smallest, on measured workloads.
+
+    python -m benchmarks.memory --grids FILE [--json OUT]
+
+Which readings count is decided by the readings alone, never by the model: a device that runs out of memory reports
+whatever it had reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the
+device's capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space
+shrinks when memory is short). Workloads with fewer than three readings left are not scored, and counted. `memory.raw.*`
+are the same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
+`memory.analytic.*` are the figures with its slope as prior. All figures are fractions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks._grids import MemoryWorkload, read_memory
+from benchmarks._report import mean, median, percentile, print_table, write_json
+from tula_service.perfmodel import MemoryObservations, MemoryPrior, fit_memory
+
+_GIB = 2.0**30
+_FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
+
+
+def capacity_bytes(gpu: str) -> float:
+    """Capacity by the GPU's name ("A100-40GB"); infinite when the name does not say."""
+    found = re.search(r"(\d+)GB", gpu)
+    return float(found.group(1)) * _GIB if found else float("inf")
+
+
+def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> int:
+    """How many of the ascending batches have a reading that is not marked by an out-of-memory."""
+    batches, read, capacity = workload.local_batch_size, workload.memory_bytes, capacity_bytes(workload.gpu)
+    for row in range(1, len(read)):
+        if read[row] <= read[row - 1]:
+            return row
+        if not near_capacity:
+            continue
+        if read[row] >= _FULL * capacity:
+            return row
+        if row > 1 and read[row] > _CROWDED * capacity:
+            rise = (read[row] - read[row - 1]) / (batches[row] - batches[row - 1])
+            before = (read[row - 1] - read[row - 2]) / (batches[row - 1] - batches[row - 2])
+            if rise < _FLATTENED * before:
+                return row
+    return len(read)
+
+
+def analytic_prior(workload: MemoryWorkload) -> MemoryPrior | None:
+    """Bytes per example between the two smallest batches, as counted; None where nothing was."""
+    if workload.analytic_bytes is None:
+        return None
+    first, second = workload.analytic_bytes[:2]
+    slope = (second - first) / (workload.local_batch_size[1] - workload.local_batch_size[0])
+    return MemoryPrior(bytes_per_sample=slope) if slope > 0.0 else None
+
+
+def score(
+    workloads: Sequence[MemoryWorkload], prefix: str, *, near_capacity: bool, analytic: bool = False
+) -> dict[str, float]:
+    """Error at the largest batch and over all batches beyond the second, coverage of the 90 % intervals."""
+    largest, beyond, inside, linear = [], [], [], []
+    for workload in workloads:
+        valid = valid_readings(workload, near_capacity=near_capacity)
+        if valid < 3:
+            continue
+        batches, read = workload.local_batch_size[:valid], workload.memory_bytes[:valid]
+        prior = analytic_prior(workload) if analytic else None
+        model = fit_memory(MemoryObservations(batches[:2], read[:2]), prior=prior)  # type: ignore[arg-type]
+        predicted = model.predict([float(batch) for batch in batches[2:]])
+        errors = abs(predicted.mean_bytes / read[2:] - 1.0)
+        largest.append(float(errors[-1]))
+        beyond.extend(errors.tolist())
+        inside.append(float(predicted.low_bytes[-1] <= read[-1] <= predicted.high_bytes[-1]))
+        slope = (read[1] - read[0]) / (batches[1] - batches[0])
+        linear.append(abs((read[1] + slope * (batches[-1] - batches[1])) / read[-1] - 1.0))
+    return {
+        f"{prefix}.workloads": float(len(largest)),
+        f"{prefix}.unscored": float(len(workloads) - len(largest)),
+        f"{prefix}.largest.median": median(largest),
+        f"{prefix}.largest.p90": percentile(largest, 0.9),
+        f"{prefix}.largest.coverage": mean(inside),
+        f"{prefix}.beyond.median": median(beyond),
+        f"{prefix}.beyond.p90": percentile(beyond, 0.9),
+        f"{prefix}.line.median": median(linear),
+        f"{prefix}.line.p90": percentile(linear, 0.9),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; answers the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    workloads = read_memory(options.grids)
+    if not workloads:
+        parser.error("the table has no workload; check --grids.")
+    figures = score(workloads, "memory", near_capacity=True) | score(workloads, "memory.raw", near_capacity=False)
+    kinds = [("valid readings", "memory"), ("all that rise", "memory.raw")]
+    counted = [workload for workload in workloads if analytic_prior(workload) is not None]
+    if counted:
+        figures |= score(counted, "memory.analytic", near_capacity=True, analytic=True)
+        kinds.append(("with a counted slope", "memory.analytic"))
+    rows = [
+        [name, f"{figures[f'{prefix}.workloads']:.0f}"]
+        + [f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("largest.median", "largest.p90")]
+        + [f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("largest.coverage", "line.median", "line.p90")]
+        for name, prefix in kinds
+    ]
+    header = ["two smallest -> largest", "workloads", "median", "p90", "coverage", "line: median", "p90"]
+    print_table("memory", header, rows)
+    write_json(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Recommendations, lists and pages with 10,000 jobs and 1,000,000 samples stored, through real HTTP.
+
+    python -m benchmarks.recommend [--json OUT] [--jobs 10000] [--samples 1000000]
+
+`cached` asks again for what has not changed, `fresh` sends one sample before each question so that every answer
+is a new fit. Both are measured with 100 jobs stored and with all of them; growth is the ratio of the p99s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from benchmarks._report import percentile, print_table, write_json
+from tests.support.server import Server, make_token
+from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store
+from tula_service.store.schema import upgrade_schema
+from tula_wire import JobSpec, routes
+
+FEW = 100
+RUNS = 5
+CONFIGURATIONS = [Configuration(nodes, 4, batch) for nodes, batch in ((1, 32), (1, 256), (8, 32), (8, 256), (4, 128))]
+
+
+def spec(name: str) -> JobSpec:
+    """A job of ordinary size: eight nodes, prices, a few hundred candidates."""
+    return JobSpec.model_validate(
+        {
+            "name": name,
+            "model": {"name": f"net-{name}", "parameters": 25_600_000},
+            "dataset": {"size": 1_281_167},
+            "epochs": 90,
+            "cluster": {"max_nodes": 8, "ranks_per_node": 4, "price": {"usd_per_node_hour": 3.06}},
+            "batch": {"max_local_batch_size": 512},
+        }
+    )
+
+
+def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarray:
+    """What a ring of this size would measure, with 2 % noise."""
+    share = 1 - 1 / configuration.world_size
+    truth = 0.02 + 0.0011 * configuration.local_batch_size + 0.06 * share
+    return truth * np.random.default_rng(seed).lognormal(0, 0.02, count)
+
+
+def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
+    """Jobs with profiled runs and their samples; (job, one of its runs) each."""
+    made = []
+    steps = np.arange(samples_per_run)
+    for number in jobs:
+        with store.transaction() as tx:
+            wanted = spec(f"job-{number}")
+            job, _ = tx.jobs.create(
+                NewJob(DEFAULT_PROJECT_ID, wanted.name, wanted.model.name, "knee", wanted.model_dump(mode="json"))
+            )
+            run_id = ""
+            for place, configuration in enumerate(CONFIGURATIONS):
+                run = tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
+                columns = SampleColumns(steps, steps, step_times(configuration, samples_per_run, number * RUNS + place))
+                tx.samples.add(run.key, job.id, NewSamples(0, "bench", columns))
+                tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
+                run_id = run.id
+        made.append((job.id, run_id))
+    return made
+
+
+def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
+    """How long each of `times` questions took, after a few that are not counted."""
+    for number in range(5):
+        ask(number)
+    found = []
+    for number in range(times):
+        began = time.perf_counter()
+        ask(5 + number)
+        found.append((time.perf_counter() - began) * 1e3)
+    return found
+
+
+def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
+    """Milliseconds of each kind of question, asked of jobs all over the table."""
+    chosen = [made[place] for place in np.linspace(0, len(made) - 1, 20).astype(int)]
+    numbers = itertools.count(10**6)
+
+    def get(path: str) -> None:
+        answer = client.get(path, headers={"Accept": "application/json, text/html"})
+        assert answer.status_code == 200, answer.text
+
+    def disturb(number: int) -> None:
+        sequence = next(numbers)
+        body = {"rank": 0, "boot_id": "more", "sequence": [sequence], "step": [sequence], "step_time_s": [0.31]}
+        answer = client.post(routes.RUN_SAMPLES.format(run_id=chosen[number % len(chosen)][1]), json=body)
+        assert answer.status_code == 202, answer.text
+
+    def job(number: int, route: str) -> str:
+        return route.format(job_id=chosen[number % len(chosen)][0])
+
+    for number in range(len(chosen)):
+        get(job(number, routes.JOB_RECOMMENDATION))
+    found = {"cached": latencies_ms(lambda number: get(job(number, routes.JOB_RECOMMENDATION)), times)}
+    fresh = []
+    for number in range(times // 2):
+        disturb(number)
+        began = time.perf_counter()
+        get(job(number, routes.JOB_RECOMMENDATION))
+        fresh.append((time.perf_counter() - began) * 1e3)
+    found["fresh"] = fresh
+    found["list"] = latencies_ms(lambda _: get(routes.JOBS + "?limit=50"), times)
+    found["search"] = latencies_ms(lambda number: get(f"{routes.JOBS}?search=job-{number}"), times // 2)
+    found["job page"] = latencies_ms(lambda number: get(f"/jobs/{chosen[number % len(chosen)][0]}"), times // 2)
+    found["front page"] = latencies_ms(lambda _: get("/"), times // 2)
+    return found
+
+
+def main() -> None:
+    """Fill, measure with few jobs and with all, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--times", type=int, default=300)
+    wanted = parser.parse_args()
+    per_run = max(1, wanted.samples // (wanted.jobs * RUNS))
+    rows: list[tuple[str, ...]] = []
+    p99: dict[tuple[str, int], float] = {}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="tula-bench-") as folder:
+        database = f"sqlite:///{folder}/tula.db"
+        store = Store.open(database)
+        upgrade_schema(store.engine)
+        made: list[tuple[str, str]] = []
+        token = make_token(database)
+        for jobs in (min(FEW, wanted.jobs), wanted.jobs):
+            made += fill(store, range(len(made), jobs), per_run)
+            headers = {"Authorization": f"Bearer {token}"}
+            with Server(database, requests_per_minute=10**9) as server, httpx.Client(base_url=server.url) as client:
+                client.headers.update(headers)
+                client.timeout = httpx.Timeout(60)
+                for name, found in measure(client, made, wanted.times).items():
+                    p99[name, jobs] = percentile(found, 0.99)
+                    row = (name, f"{jobs:,}", f"{percentile(found, 0.5):.2f}", f"{p99[name, jobs]:.2f}")
+                    rows.append(row)
+                    key = name.replace(" ", "_")
+                    figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = percentile(found, 0.5), p99[name, jobs]
+                    figures[f"{key}.p50_ms_at_{jobs}"] = percentile(found, 0.5)
+        store.close()
+    few = min(FEW, wanted.jobs)
+    growth = {name: p99[name, wanted.jobs] / p99[name, few] for name in ("cached", "fresh")}
+    figures["growth_100_to_10000"] = max(growth.values())
+    print_table("Recommendation", ("question", "jobs", "p50 ms", "p99 ms"), rows)
+    print(f"cached.p99_ms = {figures['cached.p99_ms']:.2f}\nfresh.p99_ms = {figures['fresh.p99_ms']:.2f}")
+    print(f"growth_100_to_10000 = {figures['growth_100_to_10000']:.3f}")
+    write_json(wanted.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
+
+    python -m benchmarks.step_time --grids FILE [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE]
+
+All figures are fractions (0.04 = 4 %) except `fit_ms`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks._grids import Placement, Workload, read_step_time
+from benchmarks._report import mean, median, percentile, print_table, write_json
+from tula_service.domain import Objective, Search
+from tula_service.perfmodel import (
+    Choice,
+    Form,
+    Goal,
+    Limits,
+    Offer,
+    PlanBudget,
+    StepTimeObservations,
+    Training,
+    fit_step_time,
+    plan,
+    recommend,
+)
+
+PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
+CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
+_DATASET = 1e6
+_DEADLINE = 1.5
+_RUNS = 6
+_SAME_BATCH = 1.03
+_TIMED_CANDIDATES = 64
+
+
+@dataclass
+class Figures:
+    """What one workload gave: per plan the errors and coverage of held-out predictions, per choice the regret."""
+
+    workload: str
+    source: str
+    grid: str
+    error: dict[str, float] = field(default_factory=dict)
+    coverage: dict[str, float] = field(default_factory=dict)
+    regret: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    runs: dict[str, float] = field(default_factory=dict)
+    violated: float = 0.0
+    promised: float = 1.0
+    fit_ms: float = 0.0
+
+
+def profile(workload: Workload, search: Search, *, runs: int | None, goal: Goal | None = None) -> list[Placement]:
+    """The configurations that the planner asks for, in order, each answered from the table."""
+    done: list[Placement] = []
+    observed: StepTimeObservations | None = None
+    while True:
+        step = plan(search, workload.candidates, observed, goal=goal, budget=PlanBudget(max_runs=runs))
+        if step.stop_reason is not None or not step.runs:
+            return done
+        done += [run.configuration for run in step.runs]  # type: ignore[misc]
+        observed = workload.measure(done)
+
+
+def held_out(workload: Workload, profiled: Sequence[Placement], form: Form) -> tuple[list[float], list[float]]:
+    """Relative error and "inside its 90 % interval" of every configuration that was not profiled."""
+    seen = set(profiled)
+    rest = [c for c in workload.candidates if c not in seen]
+    if not rest:
+        return [], []
+    model = fit_step_time(workload.measure(profiled), form=form, candidates=workload.candidates)
+    predicted = model.predict(rest)
+    actual = np.array([workload.step_time_s[c] for c in rest])
+    inside = (predicted.low_s <= actual) & (actual <= predicted.high_s)
+    return np.abs(predicted.mean_s / actual - 1.0).tolist(), inside.astype(float).tolist()
+
+
+def replay(workload: Workload) -> Figures:
+    """Everything that is measured on one workload."""
+    found = Figures(workload.name, workload.source, workload.grid)
+    corners = profile(workload, Search.PARTIAL, runs=None)
+    profiled = {
+        "ring": corners,
+        "partial": corners,
+        "adaptive4": profile(workload, Search.ADAPTIVE, runs=4),
+        "adaptive6": profile(workload, Search.ADAPTIVE, runs=6),
+    }
+    for name, chosen in profiled.items():
+        errors, inside = held_out(workload, chosen, Form.RING if name == "ring" else Form.PHYSICAL)
+        found.error[name], found.coverage[name] = median(errors), mean(inside)
+    left_out = [
+        held_out(workload, [c for c in workload.candidates if c != one], Form.PHYSICAL) for one in workload.candidates
+    ]
+    found.error["full"] = median([errors[0] for errors, _ in left_out])
+    found.coverage["full"] = mean([inside[0] for _, inside in left_out])
+    found.fit_ms = time_fit(workload, profiled["adaptive6"])
+    regret(workload, profiled["adaptive6"], found)
+    return found
+
+
+def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
+    """Milliseconds to fit the model and to predict a job of 64 candidates; best of three, as others share the core."""
+    observed = workload.measure(profiled)
+    candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        fit_step_time(observed, candidates=candidates).predict(candidates)
+        taken.append(time.perf_counter() - started)
+    return 1000.0 * min(taken)
+
+
+def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
+    """How much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
+    spent = {c: workload.step_time_s[c] * _DATASET / c.global_batch_size for c in workload.candidates}
+    paid = {c: spent[c] * c.world_size for c in workload.candidates}
+    largest = max(workload.candidates, key=lambda c: (c.world_size, c.local_batch_size))
+    deadline = _DEADLINE * min(spent.values())
+    cases = {
+        "time": (Objective.TIME, Limits(), spent),
+        "cost": (Objective.COST, Limits(), paid),
+        "deadline": (Objective.COST, Limits(deadline_s=deadline), paid),
+    }
+    for name, (objective, limits, value) in cases.items():
+        goal = Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits)
+        runs, choice = recommended(workload, goal)
+        chosen = choice.chosen.configuration if choice.chosen else largest
+        allowed = [c for c in workload.candidates if name != "deadline" or spent[c] <= deadline]
+        found.regret[name] = value[chosen] / min(value[c] for c in allowed) - 1.0  # type: ignore[index]
+        found.largest[name] = value[largest] / min(value[c] for c in allowed) - 1.0
+        found.runs[name] = len(runs)
+        if name == "deadline":
+            found.violated = float(spent[chosen] > deadline)  # type: ignore[index]
+            found.promised = float(choice.within_limits_is_likely)
+    best_num_nodes(workload, planned, found)
+
+
+def recommended(workload: Workload, goal: Goal) -> tuple[list[Placement], Choice]:
+    """The runs that the planner spent on a goal, and the choice that they led to."""
+    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal)
+    model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
+    return runs, recommend(workload.candidates, model, goal).choice
+
+
+def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
+    """For every global batch that several clusters can run: which of them is fastest?
+
+    `best_num_nodes`: each batch is a job of its own that may profile any configuration, at most six in all, the
+    verification of its choice included. `best_num_nodes_planned`: six planned runs serve all batches, none is verified.
+    """
+    model = fit_step_time(workload.measure(planned), candidates=workload.candidates)
+    mean_s = dict(zip(workload.candidates, model.predict(workload.candidates).mean_s, strict=True))
+    verified, unverified, always, spent = [], [], [], []
+    for members in same_batch(workload.candidates):
+        step_time = {c: workload.step_time_s[c] for c in members}
+        best = min(step_time.values())
+        batches = [c.global_batch_size for c in members]
+        limits = Limits(min_global_batch_size=min(batches), max_global_batch_size=max(batches))
+        runs, choice = recommended(workload, Goal(Objective.TIME, Training(_DATASET), {"default": Offer()}, limits))
+        verified.append(step_time[choice.chosen.configuration] / best - 1.0)  # type: ignore[union-attr, index]
+        unverified.append(step_time[min(members, key=lambda c: (mean_s[c], c))] / best - 1.0)
+        always.append(step_time[max(members, key=lambda c: (c.world_size, c.num_nodes))] / best - 1.0)
+        spent.append(len(runs))
+    if verified:
+        found.regret["best_num_nodes"], found.largest["best_num_nodes"] = mean(verified), mean(always)
+        found.regret["best_num_nodes_planned"] = found.largest["best_num_nodes_planned"] = mean(unverified)
+        found.largest["best_num_nodes_planned"] = mean(always)
+        found.runs["best_num_nodes"] = mean([float(n) for n in spent])
+
+
+def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
+    """Groups of candidates of equal global batch (within 3 %) on at least two sizes of cluster."""
+    groups: list[list[Placement]] = []
+    for candidate in sorted(candidates, key=lambda c: c.global_batch_size):
+        if groups and candidate.global_batch_size <= _SAME_BATCH * groups[-1][0].global_batch_size:
+            groups[-1].append(candidate)
+        else:
+            groups.append([candidate])
+    return [group for group in groups if len({c.world_size for c in group}) > 1]
+
+
+def summarise(results: Sequence[Figures]) -> dict[str, float]:
+    """The figures over all workloads, by key."""
+    out: dict[str, float] = {}
+    for grid in ("regular", "hard"):
+        here = [r for r in results if r.grid == grid]
+        out[f"{grid}.workloads"] = float(len(here))
+        for name in PLANS:
+            errors = [r.error[name] for r in here if r.error[name] == r.error[name]]
+            out[f"{grid}.{name}.median"], out[f"{grid}.{name}.p90"] = median(errors), percentile(errors, 0.9)
+            inside = [r.coverage[name] for r in here if r.coverage[name] == r.coverage[name]]
+            out[f"{grid}.{name}.coverage"] = mean(inside)
+        both = [r.coverage[name] for r in here for name in ("adaptive4", "adaptive6")]
+        out[f"coverage.{grid}"] = mean([value for value in both if value == value])
+    for name in CHOICES:
+        regrets = [r.regret[name] for r in results if name in r.regret]
+        always = [r.largest[name] for r in results if name in r.largest]
+        out[f"regret.{name}.mean"] = mean(regrets)
+        out[f"regret.{name}.within5"] = mean([float(value <= 0.05) for value in regrets])
+        out[f"regret.{name}.largest.mean"] = mean(always)
+        out[f"regret.{name}.largest.within5"] = mean([float(value <= 0.05) for value in always])
+        runs = [float(r.runs[name]) for r in results if name in r.runs]
+        if runs:
+            out[f"regret.{name}.runs"] = mean(runs)
+    out["regret.deadline.promised"] = mean([r.promised for r in results])
+    out["regret.deadline.violations"] = mean([r.violated * r.promised for r in results])
+    out["regret.deadline.violations_with_warned"] = mean([r.violated for r in results])
+    out["fit_ms"] = median([r.fit_ms for r in results])
+    out["fit_ms.p90"] = percentile([r.fit_ms for r in results], 0.9)
+    return out
+
+
+def show(figures: dict[str, float]) -> None:
+    """The same for people."""
+    percent = lambda key: f"{100 * figures[key]:.1f} %" if key in figures else "-"  # noqa: E731
+    for grid in ("regular", "hard"):
+        rows = [[name, *(percent(f"{grid}.{name}.{part}") for part in ("median", "p90", "coverage"))] for name in PLANS]
+        print_table(f"{grid} grids ({figures[f'{grid}.workloads']:.0f})", ["plan", "median", "p90", "coverage"], rows)
+    parts = ("mean", "within5", "largest.mean", "largest.within5")
+    rows = [[name, *(percent(f"regret.{name}.{part}") for part in parts)] for name in CHOICES]
+    print_table("regret, at most 6 runs", ["choice", "mean", "within 5 %", "largest: mean", "within 5 %"], rows)
+    print(f"\ndeadline violations {percent('regret.deadline.violations')}; median fit {figures['fit_ms']:.1f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; answers the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
+    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
+    parser.add_argument("--without", action="append", default=[], help="leave this source out")
+    parser.add_argument("--details", action="store_true", help="one line for each workload")
+    options = parser.parse_args(arguments)
+    workloads = [
+        w
+        for w in read_step_time(options.grids)
+        if w.source not in options.without and (not options.only or w.source in options.only)
+    ]
+    if not workloads:
+        parser.error("no workload is left; check --grids, --only and --without.")
+    if options.jobs > 1:
+        with ProcessPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(replay, workloads))
+    else:
+        results = [replay(workload) for workload in workloads]
+    if options.details:
+        for r in results:
+            cells = " ".join(f"{name} {100 * r.error[name]:.1f}" for name in PLANS)
+            print(f"{r.workload} {r.grid} {cells} | " + " ".join(f"{k} {100 * v:.1f}" for k, v in r.regret.items()))
+    figures = summarise(results)
+    show(figures)
+    write_json(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

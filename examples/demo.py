@@ -1,0 +1,243 @@
+"""`make demo`: the whole of Tula once, on this machine, with real processes; under five minutes on two cores.
+
+Serves on a temporary database, profiles `digits_ddp.py` at a few configurations, prints what is predicted for all,
+measures two that were not profiled, trains with the recommended one, and writes the trade-off curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tula_client import Client, JobHandle, TulaError
+from tula_client.cli import units
+from tula_client.cli.output import table
+from tula_client.launch import Outcome, Runner, RunnerOptions, Silent, Template, WorkDir, with_launcher
+from tula_wire import Candidate, Recommendation, Run, RunCreate
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = [str(HERE / "digits_ddp.py"), "--batch-size", "{local_batch_size}"]
+SPEC = """\
+name = "digits"
+epochs = 20
+objective = "knee"
+search = "partial"                # profile the extremes, predict the rest
+
+[model]
+name = "digits-cnn"
+
+[dataset]
+size = 1437
+
+[cluster]                         # one rank stands for one node: world sizes 1, 2 and 4
+min_nodes = 1
+max_nodes = 4
+memory_bytes_per_rank = 2_147_483_648
+price = { usd_per_node_hour = 1.00 }
+
+[batch]                           # 16, 32, 64 and 128 a rank
+min_local_batch_size = 16
+max_local_batch_size = 128
+
+[profiling]
+profiling_warmup_steps = 10
+measuring_steps = 60
+"""
+
+
+def main() -> int:
+    """Run the demonstration; its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=20, help="epochs to train at the end")
+    parser.add_argument("--output", type=Path, default=Path("tula-demo"), help="folder for the curve")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.monotonic()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        with tempfile.TemporaryDirectory(prefix="tula-demo-") as folder, service(Path(folder)) as url:
+            os.environ["TULA_URL"] = url
+            demonstrate(Path(folder), args.output, args.epochs)
+    except KeyboardInterrupt:
+        say("Stopped; the service and every process of the demonstration are gone.")
+        return 130
+    except TulaError as error:
+        say(f"The demonstration failed: {error}")
+        return 1
+    say(f"Done in {units.seconds(time.monotonic() - began)}; the service is shut down and its database deleted.")
+    return 0
+
+
+def demonstrate(folder: Path, output: Path, epochs: int) -> None:
+    """The five steps, each with the command that anybody would type."""
+    spec = folder / "job.toml"
+    spec.write_text(SPEC)
+    work = ["--work-dir", str(folder / "work")]
+
+    heading("Profile what the service asks for, predict every candidate")
+    tula("tune", str(spec), "--launcher", "torchrun", *work, "--", *SCRIPT)
+
+    with Client() as client:
+        job = client.handle("digits")
+        before = job.recommendation()
+
+        heading("Two candidates that nobody profiled: predicted, then measured")
+        chosen = unprofiled(before)
+        for candidate in chosen:
+            measure(client, job, candidate, folder / "work")
+        after = {run.configuration: run for run in reversed(job.runs()) if run.state == "succeeded"}
+        compare(before, [(candidate, after[candidate.configuration]) for candidate in chosen])
+
+        heading("Train with the recommendation, gradients scaled adaptively")
+        tula(
+            "run", "digits", "--launcher", "torchrun", "--method", "ags", *work, "--", *SCRIPT, "--epochs", str(epochs)
+        )
+        trained = next(run for run in job.runs() if run.kind == "train")
+        log = folder / "work" / job.id / "logs" / f"{trained.id}.log"
+        told = [line for line in log.read_text().splitlines() if line.startswith("epoch")]
+        say("\n".join([*told[4:-1:5], *told[-1:]]))
+        if trained.step_time_s is not None:
+            say(f"Measured over the training: {units.seconds(trained.step_time_s)} a step.")
+
+        heading("The trade-off curve")
+        output.mkdir(parents=True, exist_ok=True)
+        tula("plot", "digits", "--output", str(output / "tradeoff.png"))
+
+
+def unprofiled(recommendation: Recommendation) -> list[Candidate]:
+    """Two allowed candidates that were not profiled, as far apart in global batch as there are."""
+    open_ = [one for one in recommendation.candidates if not one.profiled and one.excluded_by is None and not one.spot]
+    ordered = sorted(open_, key=lambda one: (one.global_batch_size, one.configuration.num_nodes))
+    return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
+
+
+def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) -> None:
+    """Profile one configuration of our own choice; raises `TulaError` when its command fails."""
+    words, _ = with_launcher("torchrun", SCRIPT)
+    work = WorkDir(root, job.id)
+    with work.held() as holder:
+        runner = Runner(client, work, holder, RunnerOptions(url=client.url), Silent())
+        wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
+        active = runner.start(client.create_run(job.id, wanted), Template(words))
+        try:
+            while (status := runner.attend(active)) is None:
+                time.sleep(0.1)
+        except BaseException:
+            runner.abandon(active)
+            raise
+        outcome: Outcome = runner.judge(active, status)
+    if outcome.state != "succeeded":
+        raise TulaError(f"{units.configuration(candidate.configuration)}: {outcome.message}")
+
+
+def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> None:
+    """Predicted beside measured, with the error and whether the interval held it."""
+    rows = []
+    for candidate, run in pairs:
+        predicted, measured = candidate.step_time_s, run.step_time_s
+        if measured is None:
+            raise TulaError(f"run {run.id} has no step time")
+        error = (predicted.value - measured) / measured
+        rows.append(
+            [
+                units.configuration(candidate.configuration),
+                units.estimate(predicted),
+                units.seconds(measured),
+                units.percent(error, signed=True),
+                "yes" if predicted.low <= measured <= predicted.high else "no",
+            ]
+        )
+    headings = ["configuration", ">predicted step", ">measured", ">error", "in the interval"]
+    CONSOLE.print(table(headings, rows))
+    say(f"Predicted from {before.model.num_runs} profiled runs. Ranks share this machine's cores, so steps are noisy.")
+
+
+@contextlib.contextmanager
+def service(folder: Path) -> Iterator[str]:
+    """A service on a temporary database and a free port, in a session of its own so that Ctrl-C reaches it last."""
+    log = (folder / "service.log").open("w+")
+    port = free_port()
+    command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", str(folder / "tula.db"), "--port", port]
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, process, folder / "service.log")
+        say(f"The service listens on {url}, its database is {folder / 'tula.db'}.")
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+def free_port() -> str:
+    """A port that nothing listens on."""
+    import socket
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return str(bound.getsockname()[1])
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return once the service answers; raises `TulaError` with its last words when it does not within a minute."""
+    with Client(url) as client:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(TulaError):
+                client.ready()
+                return
+    raise TulaError("the service did not start: " + " ".join(log.read_text().splitlines()[-3:]))
+
+
+def tula(*arguments: str) -> None:
+    """Run a `tula` command, echoed; on Ctrl-C it cleans up after itself, and we wait for that.
+
+    A session of its own keeps the terminal's signal from it, so that it is told to stop once and not twice.
+    """
+    say("$ tula " + " ".join(json.dumps(word) if " " in word else word for word in arguments))
+    process = subprocess.Popen([sys.executable, "-m", "tula_client.cli", *arguments], start_new_session=True)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+    if code:
+        raise TulaError(f"tula {arguments[0]} ended with exit code {code}")
+
+
+def heading(text: str) -> None:
+    """Say what comes next."""
+    CONSOLE.print(f"\n[bold]== {text}[/bold]")
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    CONSOLE.print(text, soft_wrap=True, markup=False)
+
+
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+if __name__ == "__main__":
+    sys.exit(main())

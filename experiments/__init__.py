@@ -1,0 +1,1 @@
+"""One folder per scientific claim: question, command, result; nothing in the product imports them."""

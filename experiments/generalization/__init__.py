@@ -1,0 +1,1 @@
+"""Which large-batch method closes the generalization gap, and by how much?"""

@@ -1,0 +1,65 @@
+"""Command line: python -m experiments.generalization --quick|--full|--gpu|--development [--json FILE]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments.generalization.campaign import Campaign, run_mode
+from experiments.generalization.cases import MODES
+from experiments.generalization.plots import write_plots
+from experiments.generalization.report import as_json, figures, markdown, report_case
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="experiments.generalization", description=__doc__)
+    modes = parser.add_mutually_exclusive_group(required=True)
+    for name in MODES:
+        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=name)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and rows here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write table and plots here")
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="keep single runs here, and go on from them")
+    parser.add_argument("--seeds", type=int, metavar="N", help="fewer or more seeds than the mode's")
+    parser.add_argument("--only", metavar="METHODS", help="comma-separated methods; no report is made")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    mode = MODES[arguments.mode]
+    if arguments.seeds:
+        mode = replace(mode, seeds=arguments.seeds)
+    if mode.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--gpu needs a CUDA device and there is none: use --quick or --full")
+    began = time.monotonic()
+    campaign = Campaign(arguments.runs)
+    by_case = run_mode(mode, campaign, only=arguments.only.split(",") if arguments.only else None)
+    if arguments.only:
+        return
+    reports = [report_case(name, results) for name, results in by_case.items()]
+    values = figures(reports)
+    if mode.real_ddp is not None:
+        from experiments.generalization.real_ddp import compare
+
+        rate = next(r.learning_rate for r in reports if r.name == mode.real_ddp.name)
+        values |= compare(mode.real_ddp, mode, rate)
+    values["elapsed_s"] = time.monotonic() - began
+    values["cpu_s"] = math.fsum(result.cpu_s for result in campaign.results)
+    text = markdown(reports, values, seeds=mode.seeds)
+    print(text)
+    document = {"mode": mode.name, "seeds": mode.seeds, "torch": torch.__version__, **as_json(reports, values)}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{mode.name}.md").write_text(text)
+        (arguments.out / f"{mode.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_plots([r for found in by_case.values() for r in found], arguments.out, stem=mode.name)
+
+
+if __name__ == "__main__":
+    main()

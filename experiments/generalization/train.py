@@ -1,0 +1,178 @@
+"""One training run, the same for every method: fixed epochs, step decay, ranks played one after another."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments.generalization.cases import Case, Mode
+from experiments.generalization.data import ImageSet, Split, load
+from experiments.generalization.methods import POST_LOCAL_AFTER_EPOCHS, POST_LOCAL_SYNCS_PER_EPOCH, Method, prepare
+from experiments.generalization.networks import build
+from tula_agent.scaling import TulaOptimizer
+
+__all__ = ["Result", "accuracy", "decay", "train"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Last-epoch accuracies in percent; `variability`: median of equation 5 over the run; `scale`: mean factor."""
+
+    case: str
+    method: str
+    seed: int
+    learning_rate: float
+    validation: float
+    test: float
+    diverged: bool
+    variability: float
+    scale: float
+    cpu_s: float
+
+    def row(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+
+def decay(epoch: int, epochs: int) -> float:
+    """1, then a tenth from half-way, a hundredth from three quarters."""
+    return 1.0 if epoch < epochs * 0.5 else 0.1 if epoch < epochs * 0.75 else 0.01
+
+
+def accuracy(network: nn.Module, split: Split) -> float:
+    """Percent of `split` classified right, in evaluation mode."""
+    network.eval()
+    with torch.no_grad():
+        right = sum(
+            int((network(images).argmax(1) == labels).sum())
+            for images, labels in zip(split.images.split(1024), split.labels.split(1024), strict=True)
+        )
+    network.train()
+    return 100.0 * right / len(split)
+
+
+def train(case: Case, method: Method, mode: Mode, *, seed: int, learning_rate: float) -> Result:
+    """Train `method` on `case` and measure it; `seed` draws the weights, the order and dropout, not the data."""
+    device = torch.device(mode.device)
+    images = load(case.dataset, num_train=mode.num_train)
+    images = replace(images, train=images.train.to(device), val=images.val.to(device), test=images.test.to(device))
+    torch.manual_seed(seed)
+    network = build(case.network, num_classes=images.num_classes, side=images.side).to(device)
+    began = time.process_time()
+    run = _Run(case, method, mode, images, network, learning_rate)
+    run.train(torch.Generator().manual_seed(seed + 1000))
+    diverged = not all(bool(torch.isfinite(p).all()) for p in network.parameters())
+    chance = 100.0 / images.num_classes
+    return Result(
+        case.name,
+        method.name,
+        seed,
+        learning_rate,
+        chance if diverged else accuracy(network, images.val),
+        chance if diverged else accuracy(network, images.test),
+        diverged,
+        _median(run.variability),
+        sum(run.scales) / len(run.scales) if run.scales else 1.0,
+        time.process_time() - began,
+    )
+
+
+class _Run:
+    def __init__(
+        self, case: Case, method: Method, mode: Mode, images: ImageSet, network: nn.Module, learning_rate: float
+    ) -> None:
+        self.case, self.mode, self.images, self.network = case, mode, images, network
+        self.steps_per_epoch = len(images.train) // case.batch_size
+        self.prepared = prepare(
+            method, case, network, learning_rate=learning_rate, steps_per_epoch=self.steps_per_epoch
+        )
+        self.local_after = POST_LOCAL_AFTER_EPOCHS if method.kind == "post_local" else mode.epochs
+        self._last_norm_sq = 0.0
+        self.variability: list[float] = []
+        self.scales: list[float] = []
+
+    def train(self, order: torch.Generator) -> None:
+        replicas: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+        for epoch in range(self.mode.epochs):
+            if epoch == self.local_after:
+                replicas = [self._replica() for _ in range(self.case.world_size)]
+            shuffled = torch.randperm(len(self.images.train), generator=order)
+            for step in range(self.steps_per_epoch):
+                batch = shuffled[step * self.case.batch_size : (step + 1) * self.case.batch_size]
+                rate = next(self.prepared.rates) * decay(epoch, self.mode.epochs)
+                if replicas:
+                    self._local_step(replicas, batch, rate, step)
+                else:
+                    self._step(batch, rate)
+        if replicas:
+            _average([network for network, _ in replicas], into=self.network)
+
+    def _step(self, batch: torch.Tensor, rate: float) -> None:
+        optimizer = self.prepared.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        train = self.images.train
+        if isinstance(optimizer, TulaOptimizer):
+            optimizer.observe_batch((train.images[batch], train.labels[batch]))
+        for shard in batch.chunk(self.case.world_size):
+            loss = F.cross_entropy(self.network(train.images[shard]), train.labels[shard])
+            (loss / self.case.world_size).backward()
+        self._record(optimizer)
+        optimizer.step()
+
+    def _record(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        norm_sq = float(torch.stack(torch._foreach_norm(gradients)).square().sum())
+        if math.isfinite(norm_sq) and self._last_norm_sq > 0.0:
+            self.variability.append(abs(norm_sq - self._last_norm_sq) / self._last_norm_sq)
+        self._last_norm_sq = norm_sq
+        if isinstance(optimizer, TulaOptimizer):
+            self.scales.append(optimizer.telemetry().get("scale", 1.0))
+
+    def _replica(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        network = copy.deepcopy(self.network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9, weight_decay=5e-4)
+        optimizer.load_state_dict(self.prepared.optimizer.state_dict())
+        return network, optimizer
+
+    def _local_step(
+        self,
+        replicas: Sequence[tuple[nn.Module, torch.optim.Optimizer]],
+        batch: torch.Tensor,
+        rate: float,
+        step: int,
+    ) -> None:
+        train = self.images.train
+        for (network, optimizer), shard in zip(replicas, batch.chunk(len(replicas)), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            F.cross_entropy(network(train.images[shard]), train.labels[shard]).backward()
+            optimizer.step()
+        if (step + 1) % max(1, self.steps_per_epoch // POST_LOCAL_SYNCS_PER_EPOCH) == 0:
+            networks = [network for network, _ in replicas]
+            _average(networks, into=self.network)
+            for network in networks:
+                network.load_state_dict(self.network.state_dict())
+
+
+def _average(networks: Sequence[nn.Module], *, into: nn.Module) -> None:
+    states = [network.state_dict() for network in networks]
+    mean = {
+        key: torch.stack([state[key] for state in states]).float().mean(0).to(states[0][key].dtype) for key in states[0]
+    }
+    into.load_state_dict(mean)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else math.nan
