@@ -1,0 +1,102 @@
+"""`tula doctor` and `tula upload` as a person meets them."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import httpx
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.agent.sink import Sink
+from tula_agent.commands.doctor import Finding, doctor, examine
+from tula_agent.commands.upload import upload
+from tula_agent.ship.envelope import Envelope
+from tula_agent.ship.spool import Spool, read_records
+
+HEALTHY = {"/healthz": 200, "/readyz": 200, "/v1/jobs": 200}
+
+
+def command(function: object) -> typer.Typer:
+    app = typer.Typer()
+    app.command()(function)  # type: ignore[type-var]
+    return app
+
+
+def look(environ: dict[str, str]) -> dict[str, Finding]:
+    with httpx.Client(timeout=5) as client:
+        return {finding.name: finding for finding in examine(environ, client)}
+
+
+def test_a_healthy_place_has_nothing_wrong(sink: Sink, tmp_path: Path) -> None:
+    sink.pages = dict(HEALTHY)
+    found = look({"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path / "spool"), "RANK": "0", "WORLD_SIZE": "2"})
+    assert {"python", "torch", "distributed", "cuda", "ranks", "service", "clock", "database", "token", "disk"} <= set(
+        found
+    )
+    assert [finding for finding in found.values() if finding.state == "wrong"] == []
+
+
+@pytest.mark.parametrize(
+    ("pages", "environ", "name", "remedy"),
+    [
+        ({}, {}, "service", "is this the service"),
+        ({**HEALTHY, "/readyz": 503}, {}, "database", "log"),
+        ({**HEALTHY, "/v1/jobs": 401}, {}, "token", "tula token create"),
+        (HEALTHY, {"RANK": "4", "WORLD_SIZE": "2"}, "ranks", "0 <= rank < size"),
+        (HEALTHY, {"TULA_SPOOL_DIR": "/proc/nowhere"}, "disk", "TULA_SPOOL_DIR"),
+    ],
+)
+def test_each_fault_is_named_with_its_remedy(
+    sink: Sink, tmp_path: Path, pages: dict[str, int], environ: dict[str, str], name: str, remedy: str
+) -> None:
+    sink.pages = dict(pages)
+    found = look({"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path), **environ})
+    assert found[name].state == "wrong"
+    assert remedy in found[name].remedy
+
+
+def test_doctor_exits_with_one_when_something_is_wrong(tmp_path: Path) -> None:
+    environ = {"TULA_URL": "http://127.0.0.1:9", "TULA_SPOOL_DIR": str(tmp_path), "RANK": "", "WORLD_SIZE": ""}
+    result = CliRunner().invoke(command(doctor), ["--json"], env=environ)
+    assert result.exit_code == 1
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert "start `tula serve`" in findings["service"]["remedy"]
+    assert "WRONG" in CliRunner().invoke(command(doctor), [], env=environ).stdout
+
+
+def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "r-0-boot.spool", 2**20)
+    spool.append(Envelope("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
+    spool.append(Envelope("POST", "/v1/runs/r/samples", b'{"not": "a batch"}', 1))
+    result = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url, "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) | {"why": ""} == {"files": 1, "requests": 2, "refused": 1, "left": 0, "why": ""}
+    assert sink.states == ["succeeded"]
+    kept = list(tmp_path.iterdir())
+    assert [path.suffix for path in kept] == [".rejected"]
+    assert [envelope.path for envelope in read_records(kept[0])] == ["/v1/runs/r/samples"]
+
+
+def test_upload_to_nobody_loses_nothing(sink: Sink, tmp_path: Path) -> None:
+    Spool(tmp_path / "r-0-boot.spool", 2**20).append(Envelope("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
+    result = CliRunner().invoke(command(upload), [str(tmp_path), "--url", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "start it and try again" in result.output
+    assert CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url]).exit_code == 0
+    assert sink.states == ["succeeded"]
+
+
+def test_upload_of_no_directory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command(upload), [str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "is not a directory" in result.output
+
+
+def test_both_are_offered_to_the_command() -> None:
+    offered = {point.name: point.value for point in entry_points(group="tula.commands")}
+    assert offered["doctor"] == "tula_agent.commands.doctor:doctor"
+    assert offered["upload"] == "tula_agent.commands.upload:upload"

@@ -1,0 +1,137 @@
+"""A sink for what agents send, and training scripts as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.agent.sink import Sink, start
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def sink() -> Iterator[Sink]:
+    """A service that takes everything, until its `behaviour` is changed."""
+    made = Sink()
+    server = start(made)
+    yield made
+    made.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def environment(sink: Sink, tmp_path: Path) -> dict[str, str]:
+    """What a launcher would set for one run that reports to `sink`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    return kept | {
+        "TULA_URL": sink.url,
+        "TULA_RUN_ID": "run1",
+        "TULA_JOB_ID": "job1",
+        "TULA_SPOOL_DIR": str(tmp_path / "spool"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path[:1]),
+    }
+
+
+@dataclass
+class Done:
+    """How a process ended: its exit status as `subprocess` has it, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def printed(self, word: str) -> list[str]:
+        """Lines of the output that begin with `word`."""
+        return [line for line in self.stdout.splitlines() if line.startswith(word)]
+
+
+class Zygote:
+    """The process that forks scripts; see `tests/agent/zygote.py`."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).parent / "zygote.py"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def start(self, argv: list[str], env: dict[str, str], folder: Path) -> int:
+        """Fork a script; its process id."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._files = (folder / "stdout", folder / "stderr")
+        order = {"argv": argv, "env": env, "stdout": str(self._files[0]), "stderr": str(self._files[1])}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def wait(self) -> Done:
+        """Wait for the script that was started last."""
+        assert self._process.stdout is not None
+        status = os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
+        return Done(status, *(path.read_text(errors="replace") for path in self._files))
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One for all tests, since importing torch takes seconds."""
+    made = Zygote()
+    yield made
+    made.close()
+
+
+Launch = Callable[..., Done]
+
+
+@pytest.fixture
+def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launch:
+    """Run a script of `scripts/` in a process of its own, or in several under torchrun; its output comes back."""
+
+    def run(name: str, *arguments: str, ranks: int = 0, expect: int | None = 0, **variables: str) -> Done:
+        script, env = str(SCRIPTS / name), environment | variables
+        if ranks:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            ended = subprocess.run([*torchrun, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
+            done = Done(ended.returncode, ended.stdout, ended.stderr)
+        else:
+            zygote.start([script, *arguments], env, tmp_path)
+            done = zygote.wait()
+        if expect is not None:
+            assert done.returncode == expect, done.stderr[-4000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """The final weights of `train.py` with these arguments and no agent at all."""
+    known: dict[tuple[str, ...], list[str]] = {}
+
+    def weights(*arguments: str) -> list[str]:
+        if arguments not in known:
+            clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+            zygote.start([str(SCRIPTS / "train.py"), *arguments], clean, tmp_path_factory.mktemp("plain"))
+            known[arguments] = zygote.wait().printed("weights")
+            assert known[arguments]
+        return known[arguments]
+
+    return weights

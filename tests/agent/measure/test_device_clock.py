@@ -1,0 +1,218 @@
+"""Times by the device's clock: events are lent and come back, nobody waits, and without them wall time stands.
+
+No CUDA device is at hand here: `Event` below is a small hand-written stand-in for `torch.cuda.Event` on a device
+whose progress the test moves by hand. `clock_for` with a real device is not run by these tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_agent.config import read_config
+from tula_agent.guard import Guard
+from tula_agent.measure.device_clock import DeviceClock, DeviceTiming, clock_for
+from tula_agent.measure.step_timer import StepTiming
+from tula_agent.ship.reporter import Reporter
+
+
+class Device:
+    """A stream: events are passed in the order of their recording, `work` milliseconds apart."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.queue: deque[tuple[float, Event]] = deque()
+        self.queued_ms = 0.0
+        self.broken = False
+
+    def work(self, ms: float) -> None:
+        """Something is launched that takes this long; the host goes on at once."""
+        self.queued_ms += ms
+
+    def record(self, event: Event) -> None:
+        event.passed_ms = None
+        self.queue.append((self.queued_ms, event))
+
+    def run_until(self, ms: float) -> None:
+        while self.queue and self.queue[0][0] <= ms:
+            at, event = self.queue.popleft()
+            event.passed_ms = at
+
+
+class Event:
+    """As `torch.cuda.Event(enable_timing=True)`: asking for a time before the device came by is an error."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.passed_ms: float | None = None
+
+    def query(self) -> bool:
+        if self.device.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.passed_ms is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        if self.passed_ms is None or end.passed_ms is None:
+            raise RuntimeError("device not ready")
+        return end.passed_ms - self.passed_ms
+
+
+def clock_of(device: Device, pool_size: int = 256) -> DeviceClock:
+    return DeviceClock(lambda: Event(device), device.record, pool_size)
+
+
+def mark(clock: DeviceClock, device: Device, wait: float, compute: float, update: float):
+    clock.begin()
+    device.work(wait)
+    clock.batch()
+    device.work(compute)
+    clock.optimizer()
+    device.work(update)
+    return clock.end()
+
+
+milliseconds = st.floats(0.01, 1000)
+
+
+@given(st.lists(st.tuples(milliseconds, milliseconds, milliseconds), min_size=1, max_size=20))
+def test_every_step_gets_its_own_times_however_late_it_is_asked(steps: list[tuple[float, float, float]]) -> None:
+    device = Device()
+    clock = clock_of(device)
+    intervals = [mark(clock, device, *step) for step in steps]
+    assert all(interval is not None and interval.poll() is None for interval in intervals)
+    device.run_until(device.queued_ms)
+    for (wait, compute, update), interval in zip(steps, intervals, strict=True):
+        assert interval is not None
+        assert interval.poll() == pytest.approx(((wait + compute + update) / 1e3, wait / 1e3, update / 1e3), abs=1e-8)
+
+
+def test_events_are_made_once_and_lent_again() -> None:
+    device = Device()
+    clock = clock_of(device)
+    for _ in range(1000):
+        interval = mark(clock, device, 1, 2, 3)
+        device.run_until(device.queued_ms)
+        assert interval is not None
+        assert interval.poll() == pytest.approx((6e-3, 1e-3, 3e-3))
+    assert clock._pool.made == 4
+
+
+def test_a_device_that_lags_costs_no_more_than_the_pool_and_times_come_back_with_it() -> None:
+    device = Device()
+    clock = clock_of(device, pool_size=10)
+    under_way = [mark(clock, device, 1, 1, 1) for _ in range(50)]
+    timed = [interval for interval in under_way if interval is not None]
+    assert 1 <= len(timed) <= 3
+    assert clock._pool.made == 10
+    device.run_until(device.queued_ms)
+    assert all(interval.poll() is not None for interval in timed)
+    after = mark(clock, device, 1, 1, 1)
+    device.run_until(device.queued_ms)
+    assert after is not None
+    assert after.poll() == pytest.approx((3e-3, 1e-3, 1e-3))
+
+
+def test_a_step_that_the_loop_leaves_gives_its_events_back() -> None:
+    device = Device()
+    clock = clock_of(device, pool_size=4)
+    for _ in range(20):
+        clock.begin()
+        clock.batch()
+        clock.drop()
+    assert clock._pool.made == 2
+    assert clock.end() is None
+    assert mark(clock, device, 1, 1, 1) is not None
+
+
+def test_a_device_without_events_has_no_clock() -> None:
+    assert clock_for(torch.device("cpu")) is None
+    assert clock_for(torch.device("meta")) is None
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Reporter:
+    environ = {"TULA_URL": "http://127.0.0.1:1", "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}
+    config = read_config(environ)
+    assert config is not None
+    return Reporter(config, Guard(), "boot", lambda: 1)
+
+
+def samples(reporter: Reporter, last: bool = False) -> list[dict[str, object]]:
+    due = reporter.collect(last)
+    return [json.loads(e.body) for e in due if e.path.endswith("/samples")]
+
+
+def test_a_row_waits_for_the_device_and_says_whose_time_it_has(reporter: Reporter) -> None:
+    device = Device()
+    clock = clock_of(device)
+    for step in range(3):
+        interval = mark(clock, device, 5, 90, 5)
+        assert interval is not None
+        reporter.marked(step, interval)
+        reporter.rows.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)  # the host saw something else
+    assert samples(reporter) == []
+    device.run_until(250)
+    [body] = samples(reporter)
+    assert body["timing_method"] == "cuda_events"
+    assert body["step"] == [0, 1]
+    assert body["compute_time_s"] == [0.095, 0.095]
+    assert body["step_time_s"] == [0.1, 0.1]
+    assert body["input_time_s"] == [0.005, 0.005]
+    [body] = samples(reporter, last=True)  # the process ends before the device came by
+    assert (body["timing_method"], body["step"], body["step_time_s"]) == ("wall", [2], [0.5])
+
+
+def test_a_broken_device_leaves_wall_time_and_says_so_once(
+    reporter: Reporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Device()
+    clock = clock_of(device)
+    for step in range(3):
+        interval = mark(clock, device, 5, 90, 5)
+        assert interval is not None
+        reporter.marked(step, interval)
+        reporter.rows.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)
+    device.broken = True
+    [body] = samples(reporter)
+    assert (body["timing_method"], body["step"], body["step_time_s"]) == ("wall", [0, 1, 2], [0.5] * 3)
+    assert len(caplog.records) == 1
+
+
+def test_a_mark_that_fails_is_the_last_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(event: Event) -> None:
+        raise RuntimeError(f"CUDA error: out of memory, {event}")
+
+    device = Device()
+    clock = DeviceClock(lambda: Event(device), refuse)
+    assert [mark(clock, device, 1, 1, 1) for _ in range(5)] == [None] * 5
+    assert clock._pool.made == 1
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_recorded_into_a_graph_that_is_being_captured() -> None:
+    device = Device()
+    clock = DeviceClock(lambda: Event(device), device.record, capturing=lambda: True)
+    interval = mark(clock, device, 1, 2, 3)
+    device.run_until(6)
+    assert interval is not None
+    told = interval.poll()
+    assert told is not None
+    assert told.step_time_s == pytest.approx(6e-3)
+    assert told.optimizer_time_s is None
+
+
+def test_what_was_never_marked_is_none() -> None:
+    device = Device()
+    clock = clock_of(device)
+    clock.begin()
+    device.work(7)
+    interval = clock.end()
+    device.run_until(7)
+    assert interval is not None
+    assert interval.poll() == DeviceTiming(7e-3, None, None)

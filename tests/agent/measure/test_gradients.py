@@ -1,0 +1,57 @@
+"""The gradient norm is right, and its cost is bounded."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tula_agent.measure.gradients import MAX_COST_S, NormSampler, squared_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_is_that_of_all_gradients_as_one_vector(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(n, dtype=dtype) for n in (1, 17, 300)]
+    expected = torch.cat([part.double() for part in parts]).square().sum()
+    assert float(squared_norm(parts)) == pytest.approx(float(expected), rel=1e-2 if dtype != torch.float32 else 1e-5)
+
+
+def test_half_precision_does_not_overflow() -> None:
+    assert float(squared_norm([torch.full((100,), 3000.0, dtype=torch.float16)])) == pytest.approx(9e8, rel=1e-2)
+
+
+def test_no_gradients_have_no_norm() -> None:
+    assert float(squared_norm([])) == 0
+
+
+def test_norms_come_in_pairs_and_stay_within_the_budget() -> None:
+    sampler, gradients = NormSampler(), [torch.randn(4_000_000)]
+    steps, spent = [], 0.0
+    for step in range(3000):
+        if sampler.wants(step):
+            began = time.thread_time()
+            sampler.read(step, 0.1, gradients)
+            spent += time.thread_time() - began if step > 20 else 0.0
+            steps.append(step)
+    assert all(later - earlier == 1 for earlier, later in zip(steps[::2], steps[1::2], strict=False))
+    assert 4 <= len(steps) < 1500
+    assert spent / 2980 <= 4 * MAX_COST_S  # a cost is known only once it has been paid
+
+
+def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
+    sampler = NormSampler()
+    assert sampler.read(4, 0.1, [torch.tensor([3.0, 4.0])])[1] is None
+    squared, variability = sampler.read(5, 0.1, [torch.tensor([6.0, 8.0])])
+    assert variability is not None
+    assert (float(squared), float(variability)) == (100.0, 3.0)
+
+
+def test_a_step_that_the_optimizer_skips_ends_no_sampling() -> None:
+    sampler, read = NormSampler(), []
+    for step in range(400):
+        if step % 2 and sampler.wants(step):  # a GradScaler that finds an inf at every even step
+            assert sampler.read(step, 0.1, [torch.ones(10)])[1] is None  # never two in a row
+            read.append(step)
+    assert len(read) > 10

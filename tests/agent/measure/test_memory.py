@@ -1,0 +1,89 @@
+"""Memory by component, and what can be said before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tula_agent.measure.estimate import estimate_memory, state_ratio
+from tula_agent.measure.memory import MemoryProbe, capacity_bytes, resident_bytes
+
+
+def test_components_are_counted_and_fit_under_the_peak() -> None:
+    model = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 10))
+    optimizer = torch.optim.Adam(model.parameters())
+    probe = MemoryProbe()
+    probe.before_training([model])
+    x = torch.randn(64, 1000)
+    probe.saw_batch(x.numel() * 4, torch.utils.data.DataLoader([0]))
+    model(x).sum().backward()
+    probe.at_optimizer([model])
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    resident = resident_bytes()
+    memory = probe.breakdown([model], [optimizer], torch.device("cpu"))
+    weights = (1000 * 500 + 500 + 500 * 10 + 10) * 4
+    assert memory.parameter_bytes == memory.gradient_bytes == weights
+    assert memory.optimizer_bytes == 2 * weights + 4 * 4  # two moments, and a step counter for each of four tensors
+    assert memory.batch_bytes == 64 * 1000 * 4
+    assert memory.peak_bytes >= resident
+    assert memory.capacity_bytes is not None
+    assert memory.peak_bytes < memory.capacity_bytes
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    whole, half = capacity_bytes(torch.device("cpu")), capacity_bytes(torch.device("cpu"), 2)
+    assert whole is not None
+    assert half == whole // 2
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.head = nn.Linear(16 * 64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+
+
+def test_an_estimate_counts_exactly_what_autograd_keeps_and_touches_nothing() -> None:
+    model = Convolutional()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    estimate = estimate_memory(model, torch.randn(4, 3, 8, 8), torch.optim.SGD(model.parameters(), lr=1, momentum=0.9))
+    # Kept: the convolution's output (for the norm), the relu's output (for itself and the head).
+    assert estimate.activation_bytes_per_sample == 2 * 16 * 64 * 4
+    forward = 2 * 3 * 16 * 9 * 64 + 2 * 1024 * 10
+    weight_and_input_gradients = 2 * 3 * 16 * 9 * 64 + 2 * 2 * 1024 * 10  # the first layer needs no input gradient
+    assert estimate.flops_per_sample == forward + weight_and_input_gradients
+    assert estimate.parameters == sum(p.numel() for p in model.parameters())
+    assert estimate.optimizer_bytes == estimate.gradient_bytes == 4 * estimate.parameters
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    estimate = estimate_memory(nn.Linear(100, 100), torch.randn(2, 100))
+    largest = estimate.largest_local_batch_size(10**6)
+    assert estimate.total_bytes(largest) <= 10**6 < estimate.total_bytes(largest + 1)
+    assert estimate.largest_local_batch_size(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ratio"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p), 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+    ],
+)
+def test_optimizer_state_is_measured_on_a_small_like(optimizer, ratio) -> None:
+    assert state_ratio(optimizer([nn.Parameter(torch.zeros(3))])) == ratio
+
+
+def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="sample holds no tensor with a batch dimension"):
+        estimate_memory(nn.Linear(2, 2), torch.tensor(1.0))

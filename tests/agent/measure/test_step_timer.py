@@ -1,0 +1,93 @@
+"""Step boundaries, whatever the loop does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_agent.measure.step_timer import StepTimer, batch_bytes, batch_size_of, relative_error
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+durations = st.tuples(st.floats(0.001, 2), st.floats(0.001, 2))
+
+
+@given(st.lists(durations, min_size=1, max_size=30), st.integers(1, 5))
+def test_steps_add_up_to_the_time_that_passed(parts: list[tuple[float, float]], accumulate: int) -> None:
+    clock = Clock()
+    timer = StepTimer(accumulate, clock)
+    steps = [timer.want_batch()]
+    for input_s, work_s in parts:
+        clock.now += input_s
+        timer.batch_ready(8)
+        clock.now += work_s
+        steps.append(timer.want_batch())
+    ended = [step for step in steps if step is not None]
+    assert len(ended) == len(parts) // accumulate
+    whole = parts[: len(ended) * accumulate]
+    assert math.isclose(sum(step.step_time_s for step in ended), sum(map(sum, whole)), abs_tol=1e-6)
+    assert math.isclose(sum(step.input_time_s for step in ended), sum(i for i, _ in whole), abs_tol=1e-6)
+    assert [step.step for step in ended] == list(range(len(ended)))
+
+
+def test_a_watched_optimizer_ends_steps_and_teaches_the_accumulation() -> None:
+    timer = StepTimer(None, Clock())
+    timer.watched = True
+    timer.want_batch()
+    micro_steps = []
+    for index in range(12):
+        timer.batch_ready(4)
+        if index % 3 == 2 and index != 8:  # at 8 a GradScaler finds an inf and skips
+            timer.optimizer_stepped()
+        step = timer.want_batch()
+        if step is not None:
+            micro_steps.append(step.micro_steps)
+    assert micro_steps == [3, 3, 3, 3]
+
+
+def test_what_happens_between_two_loops_is_nobody_s_step() -> None:
+    clock = Clock()
+    timer = StepTimer(1, clock)
+    for _ in range(2):
+        timer.want_batch()
+        timer.batch_ready(4)
+        clock.now += 1.0
+        step = timer.want_batch()
+        assert step is not None
+        assert step.step_time_s == pytest.approx(1.0)
+        timer.pause()
+        clock.now += 500.0  # evaluation
+
+
+def test_batches_of_every_shape_are_sized() -> None:
+    tensor = torch.zeros(6, 2)
+    for batch in (tensor, [tensor, tensor], (tensor,), {"x": tensor, "y": tensor}, {"deep": {"x": [tensor]}}):
+        assert batch_size_of(batch) == 6
+    assert batch_size_of({"scalar": torch.tensor(1.0), "x": tensor}) == 6
+    assert batch_size_of(["words"], torch.utils.data.DataLoader([1] * 9, batch_size=3)) == 3
+    assert batch_size_of(object()) is None
+    assert batch_bytes([tensor, {"y": tensor.half()}]) == 6 * 2 * 4 + 6 * 2 * 2
+
+
+@given(st.floats(1e-4, 10), st.integers(8, 200))
+def test_equal_times_are_known_exactly_and_seven_are_never_enough(step_s: float, count: int) -> None:
+    assert relative_error([step_s] * count) == 0
+    assert relative_error([step_s] * 7) == math.inf
+
+
+def test_the_error_shrinks_with_the_root_of_the_count_and_ignores_one_hiccup() -> None:
+    times = [0.1, 0.11, 0.09, 0.105, 0.095] * 8
+    few, many = relative_error(times[:10]), relative_error(times[:40])
+    assert many == pytest.approx(few / 2, rel=0.1)
+    assert relative_error([*times, 50.0]) == pytest.approx(many, rel=0.2)

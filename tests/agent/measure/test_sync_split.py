@@ -1,0 +1,33 @@
+"""What several ranks' views of one step say together."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_agent.measure.sync_split import Reading, merge
+
+seconds = st.floats(0.001, 1.0)
+
+
+@given(compute=st.lists(seconds, min_size=2, max_size=8), communication=seconds)
+def test_the_rank_that_waits_for_nobody_tells_the_communication(compute: list[float], communication: float) -> None:
+    """Ranks work for different times and then reduce together: everybody else's wait is skew, not communication."""
+    slowest = max(compute)
+    step = slowest + communication
+    readings = {rank: Reading(0, step, 0.0, step - own, step - own) for rank, own in enumerate(compute)}
+    split = merge(readings)
+    assert math.isclose(split.exposed_comm_time_s, communication, rel_tol=1e-6)
+    assert math.isclose(split.skew_s, slowest - min(compute), rel_tol=1e-6, abs_tol=1e-9)
+    if split.skew_s > 0.05 * step:
+        assert split.straggler_rank == compute.index(slowest)
+    assert min(compute) <= split.compute_time_s + 1e-9
+    assert split.compute_time_s <= slowest + 1e-9
+
+
+def test_ranks_that_arrive_together_have_no_straggler() -> None:
+    split = merge({0: Reading(3, 1.0, 0.1, 0.3, 0.2), 1: Reading(3, 1.0, 0.1, 0.3, 0.201)})
+    assert split.straggler_rank is None
+    assert split.compute_time_s == 1.0 - 0.1 - (0.2 + 0.201) / 2

@@ -1,0 +1,110 @@
+"""Runs under torchrun: trains 200 (or 80) steps by each scenario named and prints one JSON line for all ranks.
+
+Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+
+STEPS = 200
+SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove
+LONG = ("gain", "ags-tensor", "ags-element")
+
+SCENARIOS = {
+    "gain": {},
+    "gain-b_small": {"small_batch_size": 4},
+    "ags-tensor": {"policy": "ags", "steps_per_epoch": 20},
+    "ags-channel": {"policy": "ags", "granularity": "channel", "steps_per_epoch": 20},
+    "ags-element": {"policy": "ags", "granularity": "element", "steps_per_epoch": 20},
+    "ags-probe": {"policy": "ags", "source": "probe", "small_batch_size": 8, "steps_per_epoch": 20},
+    "gain-probe": {"policy": "gain", "source": "probe", "small_batch_size": 8},
+    "ags-adamw": {"policy": "ags", "steps_per_epoch": 20},
+    "gain-adamw": {},
+    "static": {"policy": "static", "static_scale": 2.0},
+    "gain-accumulate": {},
+    "gain-clip": {},
+    "gain-thresholds": {},
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * 36, 5)
+    )
+
+
+def digest(model: nn.Module) -> str:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def run(name: str, rank: int, world_size: int) -> dict[str, object]:
+    ddp = nn.parallel.DistributedDataParallel(network())
+    adaptive = name.endswith("adamw")
+    inner = (
+        torch.optim.AdamW(ddp.parameters(), lr=2e-3)
+        if adaptive
+        else torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    )
+    optimizer = TulaOptimizer(
+        inner,
+        global_batch_size=16 * world_size,
+        model=ddp,
+        loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
+        **SCENARIOS[name],
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 120, 0.1)
+    draw = torch.Generator().manual_seed(100 + rank)
+    torch.manual_seed(1000 + rank)  # dropout differs by rank, as it does in real jobs
+    micro_steps = 2 if name == "gain-accumulate" else 1
+    digests, factors, versions = [], [], []
+    steps = STEPS if name in LONG else SHORT_STEPS
+    for step in range(steps):
+        optimizer.zero_grad()
+        images = torch.randn(16, 1, 8, 8, generator=draw)
+        labels = (images[:, 0, 2:4].mean((1, 2)) * 6 + 2.5).long().clamp(0, 4)
+        optimizer.observe_batch((images, labels))
+        for part in range(micro_steps):
+            chunk = slice(part * 16 // micro_steps, (part + 1) * 16 // micro_steps)
+            last = part == micro_steps - 1
+            ddp.require_backward_grad_sync = last
+            (F.cross_entropy(ddp(images[chunk]), labels[chunk]) / micro_steps).backward()
+        if name == "gain-clip":
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        if name == "gain-thresholds" and rank == 0 and step == 50:
+            optimizer.apply_thresholds(ScalingThresholds(version=7, policy="ags", s_max=1.5, refresh_steps=9))
+        optimizer.step()
+        schedule.step()
+        versions.append(optimizer.thresholds.version)
+        if step % (steps // 5) == steps // 5 - 1:
+            digests.append(digest(ddp))
+            factors.append(optimizer.telemetry().get("scale", 1.0))
+    return {"scenario": name, "rank": rank, "digests": digests, "factors": factors, "versions": versions}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = [run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)]
+    gathered: list[object] = [None] * world_size
+    dist.all_gather_object(gathered, results)
+    if rank == 0:
+        print("RESULT " + json.dumps(gathered), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The fast factors equal the readable ones, stay within their bounds and survive degenerate gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_agent.scaling import ScalingThresholds
+from tula_agent.scaling.factors import apply_to_gradients, apply_to_updates, factor_from_squares, norm_squared, squares
+from tula_agent.scaling.policy import gradient_variability, is_sensitive, noise_gain, noise_moments, paper_s_max
+from tula_agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
+
+GRANULARITIES = ("tensor", "channel", "element")
+POSITIVE = st.floats(1e-6, 1e6)
+
+
+def pair(shape, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    large = torch.randn(shape, generator=draw)
+    return large + 0.7 * torch.randn(shape, generator=draw), large
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("shape", [(5,), (6, 4), (8, 3, 3, 3), ()])
+def test_fast_factors_equal_the_reference(granularity, shape):
+    small, large = pair(shape)
+    fast = factor_from_squares(squares(small, granularity), squares(large, granularity), s_min=1e-3, s_max=2.0)
+    slow = ags_factor(small, large, granularity=granularity, s_min=1e-3, s_max=2.0)
+    torch.testing.assert_close(fast.expand(shape), slow.expand(shape), rtol=2e-6, atol=1e-7)
+
+
+@given(
+    small=st.lists(st.floats(width=32), min_size=1, max_size=6),
+    large=st.lists(st.floats(width=32), min_size=1, max_size=6),
+    granularity=st.sampled_from(GRANULARITIES),
+)
+def test_no_gradient_whatever_makes_a_factor_leave_its_bounds(small, large, granularity):
+    size = min(len(small), len(large))
+    parts = torch.tensor(small[:size]), torch.tensor(large[:size])
+    factor = factor_from_squares(squares(parts[0], granularity), squares(parts[1], granularity), s_min=0.01, s_max=4.0)
+    assert torch.isfinite(factor).all()
+    assert ((factor >= 0.01 - 1e-9) & (factor <= 4.0)).all()
+
+
+def test_a_negative_gradient_next_to_eps_gives_no_nan():
+    small, large = torch.tensor([0.0, 0.5]), torch.tensor([-1e-8, -1e-8])
+    for factor in (
+        ags_factor(small, large, granularity="element", s_min=1e-3, s_max=4.0),
+        factor_from_squares(squares(small, "element"), squares(large, "element"), s_min=1e-3, s_max=4.0),
+    ):
+        assert torch.isfinite(factor).all()
+
+
+def test_a_gradient_that_is_zero_everywhere_has_factor_one():
+    zero = torch.zeros(3, 4)
+    for granularity in GRANULARITIES:
+        factor = factor_from_squares(squares(zero, granularity), squares(zero, granularity), s_min=1e-3, s_max=4.0)
+        assert (factor == 1.0).all()
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+def test_one_step_of_plain_sgd_equals_algorithm_1(gate):
+    weights, gradients = zip(*(pair(shape, seed) for seed, shape in enumerate([(4, 3), (7,)])), strict=True)
+    factors = [torch.tensor(0.5), torch.tensor(3.0)]
+    expected = ags_step(
+        weights, gradients, factors, learning_rate=0.1, variability=0.9 if gate == 0.0 else 0.1, delta=0.5
+    )
+    scaled = [gradient.clone() for gradient in gradients]
+    apply_to_gradients(scaled, factors, torch.tensor(gate))
+    for weight, gradient, want in zip(weights, scaled, expected, strict=True):
+        torch.testing.assert_close(weight - 0.1 * gradient, want)
+    # Scaling the update of plain SGD is the same thing.
+    moved = [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+    apply_to_updates(moved, list(weights), factors, torch.tensor(gate))
+    for got, want in zip(moved, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_closed_gate_leaves_every_bit_alone():
+    before, gradient = pair((50,))
+    after = before - 0.1 * gradient
+    kept, moved = gradient.clone(), after.clone()
+    apply_to_gradients([kept], [torch.tensor(1.7)], torch.tensor(0.0))
+    apply_to_updates([moved], [before], [torch.tensor(1.7)], torch.tensor(0.0))
+    assert torch.equal(kept, gradient)
+    assert torch.equal(moved, after)
+
+
+def test_variability_is_equation_5():
+    now, before = [torch.tensor([3.0, 4.0])], [torch.tensor([1.0, 2.0])]
+    assert variability(now, before) == pytest.approx(4.0)
+    assert gradient_variability(float(norm_squared(now)), float(norm_squared(before))) == pytest.approx(4.0)
+    assert is_sensitive(25.0, None, 0.5)
+    assert is_sensitive(25.0, 5.0, 4.0)
+    assert not is_sensitive(25.0, 5.0, 4.1)
+    assert math.isinf(gradient_variability(1.0, 0.0))
+
+
+@given(signal=st.floats(-1e6, 1e6), noise=st.floats(-1e6, 1e6), ratio=st.floats(1.0, 1e4))
+def test_the_gain_lies_between_one_and_the_batch_ratio(signal, noise, ratio):
+    assert 1.0 - 1e-9 <= noise_gain(signal, noise, ratio) <= ratio * (1 + 1e-9)
+
+
+@given(signal=POSITIVE, noise=POSITIVE, more=st.floats(1.0, 100.0), ratio=st.floats(1.0, 1e3))
+def test_more_noise_means_more_gain_and_algorithm_1_takes_its_root(signal, noise, more, ratio):
+    gain = noise_gain(signal, noise, ratio)
+    assert noise_gain(signal, noise * more, ratio) >= gain * (1 - 1e-9)
+    small_over_large = (signal + noise * ratio) / (signal + noise)  # E|g_small|^2 / E|g_large|^2
+    assert math.sqrt(small_over_large) == pytest.approx(math.sqrt(gain))
+    assert math.sqrt(gain) <= paper_s_max(ratio) * (1 + 1e-9)
+
+
+def test_noise_moments_and_gain_equal_the_reference_on_parts():
+    draw = torch.Generator().manual_seed(4)
+    parts = [torch.full((300,), 0.1) + torch.randn(300, generator=draw) for _ in range(8)]
+    small = sum(float((p.double() ** 2).sum()) for p in parts) / 8
+    large = float((torch.stack([p.double() for p in parts]).mean(0) ** 2).sum())
+    assert noise_gain(*noise_moments(small, large, 8), 8.0) == pytest.approx(gain_of_parts(parts, batch_ratio=8.0))
+
+
+@given(
+    st.builds(
+        ScalingThresholds,
+        version=st.integers(0, 2**40),
+        policy=st.sampled_from(("gain", "ags", "static", "none")),
+        granularity=st.sampled_from(GRANULARITIES),
+        delta=POSITIVE,
+        small_batch_size=st.none() | st.integers(1, 2**20),
+        static_scale=POSITIVE,
+        s_min=st.floats(1e-6, 1.0),
+        s_max=st.none() | st.floats(1.0, 1e4),
+        refresh_steps=st.none() | st.integers(1, 10**6),
+    )
+)
+def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
+    assert ScalingThresholds.from_vector(thresholds.to_vector()) == thresholds
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", "magic"),
+        ("granularity", "layer"),
+        ("delta", 0.0),
+        ("delta", math.nan),
+        ("s_max", 1e-6),
+        ("s_min", math.inf),
+        ("small_batch_size", 0),
+        ("refresh_steps", -1),
+    ],
+)
+def test_senseless_thresholds_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=field):
+        ScalingThresholds(**{field: value})

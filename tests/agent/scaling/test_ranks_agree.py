@@ -1,0 +1,75 @@
+"""With 2 and 4 real processes over gloo, up to 200 steps: whatever the policy and source, replicas stay identical."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).with_name("ranks_job.py")
+
+
+def launch(world_size: int, *scenarios: str) -> dict[str, list[dict]]:
+    """By scenario, one record per rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(JOB), *scenarios]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    by_rank = json.loads(line.removeprefix("RESULT "))
+    return {records[0]["scenario"]: list(records) for records in zip(*by_rank, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list[dict]]:
+    return launch(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> dict[str, list[dict]]:
+    return launch(4, "gain", "ags-tensor", "ags-element", "gain-thresholds")
+
+
+def assert_identical(records: list[dict]) -> None:
+    first = records[0]
+    assert len(set(first["digests"])) == len(first["digests"])  # the weights did move
+    for other in records[1:]:
+        assert other["digests"] == first["digests"]
+        assert other["factors"] == first["factors"]
+        assert other["versions"] == first["versions"]
+
+
+def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
+    assert len(two_ranks) == 13
+    for records in two_ranks.values():
+        assert len(records) == 2
+        assert_identical(records)
+
+
+def test_weights_and_factors_are_bit_identical_on_four_ranks(four_ranks):
+    assert len(four_ranks) == 4
+    for records in four_ranks.values():
+        assert len(records) == 4
+        assert_identical(records)
+
+
+def test_every_policy_did_scale_something(two_ranks):
+    for name, records in two_ranks.items():
+        assert any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"]), name
+
+
+def test_policies_and_granularities_lead_to_different_weights(two_ranks):
+    sgd = [r[0]["digests"][-1] for name, r in two_ranks.items() if not name.endswith(("adamw", "accumulate"))]
+    assert len(set(sgd)) == len(sgd)
+
+
+def test_new_thresholds_given_to_the_first_rank_alone_take_force_on_all_at_one_step(two_ranks, four_ranks):
+    for records in (two_ranks["gain-thresholds"], four_ranks["gain-thresholds"]):
+        changes = {record["versions"].index(7) for record in records}
+        assert len(changes) == 1
+        assert 50 < changes.pop() <= 50 + 17

@@ -1,0 +1,43 @@
+"""Lightning, with a model built from nothing."""
+
+import sys
+
+import lightning.pytorch as pl
+import torch
+
+from tula_agent.callbacks.lightning import TulaCallback
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch, index):  # noqa: ARG002
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, index):  # noqa: ARG002
+        x, y = batch
+        self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+callback = TulaCallback(dataset_size=64)
+trainer = pl.Trainer(
+    max_epochs=int(sys.argv[1]),
+    accumulate_grad_batches=2,
+    callbacks=[callback],
+    logger=False,
+    accelerator="cpu",
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Module(), loader, loader)
+print("steps", trainer.global_step)

@@ -1,0 +1,58 @@
+"""Whatever rows training appends, the bodies fit the contract and nothing is lost or changed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_agent.measure.step_timer import StepTiming
+from tula_agent.ship.columns import SampleRow, sample_bodies, telemetry_body
+from tula_agent.ship.envelope import encode
+from tula_wire import SampleBatch, TelemetryChunk
+
+IDENTITY = {"rank": 0, "boot_id": "b", "world_size": 2}
+seconds = st.floats(0, 1e4)
+timings = st.builds(
+    StepTiming,
+    step=st.integers(0, 10**6),
+    step_time_s=st.floats(1e-9, 1e4),
+    input_time_s=seconds,
+    micro_steps=st.integers(1, 8),
+    local_batch_size=st.one_of(st.none(), st.integers(1, 4096)),
+    uneven=st.booleans(),
+)
+rows = st.builds(
+    SampleRow,
+    timing=timings,
+    warmup=st.booleans(),
+    method=st.sampled_from(["wall", "ddp_logger"]),
+    exposed_comm_time_s=st.one_of(st.none(), seconds),
+    straggler_rank=st.one_of(st.none(), st.integers(0, 7)),
+)
+
+
+@given(st.lists(rows, max_size=40), st.integers(0, 10**9))
+def test_every_row_is_sent_once_under_its_own_number(items: list[SampleRow], first: int) -> None:
+    bodies = sample_bodies(items, IDENTITY, first)
+    batches = [SampleBatch.model_validate_json(encode(body)) for body in bodies]
+    sent = {number: step for batch in batches for number, step in zip(batch.sequence, batch.step, strict=True)}
+    assert sent == {first + index: row.timing.step for index, row in enumerate(items)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["loss", "lr"]), st.floats(allow_nan=True)), max_size=60))
+def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[int, str, float]]) -> None:
+    body = telemetry_body(values, IDENTITY, 0)
+    if not values:
+        assert body is None
+        return
+    chunk = TelemetryChunk.model_validate_json(encode(body))
+    assert chunk.steps == sorted({step for step, _, _ in values})
+    last = {(step, name): value for step, name, value in values}
+    for name, column in chunk.columns.items():
+        for step, sent in zip(chunk.steps, column, strict=True):
+            value = last.get((step, name))
+            if value is None or value != value or abs(value) == float("inf"):
+                assert sent is None
+            else:
+                assert sent is not None
+                assert abs(sent - value) <= 1e-5 * abs(value)

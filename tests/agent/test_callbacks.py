@@ -1,0 +1,33 @@
+"""The callbacks against the real frameworks, each in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+
+FRAMEWORKS = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
+
+
+@pytest.mark.parametrize("script", FRAMEWORKS)
+def test_a_training_reports_steps_of_two_micro_steps_and_its_loss(sink: Sink, launch: Launch, script: str) -> None:
+    done = launch(script, "3")
+    steps = int(done.printed("steps")[0].split()[1])
+    assert not sink.invalid
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps()[-1] >= steps - 2
+    later = [body for body in sink.samples if not body["warmup"]]
+    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in later} == {(FRAMEWORKS[script], 2)}
+    assert sink.column("loss")
+    assert sink.column("grad_norm")
+    if script != "accelerate_train.py":
+        assert sink.column("validation_accuracy")
+
+
+@pytest.mark.parametrize("script", FRAMEWORKS)
+def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, script: str) -> None:
+    done = launch(script, "50", TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="9")
+    assert int(done.printed("steps")[0].split()[1]) in (11, 12)
+    assert sink.steps() == list(range(11))
+    assert sink.states == ["running", "succeeded"]

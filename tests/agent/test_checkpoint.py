@@ -1,0 +1,114 @@
+"""A training that was stopped goes on bit for bit as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tula_agent import init
+from tula_agent.checkpoint import CheckpointError
+from tula_agent.position import capture_randomness, restore_randomness
+
+SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
+
+
+def train(folder: Path, *arguments: str, ranks: int = 1) -> str:
+    """Final weights, as the script prints them (a digest of every bit)."""
+    launch = [sys.executable] if ranks == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+    ]  # fmt: skip
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TULA_")},
+        "OMP_NUM_THREADS": "1",
+        "TULA_CHECKPOINT_DIR": str(folder),
+    }
+    done = subprocess.run(
+        [*launch, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 or "--stop-after" in arguments, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, ranks, workers):
+    arguments = ("--workers", str(workers))
+    whole = train(tmp_path / "a", *arguments, ranks=ranks)
+    train(tmp_path / "b", *arguments, "--stop-after", "13", ranks=ranks)  # in the middle of the second pass
+    resumed = train(tmp_path / "b", *arguments, ranks=ranks)
+    assert "resumed at step 12" in resumed
+    assert "weights " in whole
+    assert [line for line in whole.splitlines() if "weights" in line] == [
+        line for line in resumed.splitlines() if "weights" in line
+    ]
+
+
+def small():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
+    model, optimizer = small()
+    run = init()
+    for _ in run.steps([0, 1, 2, 3]):
+        run.checkpoint(model, optimizer, directory=tmp_path)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step-0000000003", "step-0000000004"]
+    (tmp_path / kept[-1] / "complete.json").unlink()
+    assert init().resume(model, optimizer, directory=tmp_path).step == 3
+
+
+def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_path):
+    data = [torch.full((2,), float(i)) for i in range(48)]
+    model, optimizer = small()
+    run = init()
+    for number, _ in enumerate(run.steps(torch.utils.data.DataLoader(data, 8)), 1):
+        if number == 3:  # 24 of 48 examples
+            run.checkpoint(model, optimizer, directory=tmp_path)
+            break
+    run = init()
+    loader = torch.utils.data.DataLoader(data, 4)
+    resumed = run.resume(model, optimizer, loader=loader, directory=tmp_path)
+    assert (resumed.epoch, resumed.consumed, resumed.exact) == (0, 6, False)
+    assert next(iter(run.steps(loader)))[0, 0] == 24
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
+    model, optimizer = small()
+    run = init()
+    run.checkpoint(model, optimizer, extra={"best": 0.5}, directory=tmp_path)
+    assert run.resume(model, optimizer, directory=tmp_path).extra == {"best": 0.5}
+    with pytest.raises(CheckpointError, match="does not fit this script"):
+        run.resume(torch.nn.Linear(3, 1), directory=tmp_path)
+
+
+def test_without_a_directory_or_a_checkpoint_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("TULA_CHECKPOINT_DIR", raising=False)
+    model, optimizer = small()
+    with pytest.raises(CheckpointError, match="set TULA_CHECKPOINT_DIR"):
+        init().checkpoint(model, optimizer)
+    assert not init().resume(model, optimizer, directory=tmp_path).found
+
+
+def test_every_generator_continues_where_it_was():
+    import random
+
+    import numpy
+
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader([1, 2, 3], shuffle=True, generator=generator)
+
+    def draw():
+        return (torch.rand(1).item(), numpy.random.rand(), random.random(), torch.rand(1, generator=generator).item())
+
+    random.gauss(0, 1)
+    state = capture_randomness(loader)
+    first = draw()
+    restore_randomness(state, loader)
+    assert draw() == first

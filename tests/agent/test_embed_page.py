@@ -1,0 +1,51 @@
+"""Every code block of docs/embed.md runs as it stands, in a process of its own, and reports what the page says."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.agent.conftest import Zygote
+from tests.agent.sink import Sink
+
+PAGE = Path(__file__).parents[2] / "docs" / "embed.md"
+BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(heading, code) of each block."""
+    found, heading = [], ""
+    for title, code in BLOCKS:
+        heading = title or heading
+        if code:
+            found.append((heading, code))
+    return found
+
+
+def test_every_embedding_has_its_block() -> None:
+    assert len(blocks()) == len({heading for heading, _ in blocks()}) == 9
+
+
+@pytest.mark.parametrize(("heading", "code"), blocks(), ids=[heading for heading, _ in blocks()])
+def test_the_block_runs_as_it_stands(
+    sink: Sink, environment: dict[str, str], zygote: Zygote, tmp_path: Path, heading: str, code: str
+) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    zygote.start([str(script)], environment | (one_rank if "init_process_group" in code else {}), tmp_path)
+    done = zygote.wait()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not sink.invalid
+    if "estimate_memory" in code:
+        assert "activation_bytes_per_sample" in done.stdout
+    else:
+        assert sink.states == ["running", "succeeded"]
+        assert len(sink.steps()) >= 8
+    assert heading != "Gradient accumulation, AMP, clipping" or {b["grad_accum_steps"] for b in sink.samples} == {4}

@@ -1,0 +1,141 @@
+"""One rank out of memory: noticed, told, reported with its batch, and every rank ended within the stated time."""
+# ruff: noqa: ARG002, ARG005 (fakes take what the real ones take)
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+
+from tula_agent.out_of_memory import EXIT_CODE, OutOfMemoryWatch, is_out_of_memory
+
+
+class Road:
+    """The ranks' key-value store, in one process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def has(self, key):
+        return key in self.values
+
+    def get(self, key):
+        return self.values[key]
+
+
+class Broken:
+    def set(self, key, value):
+        raise RuntimeError("store is gone")
+
+    has = get = lambda self, key: (_ for _ in ()).throw(RuntimeError("store is gone"))
+
+
+class Rank:
+    """A look-out whose process end is only noted."""
+
+    def __init__(self, channel, rank=0, **options):
+        self.ended, self.reports, self.count, self.step = threading.Event(), [], 0, 0
+        self.codes = []
+        options.setdefault("exit_within_s", 0.1)
+        self.watch = OutOfMemoryWatch(
+            channel,
+            rank=rank,
+            report=lambda message, batch: self.reports.append((message, batch)),
+            batch_size=lambda: 64,
+            steps=lambda: self.step,
+            count=lambda: self.count,
+            end=self.end,
+            look_every_s=0.01,
+            **options,
+        )
+        self.watch.start()
+
+    def end(self, code):
+        self.codes.append(code)
+        self.ended.set()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+)
+def test_every_usual_wording_is_known(error):
+    assert is_out_of_memory(error)
+
+
+def test_real_allocations_that_fail_are_known():
+    with pytest.raises(RuntimeError) as torch_error:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as numpy_error:
+        numpy.ones(2**60, dtype=numpy.uint8)
+    assert is_out_of_memory(torch_error.value)
+    assert is_out_of_memory(numpy_error.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("out of memory"), KeyError("memory")])
+def test_other_errors_are_not(error):
+    assert not is_out_of_memory(error)
+
+
+def test_the_others_end_within_the_stated_time_and_the_batch_is_reported_once(capsys):
+    road = Road()
+    ranks = [Rank(road, rank) for rank in range(3)]
+    ranks[1].watch.tell("CUDA out of memory")
+    ranks[1].watch.tell("again")
+    assert all(rank.ended.wait(5) for rank in ranks)
+    assert [rank.codes for rank in ranks] == [[EXIT_CODE]] * 3
+    assert [rank.reports for rank in ranks] == [[], [("CUDA out of memory", 64)], []]
+    said = capsys.readouterr().err
+    assert "tula: rank 1 ran out of memory at a local batch of 64" in said
+    assert "tula: rank 1 ran out of memory, so rank 2 ends too" in said
+
+
+def test_a_single_rank_is_reported_and_left_to_the_script():
+    rank = Rank(None)
+    rank.watch.tell(None, 128)
+    assert rank.reports == [(None, 128)]
+    assert not rank.ended.wait(0.3)
+
+
+def test_an_error_of_the_allocator_that_the_script_kept_to_itself_counts_in_a_profiling_run():
+    rank = Rank(Road())
+    rank.count = 1
+    assert rank.ended.wait(5)
+    assert rank.reports == [("CUDA out of memory, caught by the script.", 64)]
+
+
+def test_a_training_that_goes_on_after_catching_the_error_is_left_alone():
+    rank = Rank(Road(), stalled_s=0.2)
+    rank.count = 1
+    time.sleep(0.05)
+    rank.step = 2  # the script went on with a smaller batch
+    assert not rank.ended.wait(0.5)
+    rank.count = 2  # and now it does not go on
+    assert rank.ended.wait(5)
+
+
+def test_a_store_that_is_gone_does_not_keep_the_rank_alive():
+    rank = Rank(Broken())
+    rank.watch.tell("no memory")
+    assert rank.ended.wait(5)
+    assert rank.reports == [("no memory", 64)]
+
+
+def test_a_look_out_that_was_closed_stays_silent():
+    road = Road()
+    rank = Rank(road)
+    rank.watch.close()
+    time.sleep(0.05)
+    road.set("out_of_memory", {"rank": 1, "local_batch_size": 64})
+    assert not rank.ended.wait(0.3)

@@ -1,0 +1,129 @@
+"""What a training script gets from `init`, `steps`, `watch`, `log` and `finish`, seen from the service's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+
+Plain = Callable[..., list[str]]
+
+
+def test_a_training_run_reports_every_step_and_leaves_the_weights_alone(
+    sink: Sink, launch: Launch, plain: Plain
+) -> None:
+    done = launch("train.py")
+    assert done.printed("weights") == plain()
+    assert not sink.invalid
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps() == list(range(64))
+    assert list(sink.column("step_time_s")) == list(range(64))
+    assert list(sink.column("loss")) == list(range(64))
+    assert sink.column("grad_norm")
+    memory = [body["memory"] for body in sink.samples if "memory" in body][-1]
+    weights = (32 * 64 + 64 + 64 * 4 + 4) * 4
+    assert memory["parameter_bytes"] == memory["gradient_bytes"] == memory["optimizer_bytes"] == weights
+    assert memory["peak_bytes"] > 50 * 2**20
+    # Eight examples of this toy are lost in what a process needs anyway; that they fit is known all the same.
+    predicted = sink.column("largest_local_batch_size")
+    assert predicted
+    assert all(largest >= 8 for largest in predicted.values())
+    assert {body["local_batch_size"] for body in sink.samples} == {8}
+    assert [body["step"] for body in sink.samples if body["warmup"]] == [[0, 1, 2, 3, 4]]
+
+
+def test_without_a_url_nothing_is_sent_and_nothing_printed(sink: Sink, launch: Launch) -> None:
+    for variables in ({"TULA_URL": " "}, {"TULA_DISABLED": "1"}):
+        done = launch("train.py", "--epochs", "1", **variables)
+        assert "micro-steps 0 16" in done.stdout
+        assert not done.stderr
+    assert not sink.seen
+
+
+def test_a_profile_run_ends_by_itself_even_when_the_loader_is_short(sink: Sink, launch: Launch) -> None:
+    done = launch("train.py", "--epochs", "1", "--batches", "4", TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="20")
+    assert "micro-steps 0 23" in done.stdout
+    assert sink.steps() == list(range(23))
+    assert sum(len(body["step"]) for body in sink.samples if body["warmup"]) == 3
+    assert sink.states == ["running", "succeeded"]
+
+
+def test_ranks_of_a_profile_run_stop_at_the_same_step_once_it_is_precise(sink: Sink, launch: Launch) -> None:
+    done = launch(
+        "train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="60", TULA_PRECISION="0.5"
+    )
+    counts = {line.split()[2] for line in done.printed("micro-steps")}
+    assert len(counts) == 1
+    assert 3 + 8 <= int(counts.pop()) < 63
+    assert not sink.invalid
+    split = sink.rows("step", "step_time_s", "compute_time_s", "exposed_comm_time_s", "skew_s")
+    assert len(split) >= 5
+    assert all(row[2] + row[3] <= row[1] * 1.5 for row in split if None not in row)
+    assert len(sink.steps(rank=1)) <= 3
+    assert next(body["memory"]["method"] for body in sink.samples if body["rank"] == 1) == "peak_rss"
+
+
+def test_the_service_can_end_a_profile_run(sink: Sink, launch: Launch) -> None:
+    sink.stop = True
+    done = launch(
+        "train.py", "--pause", "0.02", ranks=2, TULA_WARMUP_STEPS="1", TULA_MEASURE_STEPS="2000", TULA_PRECISION="0"
+    )
+    counts = {line.split()[2] for line in done.printed("micro-steps")}
+    assert len(counts) == 1
+    assert int(counts.pop()) < 1000
+
+
+def test_a_run_started_by_hand_learns_from_the_service_that_it_profiles(sink: Sink, launch: Launch) -> None:
+    sink.run = {
+        "kind": "profile",
+        "instruction": {"profiling_warmup_steps": 2, "measuring_steps": 10, "precision": 0.0},
+    }
+    done = launch("train.py", "--epochs", "40", "--pause", "0.02")
+    assert int(done.printed("micro-steps")[0].split()[2]) < 640
+    assert sink.states == ["running", "succeeded"]
+
+
+def test_accumulation_is_seen_without_being_told(sink: Sink, launch: Launch) -> None:
+    launch("train.py", "--accumulate", "4")
+    later = [body for body in sink.samples if not body["warmup"]]
+    assert {body["grad_accum_steps"] for body in later} == {4}
+    assert sink.steps() == list(range(16))
+
+
+def test_a_smaller_last_batch_is_no_sample_of_the_usual_one(sink: Sink, launch: Launch) -> None:
+    launch("train.py", "--uneven")
+    assert {body["local_batch_size"] for body in sink.samples} == {8}
+    assert sink.steps() == [step for step in range(64) if step % 16 != 15]
+    assert len(sink.column("step_time_s")) == 64
+
+
+@pytest.mark.parametrize(
+    "options", [["--amp"], ["--clip"], ["--workers", "2"], ["--accumulate", "3", "--amp", "--clip"]]
+)
+def test_weights_are_bit_for_bit_those_without_the_agent(
+    sink: Sink, launch: Launch, plain: Plain, options: list[str]
+) -> None:
+    assert launch("train.py", *options).printed("weights") == plain(*options)
+    assert sink.states == ["running", "succeeded"]
+    assert not sink.invalid
+
+
+def test_a_batch_other_than_the_one_told_is_reported_as_it_is(sink: Sink, launch: Launch) -> None:
+    done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
+    assert "batches of 8 per rank but was told 32" in done.stderr
+    assert {body["local_batch_size"] for body in sink.samples} == {8}
+
+
+def test_sharded_models_and_several_optimizers_have_step_time_and_memory(sink: Sink, launch: Launch) -> None:
+    done = launch("sharded.py", ranks=2)
+    assert len(done.printed("rank")) == 2
+    assert "left out" not in done.stderr
+    assert not sink.invalid
+    assert sink.steps() == list(range(20))
+    memory = [body["memory"] for body in sink.samples if "memory" in body and body["rank"] == 0][-1]
+    shard = (16 * 64 + 64 + 64 * 16 + 16) * 4 // 2
+    assert memory["parameter_bytes"] == shard + (16 * 2 + 2) * 4
+    assert 2 * shard <= memory["optimizer_bytes"] <= 2 * shard + 64

@@ -1,0 +1,42 @@
+"""Thresholds reach the optimizers of all ranks at one step, and an unchanged answer costs a header."""
+
+from __future__ import annotations
+
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+
+
+def test_every_rank_switches_at_the_same_step(sink: Sink, launch: Launch) -> None:
+    sink.scaling = {"version": 7, "policy": "gain", "delta": 0.25, "reason": "unknown fields are left alone"}
+    done = launch("scaled.py", ranks=2)
+    changes = done.printed("thresholds 7")
+    assert len(changes) == 2
+    assert len(set(changes)) == 1
+    assert changes[0].startswith("thresholds 7 0.25 at ")
+    assert not sink.invalid
+    assert sink.column("scale")  # what scaling does becomes telemetry
+
+
+def test_polling_sends_the_etag(sink: Sink) -> None:
+    from tula_agent.ship.thresholds import ThresholdPoller
+    from tula_agent.ship.transport import Transport
+
+    seen: list[int] = []
+    transport = Transport(sink.url, None, 5.0)
+    poller = ThresholdPoller("/v1/jobs/j/scaling", lambda thresholds: seen.append(thresholds.version), every_s=0.0)
+    sink.scaling = {"version": 1}
+    poller.poll(transport)
+    poller.poll(transport)
+    sink.scaling = {"version": 2, "delta": 0.1}
+    poller.poll(transport)
+    transport.close()
+    assert seen == [1, 2]
+    assert sink.gets == ["", '"1"', '"1"']
+
+
+def test_a_rank_without_an_agent_is_noticed_and_nobody_waits_for_it(sink: Sink, launch: Launch) -> None:
+    """`init` on the first rank only: the run cannot end early, says so, and goes through."""
+    done = launch("first_rank_only.py", ranks=2, TULA_WARMUP_STEPS="1", TULA_MEASURE_STEPS="8")
+    assert sorted(done.printed("micro-steps")) == ["micro-steps 0 20", "micro-steps 1 20"]
+    assert "not every rank runs the agent" in done.stderr
+    assert sink.states == ["running", "succeeded"]

@@ -1,0 +1,246 @@
+"""The dashboard in a real Chromium: every page with nothing, a little and a lot; dark and light; laptop and phone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.conftest import picture
+from tests.browser.seed import Seeded, a_million_steps, specification
+from tests.support.server import Server
+from tula_wire import routes
+
+Visit = Callable[..., Page]
+
+CHECKS = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8").partition("\n")[2]
+
+
+def draw_all(page: Page) -> None:
+    """Bring every chart into view and wait for it to be drawn, or to say why it is not."""
+    for figure in page.locator("[data-chart]").all():
+        figure.scroll_into_view_if_needed()
+        expect(figure.locator("svg.marks, .waiting:not(:text-is('Loading…'))").first).to_be_attached()
+        expect(figure.locator(".failed")).to_have_count(0)
+
+
+def check(page: Page, name: str) -> None:
+    """What holds for every page: no sideways scrolling, enough contrast, a name on every control; and a picture."""
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.evaluate(f"{CHECKS.strip()}.contrast()") == []
+    assert page.evaluate(f"{CHECKS.strip()}.nameless()") == []
+    assert page.locator("h1").count() == 1
+    assert picture(page, name).stat().st_size > 5000
+
+
+def test_with_nothing_every_page_is_designed(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with Server(str(tmp_path_factory.mktemp("empty") / "tula.db")) as empty:
+        context = chromium.new_context(viewport={"width": 1280, "height": 900})
+        page = context.new_page()
+        page.goto(empty.url)
+        expect(page.get_by_role("heading", name="No job yet")).to_be_visible()
+        check(page, "empty-jobs")
+        made = httpx.post(empty.url + routes.JOBS, json=specification(), timeout=60).json()
+        path = routes.JOB_RUNS.format(job_id=made["job"]["id"])
+        body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}}
+        run = httpx.post(empty.url + path, json=body, timeout=60).json()
+        for name, address in {
+            "job": f"/jobs/{made['job']['id']}",
+            "run": f"/runs/{run['id']}",
+            "admin": "/admin",
+        }.items():
+            page.goto(empty.url + address)
+            draw_all(page)
+            check(page, f"empty-{name}")
+        page.goto(f"{empty.url}/jobs/{made['job']['id']}/quality")
+        expect(page.get_by_role("heading", name="Nothing to compare yet")).to_be_visible()
+        check(page, "empty-quality")
+        context.close()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+@pytest.mark.parametrize("name", ["jobs", "job", "run", "quality", "admin", "login"])
+def test_every_page_fits_its_screen_and_scheme(
+    visit: Visit, seeded: Seeded, name: str, scheme: str, width: int
+) -> None:
+    job = f"/jobs/{seeded.job_id}"
+    paths = {
+        "jobs": "/",
+        "job": job,
+        "run": f"/runs/{seeded.runs['ags']}",
+        "quality": f"{job}/quality",
+        "admin": "/admin",
+    }
+    paths["login"] = "/login?next=/"
+    page = visit(paths[name], scheme=scheme, width=width)
+    draw_all(page)
+    check(page, f"{name}-{scheme}-{width}")
+
+
+def test_an_address_that_leads_nowhere_is_a_designed_page(chromium: Browser, server: Server) -> None:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    answer = page.goto(server.url + "/jobs/nowhere")
+    assert answer is not None
+    assert answer.status == 404
+    check(page, "error")
+    context.close()
+
+
+def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: Seeded) -> None:
+    page = visit(f"/jobs/{seeded.job_id}")
+    draw_all(page)
+    drawn = page.locator("[data-chart*='tradeoff?quantity=time'] svg")
+    expect(drawn).to_contain_text("recommended")
+    expect(page.locator("tr", has=page.get_by_text("recommended", exact=True))).to_have_count(1)
+
+
+def test_what_if_answers_as_one_types_and_explains_a_wrong_value(visit: Visit, seeded: Seeded) -> None:
+    page = visit(f"/jobs/{seeded.job_id}")
+    answer = page.locator("#whatif-answer")
+    page.get_by_role("textbox", name="Nodes").fill("2, 4")
+    page.get_by_role("textbox", name="Global batch").fill("256")
+    expect(answer.locator("tbody tr")).to_have_count(2)
+    before = answer.inner_text()
+    page.get_by_role("textbox", name="USD a node-hour").fill("30.6")
+    expect(answer).not_to_have_text(before)
+    page.get_by_role("textbox", name="Deadline (hours)").fill("0.001")
+    expect(answer.locator("tr.excluded")).to_have_count(2)
+
+
+def test_a_run_is_live_and_zoom_asks_for_more(visit: Visit, seeded: Seeded) -> None:
+    run_id = seeded.runs["ags"]
+    page = visit(f"/runs/{run_id}")
+    expect(page.locator("#live")).to_have_text("live")
+    figure = page.locator("[data-chart$='/loss']")
+    figure.scroll_into_view_if_needed()
+    expect(figure.locator(".subtitle")).to_contain_text("of 3,000 points")
+    seeded.telemetry(run_id, 1, range(3000, 3010), {"loss": [0.5] * 10})
+    expect(figure.locator(".subtitle")).to_contain_text("of 3,010 points")
+    with page.expect_response(lambda answer: "charts/loss" in answer.url and "first_step=100" in answer.url) as zoomed:
+        figure.get_by_label("From step").fill("100")
+        figure.get_by_label("to", exact=True).fill("120")
+        figure.get_by_role("button", name="Show").press("Enter")
+    assert [row["step"] for row in zoomed.value.json()["datasets"]["loss"]] == list(range(100, 121))
+    with page.expect_response(lambda answer: "charts/loss" in answer.url and "first_step" not in answer.url):
+        figure.get_by_role("button", name="All steps").click()
+
+
+def test_dragging_over_a_chart_zooms(visit: Visit, seeded: Seeded) -> None:
+    page = visit(f"/runs/{seeded.runs['lbt']}")
+    draw_all(page)
+    figure = page.locator("[data-chart$='/loss']")
+    figure.scroll_into_view_if_needed()
+    drawn = figure.locator("svg.marks")
+    expect(drawn).to_be_visible()
+    box = drawn.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] * 0.5
+    with page.expect_response(lambda answer: "charts/loss" in answer.url and "first_step" in answer.url) as zoomed:
+        page.mouse.move(box["x"] + box["width"] * 0.4, middle)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=4)
+        page.mouse.up()
+    steps = [row["step"] for row in zoomed.value.json()["datasets"]["loss"]]
+    assert 600 < steps[0] < steps[-1] < 2400
+
+
+def test_live_updates_survive_a_restart_of_the_service(
+    chromium: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    database = str(tmp_path_factory.mktemp("restart") / "tula.db")
+    first = Server(database)
+    made = httpx.post(first.url + routes.JOBS, json=specification(), timeout=60).json()
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(f"{first.url}/jobs/{made['job']['id']}")
+    expect(page.locator("#live")).to_have_text("live")
+    port = first.port
+    first.kill()
+    expect(page.locator("#live")).to_have_text("reconnecting…", timeout=15_000)
+    with Server(database, port=port) as second:
+        expect(page.locator("#live")).to_have_text("live", timeout=30_000)
+        path = routes.JOB_CLAIM.format(job_id=made["job"]["id"])
+        claimed = httpx.post(second.url + path, json={"holder": "test"}, timeout=60).json()["run"]
+        row = page.locator("[data-live='plan'] tr", has_text=claimed["id"])
+        expect(row.locator(".state")).to_have_text("claimed", timeout=15_000)
+        context.close()
+
+
+def test_keyboard_alone_reaches_content_and_scheme(visit: Visit) -> None:
+    page = visit("/", scheme="light")
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to content")).to_be_focused()
+    page.locator("#theme").focus()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.keyboard.press("Enter")
+    assert page.evaluate(ground) != light
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.scheme") == "dark"
+
+
+def test_a_failing_chart_says_so_and_can_be_tried_again(visit: Visit, seeded: Seeded) -> None:
+    page = visit("/")
+    page.route("**/charts/memory", lambda route: route.fulfill(status=200, body="not json"))
+    page.goto(f"{seeded.url}/jobs/{seeded.job_id}")
+    figure = page.locator("[data-chart$='/memory']")
+    figure.scroll_into_view_if_needed()
+    again = figure.get_by_role("button", name="Try again")
+    expect(again).to_be_visible()
+    page.unroute("**/charts/memory")
+    again.click()
+    expect(figure.locator("svg.marks")).to_be_visible()
+
+
+def test_a_million_steps_are_thinned_before_they_reach_the_page(visit: Visit, seeded: Seeded) -> None:
+    """How fast that is, `python -m benchmarks.dashboard` measures."""
+    figure = visit(f"/runs/{a_million_steps(seeded)}").locator("[data-chart$='/loss']")
+    figure.scroll_into_view_if_needed()
+    expect(figure.locator(".subtitle")).to_contain_text("of 1,000,000 points")
+    told = re.search(r"([\d,]+) of 1,000,000 points", figure.locator(".subtitle").inner_text())
+    assert told is not None
+    assert 100 <= int(told[1].replace(",", "")) <= 5_000
+
+
+def test_tokens_are_made_shown_once_and_revoked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with Server(str(tmp_path_factory.mktemp("access") / "tula.db")) as own:
+        context = chromium.new_context()
+        page = context.new_page()
+        page.goto(own.url + "/admin")
+        page.get_by_label("Name").first.fill("first")
+        page.get_by_label("Scope").select_option("admin")
+        page.get_by_role("button", name="Make a token").click()
+        expect(page.locator("#secret code")).to_contain_text("tula_")
+        secret = page.locator("#secret code").inner_text()
+        page.goto(own.url + "/admin")
+        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+        page.get_by_label("Token").fill("tula_wrong")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("alert")).to_contain_text("unknown")
+        page.get_by_label("Token").fill(secret)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page).to_have_url(own.url + "/admin")
+        assert secret not in page.content()
+        page.get_by_label("Name").first.fill("second")
+        page.get_by_role("button", name="Make a token").click()
+        expect(page.locator("#secret code")).not_to_have_text("")
+        page.reload()
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="Revoke second").click()
+        expect(page.locator("tr", has_text="second")).to_contain_text("revoked")
+        context.close()
+
+
+def test_a_lot_of_jobs_stay_readable(visit: Visit, seeded: Seeded) -> None:
+    for place in range(60):
+        seeded.post(routes.JOBS, specification(f"bert-{place:03}", epochs=place + 1))
+    page = visit("/?search=bert")
+    expect(page.locator("table.jobs tbody tr")).to_have_count(50)
+    check(page, "many-jobs")
+    page.get_by_role("link", name="Older jobs").click()
+    expect(page.locator("table.jobs tbody tr")).to_have_count(10)

@@ -1,0 +1,196 @@
+"""A service with a plan in memory, commands whose fate is written down beforehand, and a clock that jumps."""
+# ruff: noqa: ARG002 (fakes take what the real ones take)
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from tula_client import ConflictError, ServiceUnreachableError
+from tula_client.launch import Runner, RunnerOptions, Template, WorkDir
+from tula_wire import (
+    Candidate,
+    Configuration,
+    Estimate,
+    Instruction,
+    Job,
+    JobSpec,
+    Knee,
+    ModelReport,
+    Problem,
+    ProblemType,
+    Recommendation,
+    Run,
+    RunClaimed,
+)
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+TEMPLATE = Template(("launch", "{world_size}", "{local_batch_size}", "{grad_accum_steps}"))
+FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
+
+
+def spec(max_nodes=4):
+    return JobSpec.model_validate(
+        {"name": "j", "model": {"name": "m"}, "dataset": {"size": 100}, "cluster": {"max_nodes": max_nodes}}
+    )
+
+
+class FakeService:
+    """Keeps the rules that matter here: leases by holder, final states that stay, an optional absence."""
+
+    def __init__(self, configurations=(), chosen=None):
+        self.runs, self.away, self.calls, self.warnings, self.bound = {}, 0, [], [], {}
+        self.chosen, self.holders = chosen, {}
+        for configuration in configurations:
+            self.add("profile", configuration)
+
+    def add(self, kind, configuration, state="pending"):
+        run = Run(
+            id=f"r{len(self.runs)}",
+            job_id="job-1",
+            kind=kind,
+            state=state,
+            configuration=configuration,
+            created_at=NOW,
+            instruction=Instruction(profiling_warmup_steps=1, measuring_steps=5, precision=0.1),
+        )
+        self.runs[run.id] = run
+        return run
+
+    def change(self, run_id, **values):
+        self.runs[run_id] = self.runs[run_id].model_copy(update=values)
+        return self.runs[run_id]
+
+    def _called(self, name, *details):
+        self.calls.append((name, *details))
+        if self.away:
+            self.away -= 1
+            raise ServiceUnreachableError("nothing listens there")
+
+    def job(self, job_id):
+        self._called("job")
+        plan = [run for run in self.runs.values() if run.kind == "profile"]
+        done = sum(run.state in FINAL for run in plan)
+        return Job(
+            id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
+            runs_planned=len(plan), spec=spec(), plan=plan, plan_reason="All is measured.",
+        )  # fmt: skip
+
+    def claim(self, job_id, claim):
+        self._called("claim", claim.max_nodes)
+        for run in self.runs.values():
+            if run.state == "pending" and run.configuration.num_nodes <= claim.max_nodes:
+                self.holders[run.id] = claim.holder
+                return RunClaimed(run=self.change(run.id, state="claimed"), reason="")
+        at_work = any(run.state in ("claimed", "running") for run in self.runs.values())
+        return RunClaimed(run=None, reason="done", retry_after_s=2.0 if at_work else None)
+
+    def create_run(self, job_id, run):
+        self._called("create_run", run.configuration)
+        made = self.add(run.kind, run.configuration, "claimed")
+        self.holders[made.id] = run.holder
+        return made
+
+    def run(self, run_id):
+        self._called("run")
+        return self.runs[run_id]
+
+    def patch_run(self, run_id, patch):
+        self._called("patch_run", run_id, patch.state)
+        run = self.runs[run_id]
+        if run.state in FINAL or self.holders.get(run_id) != patch.holder:
+            detail = "The run is already over or somebody else's."
+            raise ConflictError(Problem(type=ProblemType.CONFLICT, title="Conflict", status=409, detail=detail))
+        return self.change(run_id, state=patch.state, message=patch.message)
+
+    def recommendation(self, job_id, *, objective=None):
+        self._called("recommendation")
+        one = Estimate(value=1, low=1, high=1)
+        chosen = self.chosen and Candidate(
+            configuration=self.chosen, global_batch_size=1, step_time_s=one, epoch_time_s=one, total_time_s=one
+        )
+        return Recommendation(
+            id="x", job_id=job_id, created_at=NOW, basis="profiled", objective="knee", chosen=chosen,
+            knee=Knee(found=False, reason=""), why="No reason.", candidates=[], frontier=[],
+            max_local_batch_size=self.bound,
+            model=ModelReport(form="", version="", num_runs=0, num_samples=0, warnings=self.warnings),
+        )  # fmt: skip
+
+
+class FakeProcess:
+    """Ends after `lasts` looks with `status`; `during` happens meanwhile, as an agent's reports would."""
+
+    def __init__(self, status=0, lasts=2, during=None):
+        self.status, self.left, self.during, self.asked = status, lasts, during, []
+
+    def poll(self):
+        if self.left > 0:
+            self.left -= 1
+            return None
+        if self.during is not None:
+            self.during()
+            self.during = None
+        return self.status
+
+    def request_stop(self):
+        self.asked.append("stop")
+        self.left, self.status = 0, 143
+
+    def dump_stacks(self):
+        self.asked.append("dump")
+
+    def stop(self):
+        self.request_stop()
+        return self.status
+
+
+class Bench:
+    """A runner over fakes; `fates` says, per started command, what becomes of it."""
+
+    def __init__(self, tmp_path, service, fates, reporter, **options):
+        self.now, self.started, self.fates = 0.0, [], fates
+        self.work = WorkDir(tmp_path, "job-1")
+        self.work.path.mkdir(parents=True, exist_ok=True)
+        self.runner = Runner(
+            service,
+            self.work,
+            "me",
+            RunnerOptions(url="http://x", inherited={"PATH": "/bin"}, **options),
+            reporter,
+            start_command=self.start,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+        )
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def start(self, command, *, environment, log, grace_s, stop_command):
+        process = self.fates(command, environment, log)
+        self.started.append((command, environment, process))
+        return process
+
+
+class Notes:
+    """A reporter that remembers."""
+
+    def __init__(self):
+        self.notes, self.waits, self.ends = [], [], []
+
+    def job(self, job):
+        self.last = job
+
+    def started(self, run, log):
+        pass
+
+    def finished(self, run, outcome, log, took_s):
+        self.ends.append((run.id, outcome.state))
+
+    def waiting(self, reason):
+        self.waits.append(reason)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def configuration(nodes=1, batch=32, accumulation=1):
+    return Configuration(num_nodes=nodes, local_batch_size=batch, grad_accum_steps=accumulation)

@@ -1,0 +1,53 @@
+"""Ready-made templates: what they become, and that each starts the user's script with its own words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tula_client.launch import LAUNCHERS, Template, TemplateError, WorkDir, with_launcher
+from tula_wire import Configuration
+
+CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
+SCRIPT = ["train.py", "--batch-size={local_batch_size}"]
+
+
+def filled(name: str) -> tuple[list[str], list[str]]:
+    words, stop = with_launcher(name, SCRIPT)
+    made = Template(tuple(words)).fill(CONFIGURATION, run_id="run-1", env_file="/w/run-1.json")
+    return made, Template(tuple(stop)).fill(CONFIGURATION, run_id="run-1") if stop else []
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_template_is_filled_in_whole_and_ends_with_the_script(name):
+    command, _ = filled(name)
+    assert command[-2:] == ["train.py", "--batch-size=32"]
+    assert not any("{" in word or "}" in word for word in command)
+
+
+def test_torchrun_starts_every_rank_here():
+    assert filled("torchrun")[0][:3] == ["torchrun", "--standalone", "--nproc-per-node=8"]
+
+
+def test_slurm_asks_for_nodes_and_ranks_and_can_cancel_by_name():
+    command, stop = filled("slurm")
+    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--job-name=tula-run-1"} <= set(command)
+    assert stop == ["scancel", "--name=tula-run-1"]
+
+
+def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
+    command, stop = filled("ray")
+    assert "--runtime-env=/w/run-1.json" in command
+    assert stop == ["ray", "job", "stop", "tula-run-1"]
+
+
+def test_the_file_of_variables_is_for_the_user_alone(tmp_path):
+    path = WorkDir(tmp_path, "job-1").env_file("run-1", {"TULA_TOKEN": "secret"})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert json.loads(path.read_text()) == {"env_vars": {"TULA_TOKEN": "secret"}}
+
+
+def test_an_unknown_launcher_is_refused_with_those_that_exist():
+    with pytest.raises(TemplateError, match="'lsf' is unknown: use one of torchrun, slurm, ray"):
+        with_launcher("lsf", SCRIPT)

@@ -1,0 +1,138 @@
+"""Commands under the guard: nothing is left behind, whoever dies first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tula_client.launch import CommandNotFoundError, start
+
+# A command whose grandchild moves to a session of its own, as torchrun's ranks do, and ignores SIGTERM when told to.
+FAMILY = """
+import subprocess, sys, time
+code = "import signal, time, sys; {ignore}; print('child up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+print("pids", child.pid, flush=True)
+{then}
+"""
+
+
+def family(ignore: bool, then: str = "time.sleep(600)") -> list[str]:
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignore else "pass"
+    return [sys.executable, "-c", FAMILY.format(ignore=text, then=then)]
+
+
+def wait_until(condition, within_s: float = 20.0):
+    until = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def grandchild(log: Path) -> int:
+    text = wait_until(lambda: log.exists() and "child up" in log.read_text() and log.read_text())
+    return int(text.split("pids ")[1].split()[0])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONFAULTHANDLER": "1"}
+
+
+@pytest.mark.parametrize(("script", "status"), [("pass", 0), ("import sys; sys.exit(3)", 3)])
+def test_the_exit_status_is_the_commands_own(tmp_path, script, status):
+    process = start([sys.executable, "-c", script], environment=environment(), log=tmp_path / "log")
+    wait_until(lambda: process.poll() is not None)
+    assert process.poll() == status
+
+
+def test_a_killed_command_reads_as_128_plus_its_signal(tmp_path):
+    script = "import os; os.kill(os.getpid(), 9)"
+    process = start([sys.executable, "-c", script], environment=environment(), log=tmp_path / "log")
+    wait_until(lambda: process.poll() is not None)
+    assert process.poll() == 137
+
+
+def test_a_missing_command_is_named(tmp_path):
+    with pytest.raises(CommandNotFoundError, match="'no-such-launcher' was not found"):
+        start(["no-such-launcher"], environment=environment(), log=tmp_path / "log")
+
+
+@pytest.mark.parametrize("ignore_sigterm", [False, True])
+def test_stopping_ends_processes_that_left_the_session(tmp_path, ignore_sigterm):
+    log = tmp_path / "log"
+    process = start(family(ignore_sigterm), environment=environment(), log=log, grace_s=0.3)
+    pid = grandchild(log)
+    process.stop()
+    assert not alive(pid)
+
+
+def test_a_child_left_by_a_command_that_ended_is_ended_too(tmp_path):
+    log = tmp_path / "log"
+    process = start(family(False, then="time.sleep(0.2)"), environment=environment(), log=log, grace_s=0.3)
+    pid = grandchild(log)
+    wait_until(lambda: process.poll() is not None)
+    assert process.poll() == 0
+    assert not alive(pid)
+
+
+def test_kill_9_of_the_starter_leaves_no_process(tmp_path):
+    log = tmp_path / "log"
+    starter = f"""
+import os, time, pathlib
+from tula_client.launch import start
+process = start({family(True)!r}, environment=dict(os.environ), log=pathlib.Path({str(log)!r}), grace_s=0.2)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as outer:
+        guard = int(outer.stdout.readline())
+        pid = grandchild(log)
+        outer.send_signal(signal.SIGKILL)
+        wait_until(lambda: not alive(pid) and not alive(guard))
+
+
+def test_the_stop_command_cancels_what_runs_elsewhere(tmp_path):
+    process = start(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        environment=environment(),
+        log=tmp_path / "log",
+        grace_s=0.3,
+        stop_command=["touch", str(tmp_path / "cancelled")],
+    )
+    process.stop()
+    assert (tmp_path / "cancelled").exists()
+
+
+def test_each_rank_shows_its_stack_even_when_the_first_would_bring_down_the_rest(tmp_path):
+    script = """
+import os, subprocess, sys, time
+code = "import time\\ndef stuck_here():\\n    print('up', flush=True); time.sleep(600)\\nstuck_here()"
+ranks = [subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(r)}) for r in range(3)]
+while all(rank.poll() is None for rank in ranks):  # as torchrun does: one gone, all ended
+    time.sleep(0.005)
+for rank in ranks:
+    rank.terminate()
+"""
+    log = tmp_path / "log"
+    process = start([sys.executable, "-c", script], environment=environment(), log=log, grace_s=1)
+    wait_until(lambda: log.read_text().count("up") == 3)
+    process.dump_stacks()
+    process.request_stop()
+    wait_until(lambda: process.poll() is not None)
+    text = log.read_text()
+    assert [f"stack of rank {rank}" in text for rank in range(3)] == [True] * 3
+    assert text.count("in stuck_here") == 3

@@ -1,0 +1,103 @@
+"""The command template: what it fills in, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_client.launch import Template, TemplateError
+from tula_wire import Configuration, JobSpec
+
+CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32, grad_accum_steps=3)
+
+
+def spec(**changes):
+    base = {
+        "name": "j",
+        "model": {"name": "m"},
+        "dataset": {"size": 1000},
+        "cluster": {"max_nodes": 4},
+        "batch": {"min_local_batch_size": 8, "max_local_batch_size": 64},
+    }
+    return JobSpec.model_validate({**base, **changes})
+
+
+def test_every_placeholder_is_filled_in_anywhere_in_a_word():
+    template = Template(
+        (
+            "torchrun",
+            "--nnodes={num_nodes}",
+            "--nproc-per-node={ranks_per_node}",
+            "x.py",
+            "-n{world_size}",
+            "{local_batch_size}x{grad_accum_steps}={global_batch_size}",
+            "{instance_type}",
+        )
+    )
+    assert template.fill(CONFIGURATION) == [
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=4",
+        "x.py",
+        "-n8",
+        "32x3=768",
+        "default",
+    ]
+
+
+def test_an_argument_with_resume_appears_only_on_a_restart():
+    template = Template(("python", "x.py", "{local_batch_size}", "--resume={resume}"))
+    assert template.fill(CONFIGURATION) == ["python", "x.py", "32"]
+    assert template.fill(CONFIGURATION, resume="/c") == ["python", "x.py", "32", "--resume=/c"]
+
+
+def test_doubled_braces_are_literal_and_foreign_braces_stay():
+    template = Template(("bash", "-c", "echo ${{HOME}} {} {1..3} {{world_size}} '{\"a\": 1}'"))
+    assert template.fill(CONFIGURATION)[2] == "echo ${HOME} {} {1..3} {world_size} '{\"a\": 1}'"
+    assert template.placeholders == frozenset()
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="{}\x00", blacklist_categories=("Cs",)), min_size=1))
+def test_text_without_braces_is_passed_on_unchanged(text):
+    assert Template(("echo", text)).fill(CONFIGURATION) == ["echo", text]
+
+
+def test_an_unknown_placeholder_is_refused_by_name():
+    with pytest.raises(TemplateError, match=r"unknown placeholder \{batch\}.*\{local_batch_size\}"):
+        Template(("python", "x.py", "{batch}"))
+
+
+def test_an_empty_command_is_refused():
+    with pytest.raises(TemplateError, match="no command was given"):
+        Template(())
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "missing"),
+    [
+        (("x", "{local_batch_size}"), {}, r"no \{num_nodes\} or \{world_size\}, but the job tries 1 to 4 nodes"),
+        (("x", "{world_size}"), {}, r"no \{local_batch_size\} or \{global_batch_size\}"),
+        (
+            ("x", "{world_size}", "{local_batch_size}"),
+            {"batch": {"max_grad_accum_steps": 4}},
+            r"no \{grad_accum_steps\} or .*up to 4 accumulation steps",
+        ),
+        (
+            ("x", "{world_size}", "{local_batch_size}"),
+            {"cluster": [{"instance_type": "a", "max_nodes": 2}, {"instance_type": "b", "max_nodes": 2}]},
+            r"no \{instance_type\}, but the job offers 2",
+        ),
+    ],
+)
+def test_what_the_job_varies_must_have_its_placeholder(command, changes, missing):
+    with pytest.raises(TemplateError, match=missing):
+        Template(command).check(spec(**changes))
+
+
+def test_what_the_job_keeps_fixed_needs_no_placeholder():
+    fixed = spec(cluster={"min_nodes": 2, "max_nodes": 2}, batch={"min_local_batch_size": 8, "max_local_batch_size": 8})
+    Template(("x.sh",)).check(fixed)
+    Template(("x", "{world_size}", "{local_batch_size}", "{global_batch_size}")).check(
+        spec(batch={"max_grad_accum_steps": 4})
+    )

@@ -1,0 +1,150 @@
+"""Training to the end: smaller after out-of-memory, again after pre-emption, on from where an earlier call stopped."""
+# ruff: noqa: ARG001 (fakes take what the real ones take)
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
+from tula_client.launch import LaunchError, Template, TrainingFailedError, TrainOptions, next_smaller, train
+
+RESUMING = Template((*TEMPLATE.words, "--resume={resume}"))
+
+
+def go(bench, service, notes, template=RESUMING, **options):
+    return train(service, service.job("job-1"), template, bench.runner, bench.work, TrainOptions(**options), notes)
+
+
+def script(*fates):
+    """Statuses of one start after the other; True as second member writes a checkpoint first."""
+    left = list(fates)
+
+    def fate(command, environment, log):
+        status, writes = left.pop(0)
+        if writes:
+            from pathlib import Path
+
+            (Path(environment["TULA_CHECKPOINT_DIR"]) / f"step-{len(left)}").write_text("weights")
+        run = environment["TULA_RUN_ID"]
+        return FakeProcess(status=status, during=lambda: bench_service.change(run, num_samples=5))
+
+    bench_service = fate.service = None
+
+    def with_service(service):
+        nonlocal bench_service
+        bench_service = service
+        return fate
+
+    return with_service
+
+
+def bench_of(tmp_path, service, notes, *fates, **options):
+    return Bench(tmp_path, service, script(*fates)(service), notes, **options)
+
+
+def test_it_trains_with_what_is_recommended(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = bench_of(tmp_path, service, notes, (0, False))
+    assert go(bench, service, notes).configuration == configuration(2, 64)
+    assert [command for command, _, _ in bench.started] == [["launch", "2", "64", "1"]]
+
+
+def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the_learning_rate(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = bench_of(tmp_path, service, notes, (137, True), (137, False), (0, False))
+    trained = go(bench, service, notes)
+    assert [command[1:4] for command, _, _ in bench.started] == [["2", "64", "1"], ["2", "32", "2"], ["2", "16", "4"]]
+    assert trained.configuration.global_batch_size == 128
+    assert "global batch stays 128, so the learning rate stays as it is" in notes.notes[0]
+    assert [environment["TULA_RESTART"] for _, environment, _ in bench.started] == ["0", "1", "2"]
+    assert bench.started[0][0][4:] == []
+    assert bench.started[1][0][4] == f"--resume={bench.work.checkpoints}"
+
+
+def test_without_a_way_to_accumulate_the_global_batch_falls_and_so_should_the_learning_rate(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
+    trained = go(bench, service, notes, Template(("launch", "{world_size}", "{local_batch_size}")))
+    assert trained.configuration == configuration(2, 32)
+    assert "falls from 128 to 64" in notes.notes[0]
+    assert "multiplied by 0.5 (SGD, linear rule) or 0.707 (Adam" in notes.notes[0]
+
+
+def test_the_memory_models_new_bound_is_respected(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    service.bound = {"default": 20}
+    bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
+    assert go(bench, service, notes).configuration == configuration(2, 16, 4)
+
+
+def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    bench = bench_of(tmp_path, service, notes, (143, True), (1, True), (0, False))
+    trained = go(bench, service, notes)
+    assert [attempt.outcome.state for attempt in trained.attempts] == ["failed", "failed", "succeeded"]
+    assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints}"
+
+
+def test_a_failure_without_progress_is_not_repeated(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    bench = bench_of(tmp_path, service, notes, (1, False), (0, False))
+    with pytest.raises(TrainingFailedError, match="exit code 1"):
+        go(bench, service, notes)
+    assert len(bench.started) == 1
+
+
+def test_restarts_are_bounded(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    bench = bench_of(tmp_path, service, notes, *[(143, True)] * 9)
+    with pytest.raises(TrainingFailedError, match="started 3 times"):
+        go(bench, service, notes, max_restarts=2)
+
+
+def test_the_same_command_after_a_crash_goes_on_with_the_smaller_configuration(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = bench_of(tmp_path, service, notes, (137, True), (0, False))
+    starts = []
+
+    def crash(seconds):
+        starts.append(seconds)
+        if len(bench.started) == 2:
+            raise KeyboardInterrupt
+
+    bench.runner.sleep = crash
+    with pytest.raises(KeyboardInterrupt):
+        go(bench, service, notes)
+    again = bench_of(tmp_path, service, notes, (0, False))
+    assert go(again, service, notes).configuration == configuration(2, 32, 2)
+    assert again.started[0][1]["TULA_RESTART"] == "2"
+    assert again.started[0][0][4] == f"--resume={again.work.checkpoints}"
+    fresh = bench_of(tmp_path, service, notes, (0, False))
+    assert go(fresh, service, notes).configuration == configuration(2, 64)
+
+
+def test_without_a_choice_it_says_why(tmp_path):
+    service, notes = FakeService(), Notes()
+    with pytest.raises(LaunchError, match=r"no configuration to train with: No reason\."):
+        go(bench_of(tmp_path, service, notes), service, notes)
+
+
+@given(
+    batch=st.integers(1, 4096),
+    accumulation=st.integers(1, 16),
+    can_accumulate=st.booleans(),
+    bound=st.none() | st.integers(1, 4096),
+)
+def test_every_fallback_is_smaller_and_the_chain_ends(batch, accumulation, can_accumulate, bound):
+    now, seen = configuration(2, batch, accumulation), 0
+    while (fallback := next_smaller(now, can_accumulate=can_accumulate, max_local_batch_size=bound)) is not None:
+        after = fallback.configuration
+        assert after.local_batch_size < now.local_batch_size
+        assert bound is None or after.local_batch_size <= bound
+        if fallback.same_global_batch:
+            assert can_accumulate
+            assert after.global_batch_size == now.global_batch_size
+        else:
+            assert after.global_batch_size < now.global_batch_size
+        now, seen = after, seen + 1
+    assert seen <= 4096

@@ -1,0 +1,220 @@
+"""Working through a plan: in parallel within the nodes, going on after every kind of end, losing nothing."""
+# ruff: noqa: ARG001 (fakes take what the real ones take)
+
+from __future__ import annotations
+
+import pytest
+
+from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
+from tula_client import ServiceUnreachableError
+from tula_client.launch import PlanOptions, TooManyFailuresError, work_through
+from tula_client.launch.tune import NotAsToldError
+
+THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
+
+
+def measured(service):
+    """A fate: the agent's samples arrive, the command ends well."""
+
+    def fate(command, environment, log):
+        run = environment["TULA_RUN_ID"]
+        return FakeProcess(during=lambda: service.change(run, num_samples=9))
+
+    return fate
+
+
+def tune(bench, service, notes, **options):
+    return work_through(service, service.job("job-1"), TEMPLATE, bench.runner, PlanOptions(**options), notes)
+
+
+def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    tuned = tune(bench, service, notes)
+    assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
+    assert [command for command, _, _ in bench.started] == [
+        ["launch", "4", "32", "1"],
+        ["launch", "2", "64", "1"],
+        ["launch", "1", "128", "1"],
+    ]
+    environment = bench.started[1][1]
+    assert environment["TULA_URL"] == "http://x"
+    assert (environment["TULA_WARMUP_STEPS"], environment["TULA_MEASURE_STEPS"]) == ("1", "5")
+    assert environment["PATH"] == "/bin"
+
+
+def test_runs_go_in_parallel_within_the_node_budget(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    together = []
+
+    def fate(command, environment, log):
+        process = measured(service)(command, environment, log)
+        process.left = 50
+        together.append(
+            {run.id: run.configuration.num_nodes for run in service.runs.values() if run.state == "running"}
+        )
+        return process
+
+    bench = Bench(tmp_path, service, fate, notes)
+    tune(bench, service, notes, max_parallel=3, node_budget=4)
+    assert bench.started[1][0] == ["launch", "2", "64", "1"]
+    assert [sum(at_once.values()) for at_once in together] == [0, 0, 2]  # 4; then 2 and 1 side by side
+
+
+def test_a_first_run_that_fails_stops_with_its_last_lines_and_gives_the_rest_back(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+
+    def fate(command, environment, log):
+        log.write_text("Traceback (most recent call last):\n  File x\nValueError: no such dataset\n")
+        return FakeProcess(status=1)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    with pytest.raises(TooManyFailuresError, match=r"(?s)exit code 1.*ValueError: no such dataset"):
+        tune(bench, service, notes)
+    assert [run.state for run in service.runs.values()] == ["failed", "pending", "pending"]
+    assert "ValueError" in service.runs["r0"].message
+
+
+def test_an_out_of_memory_is_reported_and_the_plan_goes_on(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+
+    def fate(command, environment, log):
+        return FakeProcess(status=137) if command[2] == "32" else measured(service)(command, environment, log)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    tune(bench, service, notes)
+    assert [run.state for run in service.runs.values()] == ["out_of_memory", "succeeded", "succeeded"]
+
+
+def test_a_script_without_the_agent_is_told_so(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(), notes)
+    with pytest.raises(TooManyFailuresError, match=r"no measurement arrived: call tula_agent.init\(\)"):
+        tune(bench, service, notes)
+
+
+def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    service.warnings = ["Run r0 was to use local batch 32, but its process saw 8."]
+    bench = Bench(tmp_path, service, measured(service), notes)
+    with pytest.raises(NotAsToldError, match="its process saw 8"):
+        tune(bench, service, notes)
+    assert service.runs["r0"].state == "succeeded"
+
+
+def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+
+    def fate(command, environment, log):
+        process = measured(service)(command, environment, log)
+        service.away = 3
+        return process
+
+    bench = Bench(tmp_path, service, fate, notes)
+    tuned = tune(bench, service, notes)
+    assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
+    assert notes.waits
+    assert "The service is away" in notes.waits[0]
+
+
+def test_a_service_that_stays_away_ends_it_with_every_command_stopped(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+
+    def fate(command, environment, log):
+        service.away = 10_000
+        return FakeProcess(lasts=3)
+
+    bench = Bench(tmp_path, service, fate, notes, patience_s=30)
+    with pytest.raises(ServiceUnreachableError):
+        tune(bench, service, notes)
+    assert bench.now >= 30
+
+
+def test_ctrl_c_stops_the_command_and_gives_the_lease_back(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes)
+    sleeps = []
+
+    def interrupted(seconds):
+        sleeps.append(seconds)
+        if len(sleeps) == 5:
+            raise KeyboardInterrupt
+
+    bench.runner.sleep = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        tune(bench, service, notes)
+    assert bench.started[0][2].asked == ["stop", "stop"]
+    assert service.runs["r0"].state == "pending"
+
+
+def test_runs_left_leased_by_a_tula_that_died_are_done_first_and_finished_ones_not_again(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    service.change("r0", state="succeeded", num_samples=9)
+    service.change("r1", state="running")
+    service.holders = {"r1": "me"}
+    bench = Bench(tmp_path, service, measured(service), notes)
+    tune(bench, service, notes)
+    assert [environment["TULA_RUN_ID"] for _, environment, _ in bench.started] == ["r1", "r2"]
+
+
+def test_a_run_held_elsewhere_is_waited_for(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+    service.change("r0", state="running")
+    service.holders = {"r0": "another machine"}
+    bench = Bench(tmp_path, service, measured(service), notes)
+    sleep = bench.runner.sleep
+
+    def until_done(seconds):
+        sleep(seconds)
+        if bench.now > 5:
+            service.change("r0", state="succeeded")
+
+    bench.runner.sleep = until_done
+    assert tune(bench, service, notes).finished == ()
+    assert notes.waits
+
+
+def test_a_run_past_its_time_limit_shows_its_stacks_and_fails(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, time_limit_s=3)
+    with pytest.raises(TooManyFailuresError, match="still going after its time limit of 3 s"):
+        tune(bench, service, notes)
+    assert bench.started[0][2].asked == ["dump", "stop"]
+
+
+def test_the_lease_is_renewed_while_a_run_lasts(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    def fate(command, environment, log):
+        process = measured(service)(command, environment, log)
+        process.left = 2000  # 100 s at 0.05 s a look
+        return process
+
+    bench = Bench(tmp_path, service, fate, notes, lease_s=30)
+    tune(bench, service, notes)
+    assert 9 <= service.calls.count(("patch_run", "r0", "running")) <= 12
+
+
+def test_a_run_cancelled_at_the_service_is_stopped(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    def fate(command, environment, log):
+        service.change("r0", state="cancelled")
+        return FakeProcess(lasts=10_000)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    tune(bench, service, notes)
+    assert notes.ends == [("r0", "cancelled")]
+
+
+def test_a_profiling_script_that_catches_its_out_of_memory_and_hangs_is_ended(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    def fate(command, environment, log):
+        log.write_text("rank 1: CUDA out of memory. Tried to allocate 2 GiB; skipping the batch\n")
+        return FakeProcess(lasts=10_000)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    tune(bench, service, notes)
+    assert notes.ends == [("r0", "out_of_memory")]
+    assert bench.now < 60

@@ -1,0 +1,88 @@
+"""Wrong specifications and commands that fail: one clear sentence each, and nothing measured is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.test_cli import Tula, tula
+from tula_client import Client
+
+__all__ = ["tula"]
+
+SPEC = """
+name = "{name}"
+search = "partial"
+objective = {objective}
+epochs = {epochs}
+model = {{ name = "m" }}
+dataset = {{ size = {size} }}
+cluster = {{ max_nodes = {max_nodes}, price = {{ usd_per_node_hour = {price} }} }}
+batch = {{ min_local_batch_size = {batch}, max_local_batch_size = 64 }}
+"""
+GOOD = {"objective": '"knee"', "epochs": "1", "size": "1000", "max_nodes": "2", "price": "1.0", "batch": "32"}
+
+
+def spec_file(tmp_path: Path, name: str, **changes: str) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(SPEC.format(name=name, **(GOOD | changes)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("max_nodes", "0", "max_nodes"),
+        ("batch", "0", "min_local_batch_size"),
+        ("batch", "-3", "min_local_batch_size"),
+        ("batch", "100", "swap them"),
+        ("objective", '"fastest"', "objective"),
+        ("epochs", "nan", "epochs"),
+        ("epochs", "inf", "epochs"),
+        ("price", "nan", "usd_per_node_hour"),
+        ("price", "-1.0", "usd_per_node_hour"),
+        ("size", "1.5", "size"),
+        ("size", '"many"', "size"),
+        ("size", "", "TOML"),
+    ],
+)
+def test_a_wrong_specification_names_its_field(tula: Tula, tmp_path: Path, field: str, value: str, named: str) -> None:
+    path = spec_file(tmp_path, tmp_path.name, **{field: value})
+    command = [sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
+    code, _, err = tula("tune", path, "--work-dir", str(tmp_path / "w"), "--", *command)
+    assert code == 2
+    assert named in err
+    assert err.startswith("tula: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; print('no such file'); sys.exit(7)", "7"),
+        ("pass", "tula_agent.init()"),
+    ],
+)
+def test_a_command_that_fails_is_told_and_what_was_measured_stays(
+    tula: Tula, tmp_path: Path, address: str, program: str, said: str
+) -> None:
+    path, name = spec_file(tmp_path, tmp_path.name), tmp_path.name
+    command = [sys.executable, "-c", program, "{local_batch_size}", "{num_nodes}"]
+    code, _, err = tula("tune", path, "--work-dir", str(tmp_path / "w"), "--", *command)
+    assert code == 1
+    assert said in err
+    assert "Traceback" not in err
+    with Client(address, token="") as client:
+        job = client.handle(name)
+        assert {run.state for run in job.runs()} >= {"failed"}
+        assert job.recommendation().basis in ("prior", "transfer")
+
+
+def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path) -> None:
+    path = spec_file(tmp_path, "nobody")
+    command = [sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
+    code, _, err = tula("--url", "http://127.0.0.1:9", "tune", path, "--patience", "0", "--", *command)
+    assert code == 3
+    assert "tula serve" in err

@@ -1,0 +1,128 @@
+"""Requests are built and answers parsed by pure functions; nothing here opens a connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_client import AsyncClient, Client, ProblemError, TulaError, UnexpectedAnswerError, _calls
+from tula_client._calls import Answer
+from tula_client._errors import from_problem
+from tula_wire import JobPatch, JobSpec, Problem, ProblemType, routes
+
+PROBLEM_TYPES = [value for name, value in vars(ProblemType).items() if name.isupper()]
+
+
+def builders() -> dict[str, object]:
+    return {
+        name: function
+        for name, function in vars(_calls).items()
+        if inspect.isfunction(function)
+        and function.__module__ == _calls.__name__
+        and str(inspect.signature(function).return_annotation).startswith("Call[")
+        and not name.startswith("_")
+    }
+
+
+def test_both_clients_have_a_method_for_every_call() -> None:
+    for name in builders():
+        assert callable(getattr(Client, name, None) or Client.__dict__[name].build), name
+        assert name in AsyncClient.__dict__, name
+
+
+def test_every_route_has_a_call() -> None:
+    source = inspect.getsource(_calls)
+    unused = {"VERSION", "METRICS"}  # no calls: a prefix, and a page for Prometheus
+    missing = {name for name in routes.__all__ if f"routes.{name}" not in source} - unused
+    assert not missing
+
+
+@given(st.text(min_size=1).filter(lambda text: text not in (".", "..")))
+def test_a_name_of_any_content_stays_one_segment_of_the_path(name: str) -> None:
+    try:
+        path = _calls.job(name).request.path
+    except UnicodeEncodeError:
+        return
+    assert path.startswith("/v1/jobs/")
+    assert path.count("/") == 3
+    assert "?" not in path
+    assert "#" not in path
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_name_that_would_lead_to_another_route_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="job_id"):
+        _calls.job(name)
+
+
+def test_a_patch_sends_only_what_was_set() -> None:
+    body = _calls.patch_job("j", JobPatch(objective="cost")).request.body
+    assert json.loads(body or b"") == {"objective": "cost"}
+
+
+def test_registering_is_repeatable_because_a_key_is_always_sent(spec: JobSpec) -> None:
+    first, second = _calls.register(spec).request, _calls.register(spec).request
+    assert first.idempotent
+    assert first.headers["Idempotency-Key"] != second.headers["Idempotency-Key"]
+
+
+def test_what_may_act_twice_is_not_repeatable() -> None:
+    from tula_wire import ClaimRequest
+
+    assert not _calls.claim("j", ClaimRequest(holder="me")).request.idempotent
+
+
+def test_a_list_becomes_a_repeated_parameter() -> None:
+    request = _calls.predictions("j", num_nodes=[1, 2], global_batch_size=64).request
+    assert request.query == (("num_nodes", "1"), ("num_nodes", "2"), ("global_batch_size", "64"))
+
+
+@pytest.mark.parametrize("kind", PROBLEM_TYPES)
+def test_every_problem_type_has_an_exception_of_its_own(kind: str) -> None:
+    error = from_problem(Problem(type=kind, title="t", status=400, detail="d"))
+    assert type(error) is not ProblemError
+    assert error.type == kind
+
+
+def test_a_problem_type_of_a_newer_service_is_still_a_problem() -> None:
+    body = Problem(type="urn:tula:problem:new", title="t", status=418, detail="Do that.", field="a.b").model_dump()
+    answer = Answer(418, {}, json.dumps(body | {"hint": "a field of a newer service"}).encode())
+    with pytest.raises(ProblemError, match=r"a\.b: Do that\.") as caught:
+        _calls.job("j").parse(answer)
+    assert caught.value.status == 418
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b"\xff"])
+def test_an_answer_of_something_else_is_named_as_such(body: bytes) -> None:
+    for status in (200, 404, 500):
+        with pytest.raises(UnexpectedAnswerError, match="TULA_URL"):
+            _calls.job("j").parse(Answer(status, {}, body))
+
+
+def test_a_gateway_without_a_service_behind_it_counts_as_unavailable() -> None:
+    with pytest.raises(TulaError, match="502"):
+        _calls.jobs().parse(Answer(502, {}, b"<html>Bad Gateway</html>"))
+
+
+def test_an_unchanged_policy_costs_no_body() -> None:
+    call = _calls.scaling("j", etag='"3"')
+    assert call.request.headers["If-None-Match"] == '"3"'
+    assert call.parse(Answer(304, {"etag": '"3"'}, b"")).thresholds is None
+
+
+def test_a_field_of_a_newer_service_is_ignored() -> None:
+    answer = Answer(200, {"etag": '"1"'}, b'{"version": 1, "policy": "ags", "newer": [1]}')
+    thresholds = _calls.scaling("j").parse(answer).thresholds
+    assert thresholds is not None
+    assert thresholds.policy == "ags"
+
+
+def test_requests_are_values() -> None:
+    request = _calls.jobs(limit=2).request
+    assert request == dataclasses.replace(request)
+    assert request.query == (("limit", "2"),)

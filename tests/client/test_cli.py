@@ -1,0 +1,241 @@
+"""The `tula` command against the real service: what it prints, what it answers in JSON, how it fails."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.test_client import profile
+from tula_client import Client
+from tula_client.cli import commands, watch
+from tula_client.cli.app import run
+from tula_wire import Configuration, JobSpec, RunCreate, RunPatch, TelemetryChunk
+
+Tula = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tula(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tula:
+    """Runs a command line in this process; its exit code, output and errors."""
+    monkeypatch.setenv("TULA_URL", request.getfixturevalue("address"))
+    monkeypatch.delenv("TULA_TOKEN", raising=False)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = run([str(word) for word in words])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def job(address: str, spec: JobSpec) -> str:
+    """A profiled job; its id."""
+    with Client(address, token="") as client:
+        made = client.register(spec).job
+        profile(client, made.id)
+        return made.id
+
+
+def answer(result: tuple[int, str, str]) -> Any:
+    code, out, err = result
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_recommend_answers_people_and_programs(tula: Tula, job: str, spec: JobSpec) -> None:
+    assert answer(tula("recommend", job, "--objective", "time", "--json"))["objective"] == "time"
+    code, out, err = tula("recommend", spec.name)
+    assert (code, err) == (0, "")
+    assert "Recommended: " in out
+    assert "knee" in out.lower()
+    assert len(out.splitlines()) < 20
+    _, with_table, _ = tula("recommend", job, "--candidates")
+    assert sum(line.lstrip()[:1].isdigit() for line in with_table.splitlines()) >= 12
+
+
+def test_jobs_are_listed_and_shown(tula: Tula, job: str, spec: JobSpec) -> None:
+    page = answer(tula("jobs", "list", "--search", spec.name, "--json"))
+    assert [one["id"] for one in page["jobs"]] == [job]
+    shown = answer(tula("jobs", "show", spec.name, "--json"))
+    assert {run["state"] for run in shown["runs"]} == {"succeeded"}
+    _, out, _ = tula("jobs", "show", job)
+    assert job in out
+    assert "profile" in out
+    _, out, _ = tula("jobs", "list", "--search", spec.name, "--limit", "1")
+    assert job in out
+    _, out, _ = tula("jobs", "list", "--search", "no such name")
+    assert "tula tune" in out
+
+
+def test_archive_and_delete(tula: Tula, job: str) -> None:
+    assert answer(tula("jobs", "archive", job, "--json"))["state"] == "archived"
+    code, _, err = tula("jobs", "delete", job, "--json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--yes" in err
+    assert answer(tula("jobs", "delete", job, "--yes", "--json")) == {"deleted": job}
+    assert tula("jobs", "show", job)[0] == 5
+
+
+def test_plots_are_pictures(tula: Tula, job: str, tmp_path: Path) -> None:
+    for name, begins in (("a.png", b"\x89PNG"), ("a.svg", b"<svg"), ("a.json", b"{")):
+        assert answer(tula("plot", job, "--output", str(tmp_path / name), "--json"))["written"]
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    code, _, err = tula("plot", job, "--output", str(tmp_path / "a.gif"))
+    assert code == 2
+    assert ".png, .svg, .json" in err
+    assert tula("plot", job, "--chart", "nothing", "--output", str(tmp_path / "b.png"))[0] == 5
+
+
+def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, job: str, tmp_path: Path) -> None:
+    code, out, _ = tula("export", job)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0
+    assert {row["num_nodes"] for row in rows} == {"1", "2", "4"}
+    assert [row["chosen"] for row in rows].count("True") == 1
+    assert len(answer(tula("export", job, "--json"))) == len(rows)
+    parquet = tmp_path / "runs.parquet"
+    assert answer(tula("export", job, "--table", "runs", "--output", str(parquet), "--json"))["rows"] >= 3
+    import pandas
+
+    assert set(pandas.read_parquet(parquet)["state"]) == {"succeeded"}
+    assert answer(tula("export", job, "--table", "ledger", "--json"))
+    code, _, err = tula("export", job, "--output", str(tmp_path / "x.xlsx"))
+    assert (code, ".parquet" in err) == (2, True)
+
+
+def test_steps_measured_elsewhere_lead_to_a_recommendation(
+    tula: Tula, address: str, spec: JobSpec, csv_file: Path
+) -> None:
+    with Client(address, token="") as client:
+        job = client.register(spec).job.id
+    first = answer(tula("import", job, str(csv_file), "--json"))
+    assert (first["rows"], len(first["runs"])) == (48, 4)
+    assert answer(tula("import", job, str(csv_file), "--json"))["runs"] == first["runs"]
+    found = answer(tula("recommend", job, "--json"))
+    assert (found["basis"], found["model"]["num_samples"]) == ("profiled", 48)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "lacks 'num_nodes', 'local_batch_size', 'step_time_s'"),
+        ("num_nodes,local_batch_size,step_time\n1,2,3\n", "does not know 'step_time'"),
+        ("num_nodes,local_batch_size,step_time_s\n", "no measurements"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32\n", "line 2: give 3 values"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,1,1\n", "line 2: give 3 values"),
+        ("num_nodes,local_batch_size,step_time_s\n0,32,1\n", "line 2: num_nodes"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: 'nan'"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s must be above 0"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is no number"),
+        ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "has twice 'num_nodes'"),
+    ],
+)
+def test_a_wrong_file_is_explained_and_nothing_is_stored(
+    tula: Tula, address: str, spec: JobSpec, tmp_path: Path, text: str, said: str
+) -> None:
+    with Client(address, token="") as client:
+        job = client.register(spec).job.id
+        path = tmp_path / "wrong.csv"
+        path.write_text(text)
+        code, _, err = tula("import", job, str(path))
+        assert code == 2
+        assert said in err
+        assert client.runs(job, kind="profile").runs == [] or all(
+            run.num_samples == 0 for run in client.runs(job, kind="profile").runs
+        )
+
+
+def test_watch_shows_runs_and_the_shape_of_a_series(tula: Tula, job: str) -> None:
+    code, out, _ = tula("watch", job, "--once")
+    assert code == 0
+    assert job in out
+    assert answer(tula("watch", job, "--once", "--json"))["job"]["id"] == job
+    assert watch.sparkline([0, None, 7]) == "▁ █"
+    assert watch.sparkline([None, None]) == ""
+    assert watch.sparkline([3.0, 3.0]) == "▁▁"
+
+
+def test_watch_ends_with_its_job(tula: Tula, address: str, job: str) -> None:
+    with Client(address, token="") as client:
+        chosen = Configuration(num_nodes=2, local_batch_size=64)
+        run = client.create_run(job, RunCreate(kind="train", configuration=chosen, holder="me"))
+        chunk = TelemetryChunk(boot_id="b", sequence=0, steps=[0, 1, 2], columns={"loss": [2.0, 1.0, 0.5]})
+        client.send_telemetry(run.id, chunk)
+        client.patch_run(run.id, RunPatch(state="succeeded", holder="me"))
+        assert client.job(job).state == "finished"
+    code, out, err = tula("watch", job)
+    assert (code, err) == (0, "")
+    assert run.id in out
+    assert "█▃▁  0.5 at step 2" in out, out
+
+
+def test_version_is_told(tula: Tula) -> None:
+    assert answer(tula("version", "--json"))["version"]
+    assert tula("version")[1].startswith("tula ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["recommend", "nowhere"], 5, "tula jobs list"),
+        (["recommend"], 2, "JOB"),
+        (["recommend", ""], 5, "JOB"),
+        (["recommend", "x", "--objective", "speed"], 2, "--objective"),
+        (["nonsense"], 2, "nonsense"),
+        (["jobs", "list", "--limit", "0"], 2, "--limit"),
+        (["--url", "http://127.0.0.1:9", "jobs", "list"], 3, "tula serve"),
+        (["--url", "elsewhere", "jobs", "list"], 1, "TULA_URL"),
+        (["import", "x", "/no/such/file.csv"], 2, "/no/such/file.csv"),
+    ],
+)
+def test_a_failure_is_one_sentence_and_its_exit_code(tula: Tula, words: list[str], code: int, said: str) -> None:
+    found, out, err = tula(*words)
+    assert found == code
+    assert out == ""
+    assert err.startswith("tula: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_wrong_token_is_denied(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TULA_TOKEN", "wrong")
+    code, _, err = tula("jobs", "list")
+    assert code == 4
+    assert err.count("\n") == 1
+
+
+def test_without_the_extra_one_sentence_says_how_to_install_it() -> None:
+    hide = "import sys; sys.modules['typer'] = None; from tula_client.cli.app import main; main(['version'])"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ("tula: the command needs an extra that is not installed: run pip install 'tula[cli]'\n")
+
+
+def test_a_broken_plug_in_harms_only_itself(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {
+        "doctor": EntryPoint("doctor", "tula_agent.no_such_module:doctor", commands.GROUP),
+        "odd": EntryPoint("odd", "json:no_such_function", commands.GROUP),
+    }
+    monkeypatch.setattr(commands, "plugins", lambda: broken)
+    assert tula("version")[0] == 0
+    code, _, err = tula("doctor", "--any", "argument")
+    assert code == 1
+    assert "pip install 'tula[agent]'" in err
+    assert "reinstall json" in tula("odd")[2]
+    assert "doctor" in tula("--help")[1]
+
+
+def test_help_needs_no_service_and_names_the_exit_codes(tula: Tula) -> None:
+    code, out, _ = tula("--help")
+    assert code == 0
+    assert "3 service unreachable" in " ".join(out.split())

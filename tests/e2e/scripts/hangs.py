@@ -1,0 +1,10 @@
+"""A rank that waits for ever, as one does in a collective whose peer is gone."""
+
+import time
+
+
+def stuck_on_purpose() -> None:
+    time.sleep(600)
+
+
+stuck_on_purpose()

@@ -1,0 +1,79 @@
+"""The cluster of namespaces is one: links hold their rate, ranks train across them, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.cluster("namespaces")
+
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000)) as link:
+    link.sendall(b"x" * int(sys.argv[2]))
+    link.shutdown(socket.SHUT_WR)
+    link.recv(1)
+"""
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 7000)) as server:
+    print("up", flush=True)
+    link, _ = server.accept()
+    with link:
+        began, got = time.monotonic(), 0
+        while block := link.recv(65536):
+            got += len(block)
+        print(got * 8 / (time.monotonic() - began) / 1e6, flush=True)
+"""
+
+
+def rate_mbit(cluster: Cluster, size: int) -> float:
+    """What a transfer from node 0 to node 1 really reaches."""
+    receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "up\n"
+        subprocess.run(cluster.command(0, [sys.executable, "-c", SEND, cluster.address(1), str(size)]), check=True)
+        return float(receiver.stdout.readline())
+
+
+def step_time_s(cluster: Cluster) -> float:
+    """The median step of a real DDP job over two nodes."""
+    job = [sys.executable, "-m", "benchmarks._cluster_job", "--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
+    place = [
+        "--namespaces",
+        cluster.namespace(0)[:-1],
+        "--master",
+        cluster.address(0),
+        "--interface",
+        cluster.interface,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*job, *place], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    times = [float(found) for found in re.findall(r"^step \d+ ([\d.]+)$", done.stdout, re.MULTILINE)]
+    return median(after - before for before, after in pairwise(times))
+
+
+def test_links_hold_their_rate_and_training_feels_it() -> None:
+    with Cluster(2, 100) as cluster:
+        names = [cluster.namespace(node) for node in range(2)]
+        assert 80 < rate_mbit(cluster, 5_000_000) < 105
+        fast = step_time_s(cluster)
+        cluster.set_rate(25)
+        assert 18 < rate_mbit(cluster, 1_500_000) < 28
+        slow = step_time_s(cluster)
+    # 1 MiB of gradients: 84 ms at 100 Mbit/s, 336 ms at a quarter, beside 15 ms of device time.
+    assert 0.08 < fast < slow / 1.8
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not any(name in left for name in names)

@@ -1,0 +1,46 @@
+"""Ctrl-C in the middle of the demonstration leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands_holding(text: str) -> list[str]:
+    """Command lines of all processes that hold `text`."""
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if text in line]
+
+
+def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
+    output = tmp_path / "curve"
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", "--output", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    printed = ""
+    for line in demo.stdout:
+        printed += line
+        if line.startswith("start "):
+            break
+    folder = re.search(r"its database is (\S+)/tula\.db", printed)
+    assert folder is not None, printed
+    assert commands_holding(folder[1])
+    os.killpg(demo.pid, signal.SIGINT)  # what a terminal does
+    rest, _ = demo.communicate(timeout=120)
+    assert demo.returncode == 130, printed + rest
+    assert "every process" in rest
+    assert not commands_holding(folder[1])
+    assert not Path(folder[1]).exists()
+    assert not output.exists()

@@ -1,0 +1,104 @@
+"""The generalization experiment: its figures mean what they say, its data never changes, and every method trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.generalization.campaign import Campaign, run_mode
+from experiments.generalization.cases import MODES, Case
+from experiments.generalization.data import load
+from experiments.generalization.methods import METHODS
+from experiments.generalization.networks import build
+from experiments.generalization.plots import write_plots
+from experiments.generalization.report import as_json, figures, markdown, report_case
+from experiments.generalization.train import Result, decay
+
+TINY = replace(
+    MODES["full"],
+    cases=(Case("digits", "residual", 256, 2),),
+    seeds=1,
+    epochs=6,
+    learning_rates=(0.05,),
+    shares=(1.0,),
+    real_ddp=None,
+)
+
+
+def results(case: str, **tests: float) -> list[Result]:
+    """One seed per method; validation equals test, except that `x8` looks best on validation and is not on test."""
+    names = {"small": "small batch", "default": "Tula default", "sqrt": "sqrt LR", "polo": "post-local SGD"}
+    names |= {"ags": "AGS tensor", "element": "AGS element"}
+    rows = []
+    for short, test in tests.items():
+        validation = 99.0 if short == "x8" else test
+        name = names.get(short, short)
+        rows.append(Result(case, name, 0, 0.1, validation, test, False, 0.2, 1.0, 1.0))
+    return rows
+
+
+WIDE = {"small": 70, "LBT": 50, "LRS": 60, "sqrt": 58, "LARS": 40, "polo": 50, "ags": 57, "element": 55}
+NARROW = {"small": 90, "LBT": 89, "LRS": 88, "sqrt": 89, "LARS": 80, "polo": 89, "ags": 89, "element": 89}
+
+
+def test_the_figures_are_what_their_names_say():
+    reports = [
+        report_case("a", results("a", **WIDE, default=68, x4=66, x8=65)),
+        report_case("b", results("b", **NARROW, default=88.8, x4=90, x8=89)),
+    ]
+    values = figures(reports)
+    assert values["faithful.over_lbt.mean"] == pytest.approx(7.0)  # only where the small batch leads by 8
+    assert values["cases.wide_gap"] == 1.0
+    assert values["default.gap_recovered.mean"] == pytest.approx(18 / 20)
+    assert values["default.gap_recovered_any.mean"] == pytest.approx(18 / 20)
+    assert values["default.over_best_baseline.mean"] == pytest.approx((8.0 - 0.2) / 2)
+    assert values["default.over_best_baseline.min"] == pytest.approx(-0.2)
+    # Tuned by validation, reported on test: x8 it is, though x4 tested better.
+    assert values["default.over_tuned.mean"] == pytest.approx((68 - 65 + 88.8 - 89) / 2)
+
+
+def test_a_data_set_is_the_same_on_every_machine_and_in_every_process():
+    digits = load("digits")
+    assert [len(part) for part in (digits.train, digits.val, digits.test)] == [1024, 257, 516]
+    seen = {hashlib.sha256(part.images.numpy().tobytes()).hexdigest() for part in (digits.train, digits.val)}
+    assert len(seen) == 2
+    load.cache_clear()
+    assert torch.equal(load("digits").train.images, digits.train.images)
+    for name, classes in (("glyphs", 47), ("shapes", 25)):
+        images = load(name, num_train=512)
+        assert (images.num_classes, images.side) == (classes, 16)
+        assert bool(torch.isfinite(images.train.images).all())
+        assert float(images.train.images.std()) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("network", ["vgg", "residual", "depthwise", "resnet18", "resnet50"])
+@pytest.mark.parametrize("side", [8, 32])
+def test_every_network_takes_every_image_size(network, side):
+    model = build(network, num_classes=7, side=side)
+    assert model(torch.randn(2, 1, side, side)).shape == (2, 7)
+
+
+def test_the_decay_is_a_tenth_from_the_middle_and_a_hundredth_from_three_quarters():
+    assert [decay(epoch, 8) for epoch in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
+
+
+def test_a_tiny_campaign_trains_every_method_reports_draws_and_goes_on_from_its_file(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    by_case = run_mode(TINY, Campaign(path))
+    found = by_case["digits/residual/256"]
+    assert {result.method for result in found} == {"small batch", "x4", *(method.name for method in METHODS)}
+    assert not any(result.diverged for result in found)
+    assert max(result.test for result in found if result.method == "small batch") > 50.0
+    lines = path.read_text().splitlines()
+    assert run_mode(TINY, Campaign(path)) == by_case
+    assert path.read_text().splitlines() == lines  # nothing was trained twice
+    reports = [report_case(name, results) for name, results in by_case.items()]
+    values = figures(reports)
+    assert "| digits/residual/256 |" in markdown(reports, values, seeds=1)
+    json.dumps(as_json(reports, values), allow_nan=False)
+    for picture in write_plots(found, tmp_path, stem="tiny"):
+        assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,45 @@
+"""A database with a job, a run and a token, ready to be sent to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support.server import make_token
+from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
+
+
+@dataclass
+class Prepared:
+    """A database with a job, and a token for it."""
+
+    database: str
+    job_id: str
+    run_id: str
+    token: str
+
+    def stored(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """What is really there: (rank, sequence) of each sample row and of each chunk."""
+        store = Store.open(self.database)
+        try:
+            with store.reading() as tx:
+                samples = tx.connection.exec_driver_sql("SELECT rank, sequence FROM step_samples").all()
+                chunks = tx.connection.exec_driver_sql("SELECT rank, sequence FROM telemetry_chunks").all()
+                counted = tx.runs.get(self.run_id).num_samples
+        finally:
+            store.close()
+        assert counted == len(samples), "the run's counter and its rows are stored together"
+        return [(rank, number) for rank, number in samples], [(rank, number) for rank, number in chunks]
+
+
+def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
+    """Register a job with a training run, and pending profiling runs."""
+    store = Store.open(database)
+    configuration = Configuration(1, 1, 32)
+    with store.transaction() as tx:
+        job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
+        run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, configuration, RunState.RUNNING))
+        for _ in range(profile_runs):
+            tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
+    store.close()
+    return Prepared(database, job.id, run.id, make_token(database))

@@ -1,0 +1,285 @@
+"""Real servers, real processes, real kills: acknowledged means stored, and never twice."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import msgpack
+import numpy as np
+
+from tests.conftest import migrate
+from tests.service.api.prepared import Prepared, prepare
+from tests.support.postgres import PostgresServer
+from tests.support.server import Server, serving
+from tula_service.store import Store
+from tula_wire import routes
+
+KILLS = 12
+SENDERS = 4
+STEPS = 20
+
+
+@dataclass
+class Sender:
+    """An agent that sends a batch of samples and a chunk over and over, and again until it is acknowledged."""
+
+    prepared: Prepared
+    rank: int
+    acknowledged: int = 0
+    resent: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, url: Callable[[], str]) -> None:
+        """Send until told to stop; only ever moves on after two 2xx."""
+        headers = {"Authorization": f"Bearer {self.prepared.token}"}
+        with httpx.Client(headers=headers, timeout=10) as client:
+            while not self.stopped.is_set():
+                try:
+                    if self._samples(client, url()) and self._chunk(client, url()):
+                        self.acknowledged += 1
+                        continue
+                except httpx.HTTPError:
+                    pass
+                self.resent += 1
+                self.stopped.wait(0.02)
+
+    def _samples(self, client: httpx.Client, url: str) -> bool:
+        numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
+        body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
+        return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
+
+    def _chunk(self, client: httpx.Client, url: str) -> bool:
+        column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
+        body = {
+            "rank": self.rank,
+            "boot_id": "b",
+            "sequence": self.acknowledged,
+            "steps": np.arange(STEPS).tobytes(),
+            "columns": {"loss": column.tobytes()},
+        }
+        path = routes.RUN_TELEMETRY.format(run_id=self.prepared.run_id)
+        headers = {"Content-Type": "application/msgpack"}
+        return client.post(url + path, content=msgpack.packb(body), headers=headers).is_success
+
+
+@contextmanager
+def sending(prepared: Prepared, url: Callable[[], str]) -> Iterator[list[Sender]]:
+    """Senders at work for the length of a block."""
+    senders = [Sender(prepared, rank) for rank in range(SENDERS)]
+    threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
+    for thread in threads:
+        thread.start()
+    try:
+        yield senders
+    finally:
+        for sender in senders:
+            sender.stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def progressed(senders: list[Sender], by: int = 2) -> None:
+    """Wait until every sender has got further."""
+    goals = [sender.acknowledged + by for sender in senders]
+    ends = time.monotonic() + 40
+    while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):
+        assert time.monotonic() < ends, [(sender.acknowledged, sender.resent) for sender in senders]
+        time.sleep(0.01)
+
+
+def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
+    """Every acknowledged row is there; every row is there once; what was not acknowledged may be there or not."""
+    samples, chunks = prepared.stored()
+    assert len(samples) == len(set(samples))
+    assert len(chunks) == len(set(chunks))
+    for sender in senders:
+        wanted = {(sender.rank, number) for number in range(sender.acknowledged * STEPS)}
+        assert wanted <= set(samples), f"rank {sender.rank} lost {len(wanted - set(samples))} samples"
+        assert {(sender.rank, number) for number in range(sender.acknowledged)} <= set(chunks)
+
+
+def test_twelve_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
+    """kill -9 of the whole service under load, twelve times over one SQLite file."""
+    prepared = prepare(sqlite_url)
+    server = Server(sqlite_url)
+    port = server.port
+    try:
+        with sending(prepared, lambda: f"http://127.0.0.1:{port}") as senders:
+            for _ in range(KILLS):
+                progressed(senders)
+                server.kill()
+                server = Server(sqlite_url, port=port)
+            progressed(senders)
+    finally:
+        server.stop()
+    assert sum(sender.resent for sender in senders) > 0, "the kills were felt"
+    nothing_lost_nothing_twice(prepared, senders)
+
+
+def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
+    """kill -9 of one of two replicas on one Postgres under load, twelve times: senders go on with the other."""
+    prepared = prepare(postgres_url)
+    replicas = [Server(postgres_url), Server(postgres_url)]
+    turn = itertools.count()
+    try:
+        with sending(prepared, lambda: replicas[next(turn) % 2].url) as senders:
+            for number in range(KILLS):
+                progressed(senders)
+                killed = replicas[number % 2]
+                killed.kill()
+                progressed(senders)
+                replicas[number % 2] = Server(postgres_url, port=killed.port)
+            progressed(senders)
+    finally:
+        for replica in replicas:
+            replica.stop()
+    assert sum(sender.resent for sender in senders) > 0, "the kills were felt"
+    nothing_lost_nothing_twice(prepared, senders)
+
+
+def test_twelve_kills_of_a_worker_lose_nothing(sqlite_url: str) -> None:
+    """kill -9 of one of two workers under load, twelve times: the other answers and the supervisor replaces it."""
+    prepared = prepare(sqlite_url)
+    with serving(sqlite_url, workers=2) as server:
+        with sending(prepared, lambda: server.url) as senders:
+            for _ in range(KILLS):
+                progressed(senders)
+                os.kill(server.worker_ids()[0], signal.SIGKILL)
+                progressed(senders)
+                ends = time.monotonic() + 60
+                while len(server.worker_ids()) < 2:
+                    assert time.monotonic() < ends, f"a killed worker is replaced: {server.log()[-3000:]}"
+                    time.sleep(0.05)
+        nothing_lost_nothing_twice(prepared, senders)
+
+
+def test_twelve_crashes_of_postgres_lose_nothing() -> None:
+    """`pg_ctl stop -m immediate`, which recovers from its log as after a power cut, under load, twelve times."""
+    folder = Path(tempfile.mkdtemp(prefix="tula-pg-"))
+    postgres = PostgresServer.start(folder / "data")
+    try:
+        database = postgres.create_database("crash")
+        migrate(database)
+        prepared = prepare(database)
+        with serving(database) as server:
+            with sending(prepared, lambda: server.url) as senders:
+                for _ in range(KILLS):
+                    progressed(senders)
+                    postgres.restart_after("immediate")
+                progressed(senders)
+            assert server.process.poll() is None, "the service outlives its database"
+        nothing_lost_nothing_twice(prepared, senders)
+    finally:
+        postgres.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> None:
+    """The client hangs up before reading the answer and sends the batch again: one copy of each row."""
+    prepared = prepare(database_url)
+    with serving(database_url) as server:
+        body = b'{"rank":0,"boot_id":"b","sequence":[0,1],"step":[0,1],"step_time_s":[0.1,0.1]}'
+        head = (
+            f"POST {routes.RUN_SAMPLES.format(run_id=prepared.run_id)} HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {prepared.token}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        for _ in range(12):
+            with socket.create_connection(("127.0.0.1", server.port)) as wire:
+                wire.sendall(head + body)
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {prepared.token}"}) as client:
+            path = routes.RUN_SAMPLES.format(run_id=prepared.run_id)
+            last = client.post(path, content=body, headers={"Content-Type": "application/json"}).json()
+    assert last["stored"] + last["duplicates"] == 2
+    assert sorted(prepared.stored()[0]) == [(0, 0), (0, 1)]
+
+
+def test_workers_never_give_one_run_to_two_claimants(postgres_url: str) -> None:
+    """Eight claimants against two workers: every run of the plan goes to exactly one."""
+    prepared = prepare(postgres_url, profile_runs=24)
+    claimed: list[str] = []
+
+    def claim_all(url: str, holder: str) -> None:
+        headers = {"Authorization": f"Bearer {prepared.token}"}
+        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+            store = Store.open(postgres_url)
+            while True:
+                client.get("/healthz")
+                with store.transaction() as tx:
+                    run = tx.runs.claim(prepared.job_id, holder=holder, lease_s=60)
+                if run is None:
+                    store.close()
+                    return
+                claimed.append(run.id)
+
+    with serving(postgres_url, workers=2) as server:
+        threads = [threading.Thread(target=claim_all, args=(server.url, f"h{number}")) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(claimed) == len(set(claimed)) == 24
+
+
+def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
+    """200 connections send batch after batch for a while: every one is acknowledged or told when to come back."""
+    prepared = prepare(sqlite_url)
+    seconds, statuses = 4.0, []
+    with serving(sqlite_url, max_in_flight=150) as server:
+        start = threading.Barrier(200)
+
+        def agent(rank: int) -> None:
+            headers = {"Authorization": f"Bearer {prepared.token}"}
+            sequence = 0
+            with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+                start.wait()
+                ends = time.monotonic() + seconds
+                while time.monotonic() < ends:
+                    body = {
+                        "rank": rank,
+                        "boot_id": "b",
+                        "sequence": [sequence],
+                        "step": [sequence],
+                        "step_time_s": [0.1],
+                    }
+                    answer = client.post(routes.RUN_SAMPLES.format(run_id=prepared.run_id), json=body)
+                    statuses.append(answer.status_code)
+                    if answer.status_code == 503:
+                        assert int(answer.headers["retry-after"]) >= 1
+                        time.sleep(0.2)
+                        continue
+                    sequence += 1
+
+        threads = [threading.Thread(target=agent, args=(rank,)) for rank in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert httpx.get(server.url + routes.READY).status_code == 200
+    assert set(statuses) <= {202, 503}
+    assert statuses.count(202) >= 200
+    assert len(prepared.stored()[0]) == statuses.count(202)
+
+
+def test_shutdown_finishes_what_was_accepted(sqlite_url: str) -> None:
+    """SIGTERM under load: every acknowledged batch is there, and the process ends by itself."""
+    prepared = prepare(sqlite_url)
+    server = Server(sqlite_url)
+    with sending(prepared, lambda: server.url) as senders:
+        progressed(senders, by=5)
+        server.process.terminate()
+        server.process.wait(30)
+    nothing_lost_nothing_twice(prepared, senders)
+    server.stop()

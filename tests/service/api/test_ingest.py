@@ -1,0 +1,294 @@
+"""What agents send: stored once and whole, whatever the encoding, or refused with the field and the remedy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tests.service.api.conftest import Service, Tenant
+from tula_wire import MEDIA_TYPE, routes
+
+
+def chunk(steps: int = 5, **changes: Any) -> dict[str, Any]:
+    """A telemetry chunk as plain members."""
+    members: dict[str, Any] = {
+        "rank": 0,
+        "boot_id": "boot",
+        "sequence": 0,
+        "steps": list(range(steps)),
+        "columns": {"loss": [1.0 / (step + 1) for step in range(steps)], "lr": [None] + [0.1] * (steps - 1)},
+    }
+    return members | changes
+
+
+def batch(rows: int = 4, **changes: Any) -> dict[str, Any]:
+    """A batch of samples as plain members."""
+    members: dict[str, Any] = {
+        "rank": 0,
+        "boot_id": "boot",
+        "sequence": list(range(rows)),
+        "step": list(range(rows)),
+        "step_time_s": [0.1] * rows,
+    }
+    return members | changes
+
+
+def packed(count: int = 5, kind: str = "<f8", **changes: Any) -> bytes:
+    """The same chunk with packed columns."""
+    loss = np.array([1.0 / (step + 1) for step in range(count)], kind)
+    members = chunk(count) | {"steps": np.arange(count, dtype="<i8").tobytes(), "columns": {"loss": loss.tobytes()}}
+    return bytes(msgpack.packb(members | changes))
+
+
+@pytest.fixture
+def post(service: Service, red: Tenant) -> Callable[..., httpx.Response]:
+    """Posts a body to the tenant's run as its agent."""
+
+    def send(
+        route: str, body: bytes | dict[str, Any], kind: str = "application/json", **headers: str
+    ) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with service.client(red.agent, **{"Content-Type": kind}, **headers) as client:
+            return client.post(route.format(run_id=red.run_id), content=content)
+
+    return send
+
+
+def read(service: Service, red: Tenant, column: str = "loss", **asked: Any) -> dict[str, Any]:
+    """A column of the tenant's run."""
+    with service.client(red.user) as client:
+        answer = client.get(routes.RUN_TELEMETRY.format(run_id=red.run_id), params={"column": column, **asked})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def refused(response: httpx.Response, status: int, field: str | None = None) -> str:
+    """The sentence of a refusal that names this field."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == MEDIA_TYPE
+    found = response.json()
+    assert found["field"] == field, found
+    return str(found["detail"])
+
+
+class TestEncodings:
+    """Every way in leads to the same rows."""
+
+    @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
+    @pytest.mark.parametrize("kind", ["application/json", "application/msgpack", "application/x-msgpack"])
+    def test_each_is_read(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str, encoding: str
+    ) -> None:
+        plain = json.dumps(chunk()).encode() if kind.endswith("json") else msgpack.packb(chunk())
+        compress = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
+        answer = post(routes.RUN_TELEMETRY, compress[encoding](plain), kind, **{"Content-Encoding": encoding})
+        assert (answer.status_code, answer.json()) == (202, {"stored": 10, "duplicate": False})
+        found = read(service, red)
+        assert found["values"] == chunk()["columns"]["loss"]
+        assert read(service, red, "lr")["values"] == [None, 0.1, 0.1, 0.1, 0.1]
+        assert found["available"] == ["loss", "lr"]
+
+    @pytest.mark.parametrize("kind", ["<f8", "<f4"])
+    def test_packed_columns_are_read_exactly(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str
+    ) -> None:
+        assert post(routes.RUN_TELEMETRY, packed(kind=kind), "application/msgpack").json()["stored"] == 5
+        expected = np.array([1.0 / (step + 1) for step in range(5)], kind).astype(float)
+        assert read(service, red)["values"] == expected.tolist()
+
+    def test_a_packed_chunk_may_hold_a_list_where_a_value_is_missing(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        columns = {"loss": np.ones(3).tobytes(), "accuracy": [None, 0.5, None]}
+        body = packed(3, columns=columns)
+        assert post(routes.RUN_TELEMETRY, body, "application/msgpack").json()["stored"] == 6
+        assert read(service, red, "accuracy")["values"] == [None, 0.5, None]
+
+    def test_a_large_compressed_chunk_is_read_whole(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        body = zstandard.ZstdCompressor().compress(packed(10_000))
+        assert post(routes.RUN_TELEMETRY, body, "application/msgpack", **{"Content-Encoding": "zstd"}).json() == {
+            "stored": 10_000,
+            "duplicate": False,
+        }
+        assert read(service, red, max_points=20_000)["total_points"] == 10_000
+
+
+class TestResends:
+    """A repeated acknowledgement is never a repeated row."""
+
+    def test_a_chunk_sent_again_is_a_duplicate(self, post: Callable[..., httpx.Response]) -> None:
+        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 10, "duplicate": False}
+        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 0, "duplicate": True}
+        assert post(routes.RUN_TELEMETRY, packed(), "application/msgpack").json()["duplicate"]
+
+    def test_samples_sent_again_are_counted_as_duplicates(self, post: Callable[..., httpx.Response]) -> None:
+        assert post(routes.RUN_SAMPLES, batch(4)).json()["stored"] == 4
+        again = post(routes.RUN_SAMPLES, batch(6)).json()
+        assert (again["stored"], again["duplicates"]) == (2, 4)
+
+
+class TestRefusals:
+    """One sentence, the field, and nothing stored."""
+
+    @pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+    def test_no_number_is_nan_or_infinite_in_json(self, post: Callable[..., httpx.Response], value: bytes) -> None:
+        body = json.dumps(chunk(1, columns={"loss": [7.25]})).encode().replace(b"7.25", value)
+        said = refused(post(routes.RUN_TELEMETRY, body), 422, "columns.loss.0")
+        assert "finite" in said
+        body = json.dumps(batch(1, step_time_s=[7.25])).encode().replace(b"7.25", value)
+        refused(post(routes.RUN_SAMPLES, body), 422, "step_time_s.0")
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("kind", ["<f8", "<f4"])
+    def test_nor_in_packed_columns(self, post: Callable[..., httpx.Response], value: float, kind: str) -> None:
+        columns = {"lr": [None, 0.1, 0.1], "loss": np.array([1.0, value, 1.0], kind).tobytes()}
+        said = refused(
+            post(routes.RUN_TELEMETRY, packed(3, columns=columns), "application/msgpack"), 422, "columns.loss"
+        )
+        assert "columns.loss[1]" in said
+
+    def test_nor_in_msgpack_lists(self, post: Callable[..., httpx.Response]) -> None:
+        body = msgpack.packb(chunk(1, columns={"loss": [float("nan")]}))
+        refused(post(routes.RUN_TELEMETRY, body, "application/msgpack"), 422, "columns.loss.0")
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"columns": {"loss": b"1234567"}}, "columns.loss"),
+            ({"columns": {"Bad-Name": np.ones(5).tobytes()}}, "columns.Bad-Name.[key]"),
+            ({"steps": b"123"}, "steps"),
+            ({"steps": b""}, "steps"),
+            ({"steps": np.array([-1] * 5).tobytes()}, "steps"),
+            ({"steps": np.arange(10_001).tobytes()}, "steps"),
+            ({"rank": -1}, "rank"),
+            ({"sequence": 2**60}, "sequence"),
+            ({"unknown": 1}, "unknown"),
+        ],
+    )
+    def test_a_wrong_packed_chunk_names_its_field(
+        self, post: Callable[..., httpx.Response], changes: dict[str, Any], field: str
+    ) -> None:
+        refused(post(routes.RUN_TELEMETRY, packed(**changes), "application/msgpack"), 422, field)
+
+    def test_columns_of_unequal_length_are_refused(self, post: Callable[..., httpx.Response]) -> None:
+        assert "send one value a step" in refused(
+            post(routes.RUN_TELEMETRY, chunk(3, columns={"loss": [1.0]})), 422, "body"
+        )
+
+    @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xc1", b"null", b"\x80" * 100])
+    @pytest.mark.parametrize("kind", ["application/json", "application/msgpack"])
+    def test_what_is_no_chunk_at_all_is_refused(
+        self, post: Callable[..., httpx.Response], body: bytes, kind: str
+    ) -> None:
+        assert post(routes.RUN_TELEMETRY, body, kind).status_code == 422
+        assert post(routes.RUN_SAMPLES, body, kind).status_code == 422
+
+    @pytest.mark.parametrize(
+        "headers", [{"kind": "text/plain"}, {"kind": "application/xml"}, {"Content-Encoding": "br"}]
+    )
+    def test_other_media_are_415(self, post: Callable[..., httpx.Response], headers: dict[str, str]) -> None:
+        assert "send" in refused(post(routes.RUN_TELEMETRY, chunk(), **headers), 415)
+
+    @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+    def test_a_broken_stream_is_refused(self, post: Callable[..., httpx.Response], encoding: str) -> None:
+        whole = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}[encoding](b"x" * 5000)
+        for broken in (whole[:-3], b"nonsense", b""):
+            assert post(routes.RUN_TELEMETRY, broken, **{"Content-Encoding": encoding}).status_code == 422
+
+    @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+    def test_a_decompression_bomb_is_413(self, post: Callable[..., httpx.Response], encoding: str) -> None:
+        zeros = bytes(200 * 2**20)
+        bomb = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}[encoding](zeros)
+        assert len(bomb) < 2**20
+        said = refused(post(routes.RUN_TELEMETRY, bomb, **{"Content-Encoding": encoding}), 413)
+        assert "after decompression" in said
+
+    def test_a_body_over_the_limit_is_413(self, post: Callable[..., httpx.Response]) -> None:
+        refused(post(routes.RUN_TELEMETRY, b"x" * (8 * 2**20 + 1)), 413)
+
+    def test_an_unknown_or_deleted_run_is_404(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        assert post(routes.RUN_TELEMETRY, chunk()).status_code == 202
+        with service.store.transaction() as tx:
+            tx.jobs.delete(red.job_id)
+        with service.client(service.token("admin")) as client:
+            path = routes.RUN_TELEMETRY.format(run_id=red.run_id)
+            refused(client.post(path, json=chunk(sequence=1)), 404)
+            refused(client.post("/v1/runs/run-nowhere/telemetry", json=chunk()), 404)
+
+
+class TestReadingBack:
+    """Thinned so that nothing that matters is lost."""
+
+    def test_a_thinned_column_keeps_its_extremes(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        values = np.sin(np.arange(9000) / 100)
+        values[4321], values[777] = 50.0, -50.0
+        post(routes.RUN_TELEMETRY, packed(9000, columns={"loss": values.tobytes()}), "application/msgpack")
+        found = read(service, red, max_points=100)
+        assert found["downsampled"]
+        assert len(found["values"]) <= 100
+        assert (max(found["values"]), min(found["values"])) == (50.0, -50.0)
+        assert found["steps"] == sorted(found["steps"])
+        assert found["total_points"] == 9000
+        part = read(service, red, first_step=4300, last_step=4330)
+        assert part["steps"] == list(range(4300, 4331))
+
+    def test_step_times_are_there_without_telemetry(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        post(routes.RUN_SAMPLES, batch(3, step_time_s=[0.1, 0.2, 0.3]))
+        assert read(service, red, "step_time_s")["values"] == [0.1, 0.2, 0.3]
+
+    def test_a_column_that_is_not_there_says_which_are(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        post(routes.RUN_TELEMETRY, chunk())
+        with service.client(red.user) as client:
+            path = routes.RUN_TELEMETRY.format(run_id=red.run_id)
+            assert "loss, lr" in refused(client.get(path, params={"column": "accuracy"}), 404, "column")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=arrays.arrays(
+        np.float64, st.integers(1, 40), elements=st.floats(allow_nan=False, allow_infinity=False, width=64)
+    )
+)
+def test_any_finite_number_survives_every_encoding(service: Service, red: Tenant, values: np.ndarray) -> None:
+    """Bit for bit, denormals and huge ones too."""
+    steps = np.arange(values.size, dtype="<i8")
+    ways = {
+        "packed": ("application/msgpack", {"steps": steps.tobytes(), "columns": {"loss": values.tobytes()}}),
+        "lists": ("application/msgpack", {"steps": steps.tolist(), "columns": {"loss": values.tolist()}}),
+        "json": ("application/json", {"steps": steps.tolist(), "columns": {"loss": values.tolist()}}),
+    }
+    with service.client(red.agent) as client:
+        for rank, (kind, members) in enumerate(ways.values()):
+            body = {"rank": rank, "boot_id": str(hash(values.tobytes())), "sequence": 0, **members}
+            content = msgpack.packb(body) if kind.endswith("msgpack") else json.dumps(body).encode()
+            path = routes.RUN_TELEMETRY.format(run_id=red.run_id)
+            answer = client.post(path, content=content, headers={"Content-Type": kind})
+            assert answer.status_code == 202, answer.text
+    with service.store.transaction() as tx:
+        key = tx.runs.get(red.run_id).key
+        found = [tx.chunks.read(key, "loss", rank=rank)[1] for rank in range(3)]
+        tx.connection.exec_driver_sql("DELETE FROM telemetry_chunks")
+    for stored in found:
+        np.testing.assert_array_equal(stored, values)

@@ -1,0 +1,305 @@
+"""Deny by default, over every route; tenants apart, over every route; nothing useful for a stranger."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from tests.service.api.conftest import SPEC, Service, Tenant
+from tests.support.server import command
+from tula_service.api.security.scopes import AGENT_MAY, OPEN
+from tula_service.usecases.access import digest
+from tula_wire import MEDIA_TYPE, ProblemType, routes
+
+UNGUARDED = {
+    ("GET", routes.HEALTH),
+    ("GET", routes.READY),
+    ("GET", "/login"),
+    ("POST", "/login"),
+    ("POST", "/logout"),
+    ("GET", "/static/{name}"),
+}
+"""Probes, and what a browser needs to show a login form. Anything new has to be put here by hand, and be explained."""
+
+CONFIGURATION = {"num_nodes": 1, "local_batch_size": 32}
+BODIES: dict[tuple[str, str], dict[str, object]] = {
+    ("PATCH", routes.JOB): {"objective": "time"},
+    ("POST", routes.JOB_CLAIM): {"holder": "h"},
+    ("POST", routes.JOB_RUNS): {"kind": "train", "configuration": CONFIGURATION},
+    ("PATCH", routes.RUN): {"state": "running"},
+    ("POST", routes.RUN_SAMPLES): {"rank": 0, "boot_id": "b", "sequence": [0], "step": [0], "step_time_s": [0.1]},
+    ("POST", routes.RUN_TELEMETRY): {"boot_id": "b", "sequence": 0, "steps": [0], "columns": {"loss": [1.0]}},
+}
+
+
+def all_routes(service: Service) -> Iterator[tuple[str, str]]:
+    """Every method and path that the application answers."""
+    for context in iter_route_contexts(service.app.routes):
+        for method in sorted(context.methods or ()):
+            if method not in ("HEAD", "OPTIONS"):
+                yield method, str(context.path)
+
+
+def concrete(path: str, tenant: Tenant) -> str:
+    """The path with the tenant's own ids, and something plausible for every other placeholder."""
+    known = {"job_id": tenant.job_id, "run_id": tenant.run_id, "token_id": "token-0", "name": "curve"}
+    for name, value in known.items():
+        path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
+    assert "{" not in path, f"give {path} a value for its placeholder"
+    return path
+
+
+def problem(response: httpx.Response, status: int) -> dict[str, object]:
+    """The problem document of a refusal."""
+    assert response.status_code == status, (response.request.url, response.text)
+    assert response.headers["content-type"] == MEDIA_TYPE
+    found: dict[str, object] = response.json()
+    assert str(found["detail"]).strip()
+    return found
+
+
+def test_every_route_refuses_a_stranger(service: Service, red: Tenant) -> None:
+    """Once a token exists, no route but the probes and the login form answers without one."""
+    walked = list(all_routes(service))
+    assert len(walked) > 20
+    with service.client() as stranger, service.client("tula_wrong") as guesser:
+        for method, path in walked:
+            if (method, path) in UNGUARDED:
+                continue
+            for client in (stranger, guesser):
+                answer = client.request(method, concrete(path, red), json={})
+                found = problem(answer, 401)
+                assert found["type"] == ProblemType.UNAUTHENTICATED
+                assert "Bearer" in answer.headers["www-authenticate"]
+    assert OPEN <= UNGUARDED
+
+
+def test_routes_without_a_guard_are_the_ones_listed(service: Service) -> None:
+    """A route that somebody adds in front of the guard fails here until it is listed and explained."""
+    assert set(all_routes(service)) >= UNGUARDED
+
+
+def test_a_tenant_finds_nothing_of_another_on_any_route(service: Service, red: Tenant, blue: Tenant) -> None:
+    """Red's ids with blue's user and agent tokens: 403 or 404 everywhere, the same as for ids that never were."""
+    checked = 0
+    for method, path in all_routes(service):
+        if "{job_id}" not in path and "{run_id}" not in path:
+            continue
+        body = BODIES.get((method, path))
+        asked = {"column": "loss"} if path == routes.RUN_TELEMETRY else None
+        for token in (blue.user, blue.agent):
+            with service.client(token) as client:
+                foreign = client.request(method, concrete(path, red), json=body, params=asked)
+                assert foreign.status_code in (403, 404), (method, path, foreign.text)
+                assert red.project_id not in foreign.text
+                nowhere = concrete(path, Tenant("", "job-nowhere", "run-nowhere", "", ""))
+                absent = client.request(method, nowhere, json=body, params=asked)
+                assert absent.status_code == foreign.status_code, "an answer must not tell that an id exists"
+                checked += 1
+    assert checked >= 20
+
+
+def test_lists_hold_only_the_tenants_own(service: Service, red: Tenant, blue: Tenant) -> None:
+    """Jobs, tokens and projects of others are not listed."""
+    with service.client(blue.user) as client:
+        for path in (routes.JOBS, routes.TOKENS, routes.PROJECTS):
+            text = client.get(path).text
+            assert red.job_id not in text
+            assert red.project_id not in text
+            assert blue.project_id in text or blue.job_id in text
+
+
+def test_an_agent_token_reaches_its_job_and_the_five_routes_it_needs(service: Service, red: Tenant) -> None:
+    """Everything else answers 403, so that a token in a job's environment gives nothing away."""
+    with service.client(red.agent) as agent:
+        for method, path in all_routes(service):
+            if (method, path) in UNGUARDED:
+                continue
+            answer = agent.request(method, concrete(path, red), json=BODIES.get((method, path), {}))
+            if (method, path) in AGENT_MAY:
+                assert answer.status_code < 300, (method, path, answer.text)
+            else:
+                problem(answer, 403)
+
+
+def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: Tenant, blue: Tenant) -> None:
+    """No way up from user to admin, and none across."""
+    with service.client(red.user) as user:
+        made = user.post(routes.TOKENS, json={"name": "a", "scope": "agent", "job_id": red.job_id})
+        assert made.status_code == 201
+        problem(user.post(routes.TOKENS, json={"name": "a", "scope": "agent", "job_id": blue.job_id}), 404)
+        problem(user.post(routes.TOKENS, json={"name": "a", "scope": "admin"}), 403)
+        problem(user.post(routes.TOKENS, json={"name": "a", "scope": "user", "project": "blue"}), 403)
+        problem(user.post(routes.PROJECTS, json={"name": "mine"}), 403)
+        foreign = [token.id for token in _tokens(service) if token.project_id == blue.project_id]
+        problem(user.delete(routes.TOKEN.format(token_id=foreign[0])), 404)
+
+
+def test_a_token_is_stored_as_its_hash_and_shown_once(service: Service) -> None:
+    """256 random bits, and only their SHA-256 in the database."""
+    admin = service.token("admin")
+    with service.client(admin) as client:
+        made = client.post(routes.TOKENS, json={"name": "n", "scope": "user"}).json()
+        secret = made["secret"]
+        assert len(base64.urlsafe_b64decode(secret.removeprefix("tula_") + "==")) == 32
+        assert secret not in client.get(routes.TOKENS).text
+    with service.store.reading() as tx:
+        found = tx.tokens.by_hash(digest(secret))
+        assert found is not None
+        assert found.id == made["token"]["id"]
+    assert secret.encode() not in _database_bytes(service)
+
+
+def test_revocation_works_at_once_where_it_is_asked_for(service: Service) -> None:
+    """The memory of tokens never outlives a revocation in the same process."""
+    admin, user = service.token("admin"), service.token("user")
+    with service.client(user) as client, service.client(admin) as boss:
+        assert client.get(routes.JOBS).status_code == 200
+        (own,) = [token for token in boss.get(routes.TOKENS).json()["tokens"] if token["scope"] == "user"]
+        assert own["last_used_at"] is not None
+        assert boss.delete(routes.TOKEN.format(token_id=own["id"])).status_code == 200
+        assert "revoked" in str(problem(client.get(routes.JOBS), 401)["detail"])
+
+
+def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Service) -> None:
+    """A token is never trusted past its end."""
+    admin = service.token("admin")
+    with service.client(admin) as boss:
+        made = boss.post(routes.TOKENS, json={"name": "n", "scope": "user", "expires_in_s": 0.3}).json()
+    with service.client(made["secret"]) as client:
+        assert client.get(routes.JOBS).status_code == 200
+        import time
+
+        time.sleep(0.35)  # the claim is about time itself
+        assert "expired" in str(problem(client.get(routes.JOBS), 401)["detail"])
+
+
+def test_administrative_acts_are_written_down(service: Service) -> None:
+    """Who, what, to what."""
+    admin = service.token("admin")
+    with service.client(admin) as boss:
+        project = boss.post(routes.PROJECTS, json={"name": "green"}).json()
+    with service.store.reading() as tx:
+        act = tx.audit.list()[0]
+    assert (act.action, act.target) == ("project.create", project["id"])
+    assert act.actor.startswith("token-")
+
+
+class TestLoopback:
+    """The first start works without a token, for this machine's user alone."""
+
+    def test_without_any_token_the_local_user_is_served(self, service: Service) -> None:
+        with service.client() as client:
+            assert client.get(routes.JOBS).status_code == 200
+            assert client.post(routes.JOBS, json=SPEC.model_dump(mode="json")).status_code == 201
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"Host": "evil.example"},
+            {"X-Forwarded-For": "203.0.113.9"},
+            {"Forwarded": "for=203.0.113.9"},
+            {"Origin": "http://evil.example"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ],
+    )
+    def test_but_no_proxied_rebound_or_cross_site_request(self, service: Service, headers: dict[str, str]) -> None:
+        with service.client(**headers) as client:
+            problem(client.get(routes.JOBS), 401)
+
+    def test_the_first_token_ends_it(self, service: Service) -> None:
+        with service.client() as client:
+            assert client.post(routes.TOKENS, json={"name": "me", "scope": "admin"}).status_code == 201
+            problem(client.get(routes.JOBS), 401)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "myhost"])
+def test_any_other_address_is_refused_until_a_token_exists(host: str, sqlite_url: str) -> None:
+    """The service does not start, and says which command to run."""
+    done = command("serve", "--database", sqlite_url, "--host", host, "--port", "0")
+    assert done.returncode == 2
+    assert "tula token create" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_basic_credentials_read_and_never_write(service: Service) -> None:
+    """A browser's remembered password must not let another site's form change anything."""
+    secret = service.token("admin")
+    basic = base64.b64encode(f"any:{secret}".encode()).decode()
+    with service.client(Authorization=f"Basic {basic}") as client:
+        assert client.get(routes.METRICS).status_code == 200
+        problem(client.post(routes.PROJECTS, json={"name": "x"}), 401)
+
+
+@pytest.mark.parametrize("header", ["Bearer", "Bearer ", "Token x", "Basic !!!", "Basic Og==", "\x00"])
+def test_a_broken_authorization_header_is_refused(service: Service, header: str) -> None:
+    """And never read as no header, which would let a stranger in on loopback."""
+    with service.client(Authorization=header) as client:
+        assert client.get(routes.JOBS).status_code == 401
+
+
+def test_a_token_beyond_its_limit_is_told_when_to_come_back(sqlite_url: str, start: Callable[..., Service]) -> None:
+    """429 with Retry-After for that token; another token goes on."""
+    service = start(sqlite_url, requests_per_minute=5, ingest_per_minute=40)
+    first, second = service.token("user"), service.token("user")
+    with service.client(first) as client:
+        answers = [client.get(routes.JOBS) for _ in range(7)]
+        assert [answer.status_code for answer in answers].count(200) == 5
+        assert problem(answers[-1], 429)["type"] == ProblemType.TOO_MANY_REQUESTS
+        assert 1 <= int(answers[-1].headers["retry-after"]) <= 60
+    with service.client(second) as client:
+        assert client.get(routes.JOBS).status_code == 200
+
+
+def test_pages_and_answers_carry_security_headers(service: Service) -> None:
+    """No framing, no sniffing, no referrer; pages load nothing from elsewhere; answers are not cached by default."""
+    with service.client() as client:
+        page, answer = client.get("/docs"), client.get(routes.JOBS)
+    for response in (page, answer):
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["x-frame-options"] == "DENY"
+        assert response.headers["cache-control"] == "no-store"
+        assert response.headers["x-request-id"]
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+
+
+def test_no_secret_reaches_the_log(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is sent, tokens stay out of log lines, and request ids are in them."""
+    secret = service.token("user")
+    with caplog.at_level(logging.DEBUG), service.client(secret, **{"X-Request-Id": "req-1"}) as client:
+        client.get(routes.JOBS, params={"search": "x"})
+        client.post(routes.JOBS, content=b"{")
+        client.post(routes.TOKENS, json={"name": secret, "scope": "nonsense"})
+    lines = [json.dumps(vars(record), default=str) for record in caplog.records if record.name.startswith("tula")]
+    assert any("req-1" in line for line in lines)
+    assert not any(secret in line for line in lines)
+
+
+def _tokens(service: Service) -> list:  # type: ignore[type-arg]
+    with service.store.reading() as tx:
+        return tx.tokens.list()
+
+
+def _database_bytes(service: Service) -> bytes:
+    from pathlib import Path
+
+    path = Path(service.settings.database.removeprefix("sqlite:///"))
+    return b"".join(each.read_bytes() for each in path.parent.glob(path.name + "*"))
+
+
+def test_a_taken_port_is_refused_in_one_sentence(sqlite_url: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        done = command("serve", "--database", sqlite_url, "--port", port)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tula: Cannot listen on 127.0.0.1:{port}")
+    assert len(done.stderr.splitlines()) == 1

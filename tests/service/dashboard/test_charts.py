@@ -1,0 +1,245 @@
+"""Charts: valid Vega-Lite that tells the truth about the wire model it was drawn from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import vl_convert
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tula_wire as wire
+from tests.service.dashboard import models
+from tula_service.dashboard import charts
+
+GIB = 2**30
+
+
+def compiles(spec: charts.Spec) -> str:
+    """The SVG of a specification: Vega-Lite's own compiler and Vega's runtime accept it, and its numbers are finite."""
+    drawn: str = vl_convert.vegalite_to_svg(json.dumps(spec, allow_nan=False), allowed_base_urls=[])
+    return drawn
+
+
+def everything(job: wire.Job, found: wire.Recommendation) -> dict[str, charts.Spec]:
+    """All charts of a job."""
+    return {name: charts.job_chart(name, job, found, models.ledger()) for name in charts.JOB_CHARTS}
+
+
+@pytest.mark.parametrize("name", charts.JOB_CHARTS)
+def test_every_job_chart_is_drawn_by_vega(name: str) -> None:
+    job = models.job(deadline_s=500.0, max_global_batch_size=2048)
+    drawn = compiles(charts.job_chart(name, job, models.recommendation(), models.ledger()))
+    assert "resnet50-cifar" in drawn
+    assert drawn.count("<path") > 5
+
+
+@pytest.mark.parametrize("name", charts.RUN_CHARTS)
+def test_every_run_chart_is_drawn_by_vega(name: str) -> None:
+    found = {column: models.series(column) for column in charts.columns_of(name)}
+    drawn = compiles(charts.run_chart(name, models.run(), found, wire.ScalingThresholds()))
+    assert "run_2" in drawn
+    assert drawn.count("<path") > 3
+
+
+@pytest.mark.parametrize("name", charts.JOB_CHARTS)
+def test_a_job_without_data_says_so_instead_of_drawing_nothing(name: str) -> None:
+    spec = charts.job_chart(name, models.job(plan=[]), models.recommendation([]), wire.Ledger(entries=[]))
+    assert spec["usermeta"]["empty"] is True
+    assert spec["usermeta"]["message"] in compiles(spec)
+
+
+def test_a_run_without_the_column_says_which_it_waits_for() -> None:
+    spec = charts.run_chart("gradient", models.run(), {})
+    assert "gradient_variability" in spec["usermeta"]["message"]
+
+
+def test_tradeoff_holds_the_best_candidate_of_every_cluster_and_batch_with_its_interval() -> None:
+    found = models.recommendation()
+    slower = models.candidate(2, 64).model_copy(
+        update={"configuration": wire.Configuration(num_nodes=2, local_batch_size=32, grad_accum_steps=2)}
+    )
+    slow = slower.model_copy(update={"total_time_s": wire.Estimate(value=1e6, low=9e5, high=2e6)})
+    spec = charts.job_chart(
+        "tradeoff", models.job(), found.model_copy(update={"candidates": [*found.candidates, slow]}), models.ledger()
+    )
+    rows = spec["datasets"]["candidates"]
+    by_place = {(row["cluster"], row["batch"]): row for row in rows}
+    assert len(rows) == len(by_place) == len(found.candidates)
+    for candidate in found.candidates:
+        count = candidate.configuration.num_nodes
+        row = by_place[f"{count} node" if count == 1 else f"{count} nodes", candidate.global_batch_size]
+        for part in ("value", "low", "high"):
+            assert row[part] * 60 == pytest.approx(getattr(candidate.total_time_s, part))
+        assert row["profiled"] == candidate.profiled
+        assert row["excluded"] == (candidate.excluded_by or "")
+
+
+def test_tradeoff_names_what_coincides_once() -> None:
+    found = models.recommendation()
+    same = found.model_copy(update={"chosen": found.least_time, "runner_up": None, "least_cost": None})
+    marks = charts.job_chart("tradeoff", models.job(), same, models.ledger())["datasets"]["landmarks"]
+    assert [mark["label"] for mark in marks] == ["recommended, least time"]
+
+
+def test_no_knee_no_rule() -> None:
+    with_knee = charts.job_chart("tradeoff", models.job(), models.recommendation(), models.ledger())
+    without = charts.job_chart("tradeoff", models.job(), models.recommendation(knee=False), models.ledger())
+    assert with_knee["datasets"]["knee"] == [{"batch": 900.0, "label": "knee"}]
+    assert without["datasets"]["knee"] == []
+    assert len(without["layer"]) == len(with_knee["layer"]) - 2
+
+
+def test_cost_without_prices_is_explained_and_the_surface_shows_time() -> None:
+    found = models.recommendation(models.grid(priced=False))
+    cost = charts.job_chart("tradeoff", models.job(), found, models.ledger(), quantity="cost")
+    assert "no prices" in cost["usermeta"]["message"]
+    surface = charts.job_chart("cost_surface", models.job(), found, models.ledger())
+    assert "minutes" in surface["title"]["subtitle"]
+
+
+def test_limits_are_shaded_only_where_they_bind() -> None:
+    def shades(job: wire.Job) -> int:
+        spec = charts.job_chart("tradeoff", job, models.recommendation(), models.ledger())
+        return sum(layer["mark"]["type"] == "rect" for layer in spec["layer"])
+
+    assert shades(models.job()) == 0
+    assert shades(models.job(deadline_s=500.0)) == 1
+    assert shades(models.job(deadline_s=500.0, max_global_batch_size=512)) == 2
+    assert shades(models.job(deadline_s=1e9, max_global_batch_size=10**6)) == 0
+
+
+def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
+    data = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())["datasets"]
+    assert [row["value"] for row in data["ceiling"]] == [pytest.approx(16)]
+    assert [row["batch"] for row in data["crashes"]] == [512]
+    assert [row["batch"] for row in data["curve"]] == [32, 64, 128, 256, 512]
+
+
+def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
+    found = models.recommendation()
+    rows = charts.job_chart("step_breakdown", models.job(), found, models.ledger())["datasets"]["parts"]
+    assert found.chosen is not None
+    first = [row["value"] for row in rows if row["order"] == 0]
+    assert sum(first) / 1e3 == pytest.approx(found.chosen.step_time_s.value)
+
+
+def test_accuracy_counts_a_run_once_and_keeps_its_error() -> None:
+    job = models.job(plan=[models.run("run_10"), models.run("run_3")])
+    rows = charts.job_chart("accuracy", job, models.recommendation(), models.ledger())["datasets"]["runs"]
+    assert [row["kind"] for row in rows] == ["inside the interval", "outside the interval", "no interval kept"]
+    assert [row["error"] for row in rows] == pytest.approx([0.025, 0.3, 0.05])
+
+
+def test_delta_is_drawn_where_variability_is() -> None:
+    found = {"gradient_variability": models.series("gradient_variability")}
+    spec = charts.run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
+    assert "δ = 0.7" in json.dumps(spec, ensure_ascii=False)
+
+
+def test_a_thinned_series_says_how_many_points_there_were() -> None:
+    spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=1000, total=1_000_000)})
+    assert "1,000 of 1,000,000" in spec["title"]["subtitle"]
+    assert len(spec["datasets"]["loss"]) == 1000
+
+
+def test_a_missing_value_stays_a_hole() -> None:
+    spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=10)})
+    assert [row["step"] for row in spec["datasets"]["loss"] if row["value"] is None] == [5]
+
+
+def test_methods_stand_side_by_side_over_epochs() -> None:
+    runs = [
+        charts.QualityRun(models.run(f"run_{method}", method=method), models.series("accuracy"))
+        for method in ("lbt", "ags", "mine")
+    ]
+    spec = charts.quality_chart(models.job(), runs)
+    assert {row["method"] for row in spec["datasets"]["runs"]} == {"LBT (plain large batch)", "AGS", "mine"}
+    assert spec["datasets"]["runs"][0]["epoch"] == pytest.approx(128 / 50_000)
+    compiles(spec)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 32, 48, 4096]), st.booleans(), st.booleans()),
+        max_size=5,
+    )
+)
+def test_any_set_of_candidates_is_drawn_and_none_is_invented(found: list[tuple[int, int, bool, bool]]) -> None:
+    candidates = [
+        models.candidate(nodes, local, priced=priced, excluded_by="it is too slow." if excluded else None)
+        for nodes, local, priced, excluded in found
+    ]
+    for spec in everything(models.job(plan=[]), models.recommendation(candidates)).values():
+        json.dumps(spec, allow_nan=False)
+        vl_convert.vegalite_to_vega(spec)
+        rows = spec["datasets"].get("candidates", [])
+        assert {row["batch"] for row in rows} <= {candidate.global_batch_size for candidate in candidates}
+
+
+def test_charts_built_in_threads_are_the_charts_built_alone() -> None:
+    """Altair's method syntax is not thread-safe by itself: titles and scales ended up in other charts."""
+    job, found = models.job(), models.recommendation()
+    series = {column: models.series(column) for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
+    work = [lambda n=name: charts.job_chart(n, job, found, models.ledger()) for name in charts.JOB_CHARTS]
+    work += [lambda n=name: charts.run_chart(n, models.run(), series) for name in charts.RUN_CHARTS]
+    alone = [json.dumps(draw(), sort_keys=True) for draw in work]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda draw: json.dumps(draw(), sort_keys=True), work * 2))
+    assert together == alone * 2
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#12181e"])
+def test_every_series_colour_holds_three_to_one_on_both_grounds(ground: str) -> None:
+    """WCAG 2.1, 1.4.11 (graphical objects)."""
+    for colour in charts.PALETTE:
+        assert contrast(colour, ground) >= 3.0, colour
+
+
+def test_png_is_a_png_of_the_size_asked_for() -> None:
+    spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
+    small, large = charts.png(spec, scale=1), charts.png(spec, scale=2)
+    assert small[:8] == b"\x89PNG\r\n\x1a\n"
+    widths = [int.from_bytes(image[16:20], "big") for image in (small, large)]
+    assert widths[1] == pytest.approx(2 * widths[0], abs=2)
+
+
+def test_drawing_never_stops_the_rest_of_the_service() -> None:
+    """vl-convert holds the interpreter's lock for seconds; in this process, requests and health checks would wait."""
+    spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
+    beats: list[float] = []
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.005):
+            beats.append(time.perf_counter())
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    started = time.perf_counter()
+    drawn = charts.svg(spec)
+    took = time.perf_counter() - started
+    over.set()
+    heart.join()
+    assert drawn.startswith("<svg")
+    longest = max(after - before for before, after in itertools.pairwise([started, *beats]))
+    assert longest < took / 2
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of WCAG 2.1."""
+    lights = sorted((luminance(first), luminance(second)))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2.1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

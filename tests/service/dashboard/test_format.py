@@ -1,0 +1,43 @@
+"""Numbers on pages read as people write them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_service.dashboard import format
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "–"),
+        (0.0, "0 ms"),
+        (0.138, "138 ms"),
+        (4.2e-5, "42 µs"),
+        (59.4, "59.4 s"),
+        (60, "1 min"),
+        (3599.4, "59 min 59 s"),
+        (3661, "1 h 1 min"),
+        (90_000, "1 d 1 h"),
+        (math.inf, "–"),
+    ],
+)
+def test_durations_have_two_units_at_most(seconds: float | None, shown: str) -> None:
+    assert format.duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("usd", "shown"), [(None, "–"), (0.0, "$0.00"), (0.004, "$0.004"), (12.345, "$12.35"), (12345.6, "$12,346")]
+)
+def test_money_keeps_what_matters(usd: float | None, shown: str) -> None:
+    assert format.money(usd) == shown
+
+
+@given(st.floats(min_value=1e-6, max_value=1e9))
+def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
+    shown = format.duration(seconds).split()
+    assert not (len(shown) == 4 and (shown[2], shown[3]) in {("60", "s"), ("60", "min"), ("24", "h")})

@@ -1,0 +1,295 @@
+"""Pages: they show what the service knows, to those who may see it, and nothing runs in them that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from html import unescape
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+import tula_wire as wire
+from tests.service.dashboard import models
+from tula_service.app import create_app
+from tula_service.dashboard.session import COOKIE
+from tula_service.settings import Settings
+
+HTML = {"Accept": "text/html"}
+
+
+class Browser:
+    """The application in this process, asked as a browser asks."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.cookies = httpx.Cookies()
+        self.loop = asyncio.new_event_loop()
+
+    def __call__(self, method: str, path: str, **options: object) -> httpx.Response:
+        """Send a request; redirects are answers."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, client=("127.0.0.1", 1))
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", cookies=self.cookies
+            ) as client:
+                return await client.request(method, path, **options)  # type: ignore[arg-type]
+
+        return self.loop.run_until_complete(send())
+
+    def page(self, path: str, status: int = 200) -> str:
+        """A page's text."""
+        answer = self("GET", path, headers=HTML)
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"].startswith("text/html")
+        return unescape(answer.text)
+
+
+@pytest.fixture
+def browser(sqlite_url: str) -> Iterator[Browser]:
+    """A browser on this machine, before any token exists."""
+    app = create_app(Settings(database=sqlite_url))
+    opened = Browser(app)
+    yield opened
+    opened.loop.close()
+    app.state.services.store.close()
+
+
+def register(browser: Browser, name: str = "resnet50-cifar", **more: object) -> str:
+    """A job's id."""
+    body = models.job().spec.model_dump(mode="json") | {"name": name} | more
+    answer = browser("POST", wire.routes.JOBS, json=body)
+    assert answer.status_code == 201, answer.text
+    identity: str = answer.json()["job"]["id"]
+    return identity
+
+
+def train(browser: Browser, job_id: str, method: str = "ags", columns: tuple[str, ...] = ("accuracy",)) -> str:
+    """A training run that reported these columns; its id."""
+    configuration = {"num_nodes": 2, "local_batch_size": 64}
+    path = wire.routes.JOB_RUNS.format(job_id=job_id)
+    run_id: str = browser(
+        "POST", path, json={"kind": "train", "configuration": configuration, "method": method}
+    ).json()["id"]
+    chunk = {
+        "boot_id": "b",
+        "sequence": 0,
+        "steps": list(range(30)),
+        "columns": {name: [0.01 * i for i in range(30)] for name in columns},
+    }
+    assert browser("POST", wire.routes.RUN_TELEMETRY.format(run_id=run_id), json=chunk).status_code == 202
+    return run_id
+
+
+def token(browser: Browser, scope: str, **more: object) -> str:
+    """A secret."""
+    body = {"name": scope, "scope": scope} | more
+    headers = {} if COOKIE not in browser.cookies else {"Authorization": f"Bearer {browser.cookies[COOKIE]}"}
+    secret: str = browser("POST", wire.routes.TOKENS, json=body, headers=headers).json()["secret"]
+    return secret
+
+
+def test_without_jobs_the_first_page_says_how_to_begin(browser: Browser) -> None:
+    page = browser.page("/")
+    assert "No job yet" in page
+    assert "tula tune" in page
+
+
+def test_jobs_are_found_by_name_and_state_and_a_miss_is_explained(browser: Browser) -> None:
+    register(browser, "alpha")
+    register(browser, "beta", epochs=3)
+    both, one = browser.page("/"), browser.page("/?search=alph&state=planning")
+    assert ">alpha<" in both
+    assert ">beta<" in both
+    assert ">alpha<" in one
+    assert ">beta<" not in one
+    assert "No job matches" in browser.page("/?search=gamma")
+
+
+def test_jobs_are_paged(browser: Browser) -> None:
+    for place in range(51):
+        register(browser, f"job-{place:02}", epochs=place + 1)
+    first = browser.page("/?search=job")
+    following = re.search(r'rel="next" href="([^"]+)"', first)
+    assert following is not None
+    assert "search=job" in following[1]
+    second = browser.page(following[1])
+    assert ">job-00<" in second
+    assert ">job-50<" not in second
+
+
+def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) -> None:
+    job_id = register(browser)
+    page = browser.page(f"/jobs/{job_id}")
+    found = browser("GET", wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)).json()
+    assert found["why"] in page
+    for run in browser("GET", wire.routes.JOB.format(job_id=job_id)).json()["plan"]:
+        assert f"/runs/{run['id']}" in page
+        assert f"{run['configuration']['local_batch_size']} a rank" in page
+    assert "from what is known of the hardware; nothing measured yet" in page
+
+
+def test_another_objective_is_a_link_away(browser: Browser) -> None:
+    job_id = register(browser)
+    assert re.search(r'href="\?objective=cost" aria-current', browser.page(f"/jobs/{job_id}?objective=cost"))
+    assert "objective" in browser.page(f"/jobs/{job_id}?objective=fame", status=422)
+
+
+def test_a_run_links_to_its_job_and_offers_every_chart(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id)
+    page = browser.page(f"/runs/{run_id}")
+    assert f"/jobs/{job_id}" in page
+    for name in ("step_time", "memory", "gradient", "scale", "loss", "accuracy"):
+        assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
+
+
+def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) -> None:
+    job_id = register(browser)
+    assert "Nothing to compare yet" in browser.page(f"/jobs/{job_id}/quality")
+    train(browser, job_id, "lbt", ("loss",))
+    assert "by loss" in browser.page(f"/jobs/{job_id}/quality")
+    train(browser, job_id, "ags", ("loss", "validation_accuracy"))
+    page = browser.page(f"/jobs/{job_id}/quality")
+    assert "by validation accuracy" in page
+    assert "AGS" in page
+    assert "LBT" not in page.split("<table>")[1].split("</table>")[0]
+
+
+def test_markup_in_a_name_is_text(browser: Browser) -> None:
+    job_id = register(browser, "<script>alert(1)</script>")
+    for path in ("/", f"/jobs/{job_id}"):
+        raw = browser("GET", path, headers=HTML).text
+        assert "<script>alert" not in raw
+        assert "&lt;script&gt;alert" in raw
+
+
+def test_every_chart_route_answers_a_specification(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id, columns=("grad_norm", "gradient_variability"))
+    for name in ("tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy", "quality"):
+        spec = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name=name)).json()
+        assert "vega-lite" in spec["$schema"]
+    spec = browser("GET", wire.routes.RUN_CHART.format(run_id=run_id, name="gradient") + "?first_step=10&last_step=14")
+    assert [row["step"] for row in spec.json()["datasets"]["grad_norm"]] == [10, 11, 12, 13, 14]
+
+
+def test_an_unknown_chart_is_answered_with_the_known_ones(browser: Browser) -> None:
+    answer = browser("GET", wire.routes.JOB_CHART.format(job_id=register(browser), name="pie"))
+    assert answer.status_code == 404
+    assert "tradeoff" in answer.json()["detail"]
+
+
+def test_a_chart_comes_as_a_file_too(browser: Browser) -> None:
+    path = wire.routes.JOB_CHART.format(job_id=register(browser), name="tradeoff")
+    png, svg = browser("GET", path + "?format=png"), browser("GET", path + "?format=svg")
+    assert png.content[:4] == b"\x89PNG"
+    assert svg.headers["content-type"].startswith("image/svg+xml")
+    assert "</svg>" in svg.text
+
+
+def test_a_missing_job_is_a_page_for_people_and_a_problem_for_programs(browser: Browser) -> None:
+    page = browser.page("/jobs/none", status=404)
+    assert "There is no job 'none'" in page
+    assert "Back to all jobs" in page
+    assert browser("GET", "/v1/jobs/none").headers["content-type"] == "application/problem+json"
+
+
+def test_once_a_token_exists_pages_lead_to_sign_in_and_back(browser: Browser) -> None:
+    secret = token(browser, "admin")
+    away = browser("GET", "/?search=a%20b", headers=HTML)
+    assert away.status_code == 303
+    assert away.headers["location"] == "/login?next=%2F%3Fsearch%3Da%2520b"
+    done = browser("POST", "/login", data={"token": secret, "next": "/?search=a%20b"})
+    assert (done.status_code, done.headers["location"]) == (303, "/?search=a%20b")
+    cookie = done.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    browser.cookies.set(COOKIE, secret)
+    assert "Sign out admin" in browser.page("/")
+    assert "Max-Age=0" in browser("POST", "/logout").headers["set-cookie"]
+
+
+@pytest.mark.parametrize("given", ["", "tula_wrong", "é", "x" * 600])
+def test_a_wrong_token_is_refused_in_a_sentence(browser: Browser, given: str) -> None:
+    token(browser, "admin")
+    answer = browser("POST", "/login", data={"token": given})
+    assert answer.status_code == 401
+    assert 'role="alert"' in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+def test_an_agents_token_opens_no_page(browser: Browser) -> None:
+    secret = token(browser, "agent", job_id=register(browser))
+    assert "opens no pages" in browser("POST", "/login", data={"token": secret}).text
+
+
+@pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "/\\evil.example", "\\\\evil", "/a\r\nb"])
+def test_sign_in_never_leads_to_another_host(browser: Browser, target: str) -> None:
+    secret = token(browser, "admin")
+    assert browser("POST", "/login", data={"token": secret, "next": target}).headers["location"] == "/"
+
+
+def test_a_cookie_does_not_write_for_another_site(browser: Browser) -> None:
+    """Cross-site request forgery: the cookie counts for writes only from this service's own pages."""
+    browser.cookies.set(COOKIE, token(browser, "admin"))
+    body = {"name": "mine"}
+    for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://evil"}, {}):
+        assert browser("POST", wire.routes.PROJECTS, json=body, headers=headers).status_code == 401
+    ours = browser("POST", wire.routes.PROJECTS, json=body, headers={"Sec-Fetch-Site": "same-origin"})
+    assert ours.status_code == 201
+    by_origin = browser("POST", wire.routes.PROJECTS, json={"name": "b"}, headers={"Origin": "http://localhost"})
+    assert by_origin.status_code == 201
+
+
+def test_a_script_that_is_signed_out_gets_no_password_box(browser: Browser) -> None:
+    token(browser, "admin")
+    asked = browser("GET", wire.routes.JOBS, headers={"Sec-Fetch-Dest": "empty"})
+    assert asked.status_code == 401
+    assert "www-authenticate" not in asked.headers
+    assert "www-authenticate" in browser("GET", wire.routes.JOBS).headers
+
+
+def test_projects_are_kept_apart_on_pages_and_charts(browser: Browser) -> None:
+    browser.cookies.set(COOKIE, token(browser, "admin"))
+    same = {"Sec-Fetch-Site": "same-origin"}
+    for name in ("red", "blue"):
+        assert browser("POST", wire.routes.PROJECTS, json={"name": name}, headers=same).status_code == 201
+    secrets = {name: token(browser, "user", project=name) for name in ("red", "blue")}
+    browser.cookies.set(COOKIE, secrets["red"])
+    spec = models.job().spec.model_dump(mode="json")
+    job_id = browser("POST", wire.routes.JOBS, json=spec, headers=same).json()["job"]["id"]
+    assert "resnet50-cifar" in browser.page("/")
+    browser.cookies.set(COOKIE, secrets["blue"])
+    assert "No job yet" in browser.page("/")
+    assert browser.page(f"/jobs/{job_id}", status=404)
+    assert browser.page(f"/jobs/{job_id}/quality", status=404)
+    assert browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name="memory")).status_code == 404
+    admin = browser.page("/admin")
+    assert ">blue<" in admin
+    assert ">red<" not in admin
+
+
+def test_static_files_come_from_a_fixed_list_and_are_revalidated(browser: Browser) -> None:
+    style = browser("GET", "/static/app.css")
+    assert style.headers["content-type"] == "text/css; charset=utf-8"
+    again = browser("GET", "/static/app.css", headers={"If-None-Match": style.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    for path in ("..%2fpages.py", "%2e%2e%2fpages.py", "pages.py", "..%5c..%5capp.py"):
+        assert browser("GET", f"/static/{path}").status_code == 404
+
+
+def test_no_page_refers_to_another_host_or_holds_inline_script(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id)
+    for path in ("/", f"/jobs/{job_id}", f"/jobs/{job_id}/quality", f"/runs/{run_id}", "/admin", "/login", "/jobs/no"):
+        answer = browser("GET", path, headers=HTML)
+        assert not re.search(r'(?:src|href|action)="(?:https?:)?//', answer.text), path
+        assert not re.search(r"<script(?![^>]*\bsrc=)", answer.text), path
+        assert not re.search(r"\son[a-z]+=", answer.text), path
+        policy = answer.headers["content-security-policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe-eval" not in policy

@@ -1,0 +1,149 @@
+"""Prices, frontier, knee and limits: the recommendation and its reasons."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tula_service.domain import Configuration, Objective
+from tula_service.perfmodel import (
+    Interval,
+    Limits,
+    ObservationError,
+    Offer,
+    Spot,
+    Training,
+    choose,
+    find_knee,
+    pareto_frontier,
+    price,
+    spot_slowdown,
+)
+
+SPREAD = 1.2
+
+
+def estimates(rows, offer=None, **options):
+    """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
+    configurations = [Configuration(nodes, 1, batch) for nodes, batch, _ in rows]
+    intervals = [Interval(t, t / SPREAD, t * SPREAD) for _, _, t in rows]
+    offers = {"default": offer or Offer(usd_per_node_hour=3.6)}
+    return price(configurations, intervals, Training(1000, 2), offers, **options)
+
+
+def test_time_and_cost_follow_equations_4a_and_4b():
+    (one,) = estimates([(4, 25, 0.5)])
+    assert one.time_s.mean == pytest.approx(2 * 1000 / 100 * 0.5)
+    assert one.cost_usd.mean == pytest.approx(10.0 * 4 * 3.6 / 3600)
+    assert one.epoch_time_s.mean == pytest.approx(5.0)
+    assert one.time_s.high == pytest.approx(10.0 * SPREAD)
+
+
+def test_memory_prices_count_every_ranks_peak_in_gigabytes():
+    offer = Offer(usd_per_gb_hour=1.0, usd_per_rank_hour=2.0)
+    (one,) = estimates([(4, 25, 0.5)], offer, peak_bytes=[Interval(8e9, 7e9, 9e9)])
+    assert one.cost_usd.mean == pytest.approx(10.0 / 3600 * 4 * (8.0 + 2.0))
+    with pytest.raises(ObservationError, match="needs predicted memory"):
+        estimates([(4, 25, 0.5)], offer)
+    with pytest.raises(ObservationError, match="no price for instance type"):
+        price([Configuration(1, 1, 1, 1, "x")], [Interval(1, 1, 1)], Training(1), {})
+
+
+def test_spot_interruptions_lose_the_work_since_the_checkpoint():
+    spot = Spot(interruptions_per_node_hour=0.1, checkpoint_interval_s=600, restart_s=120)
+    rng = np.random.default_rng(5)
+    rate = 8 * 0.1 / 3600
+    simulated = []
+    for _ in range(4000):
+        elapsed = 0.0
+        while (life := rng.exponential(1 / rate)) < 600:
+            elapsed += life + 120
+        simulated.append(elapsed + 600)
+    assert spot_slowdown(spot, 8) == pytest.approx(np.mean(simulated) / 600, rel=0.03)
+    assert spot_slowdown(None, 8) == 1.0
+    assert spot_slowdown(spot, 16) > spot_slowdown(spot, 8) > 1.0
+
+
+def test_a_hopeless_spot_job_is_excluded_and_not_an_overflow():
+    offer = Offer(usd_per_node_hour=1.0, spot=Spot(1e6))
+    choice = choose(Objective.TIME, estimates([(4, 25, 0.5)], offer))
+    assert choice.chosen is None
+    assert choice.excluded[0].limit == "interruptions"
+    assert math.isinf(spot_slowdown(Spot(1e6), 4))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=20))
+def test_the_frontier_is_exactly_what_nothing_dominates(points):
+    frontier = pareto_frontier([a for a, _ in points], [b for _, b in points])
+    kept = [points[i] for i in frontier]
+    for a, b in points:
+        assert any(x <= a and y <= b for x, y in kept)
+    for i, (a, b) in enumerate(kept):
+        assert not any(x <= a and y <= b for j, (x, y) in enumerate(kept) if j != i)
+
+
+def test_each_objective_takes_its_best_and_names_the_runner_up():
+    rows = [(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6), (8, 64, 1.3)]
+    found = estimates(rows)
+    fastest, cheapest = choose(Objective.TIME, found), choose(Objective.COST, found)
+    assert fastest.chosen.configuration.num_nodes == 4
+    assert fastest.runner_up.configuration.num_nodes == 8
+    assert cheapest.chosen.configuration.num_nodes == 1
+    assert fastest.least_cost == cheapest.chosen
+    assert [e.configuration.num_nodes for e in fastest.frontier] == [4, 2, 1]
+
+
+def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
+    found = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
+    times = {e.configuration.num_nodes: e.time_s for e in found}
+    limits = Limits(deadline_s=times[2].mean * 1.05, max_num_nodes=3)
+    choice = choose(Objective.COST, found, limits=limits)
+    by_nodes = {e.estimate.configuration.num_nodes: e for e in choice.excluded}
+    assert by_nodes[4].limit == "max_num_nodes"
+    assert by_nodes[1].certain
+    assert not by_nodes[2].certain
+    assert "upper end" in by_nodes[2].sentence
+    assert choice.chosen.configuration.num_nodes == 2
+    assert not choice.within_limits_is_likely
+    safe = choose(Objective.COST, found, limits=Limits(deadline_s=times[2].high * 1.01))
+    assert safe.chosen.configuration.num_nodes == 2
+    assert safe.within_limits_is_likely
+
+
+def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
+    choice = choose(Objective.TIME, estimates([(1, 64, 0.4)]), limits=Limits(budget_usd=1e-9))
+    assert choice.chosen is None
+    assert "budget_usd" in choice.reason
+    with pytest.raises(ObservationError, match="there are none"):
+        choose(Objective.TIME, [])
+    with pytest.raises(ObservationError, match="deadline_s"):
+        Limits(deadline_s=float("nan"))
+
+
+def test_a_saturating_curve_has_a_knee_where_it_bends_whatever_the_range():
+    for largest in (4096, 16384):
+        batches = np.geomspace(32, largest, 40)
+        found = find_knee(batches, 1.0 + 100.0 / batches)
+        assert found.global_batch_size is not None
+        assert 32 < found.global_batch_size < 600
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), fall=st.floats(0.1, 0.9))
+def test_a_straight_or_flat_noisy_curve_has_no_knee(seed, fall):
+    batches = np.geomspace(32, 4096, 12)
+    straight = 1.0 - fall * np.linspace(0, 1, 12)
+    assert find_knee(batches, straight).global_batch_size is None
+    noise = np.random.default_rng(seed).normal(0, 0.01, 12)
+    assert find_knee(batches, 1.0 + noise).global_batch_size is None
+
+
+def test_too_few_points_are_said_to_be_too_few_and_infinity_is_refused():
+    assert "no knee" in find_knee([32, 64], [1.0, 0.9]).reason
+    with pytest.raises(ObservationError, match="value"):
+        find_knee([32, 64, 128, 256, 512], [1.0, 0.9, float("inf"), 0.8, 0.7])

@@ -1,0 +1,109 @@
+"""Accuracy on measured grids, replayed through the planner by the benchmarks themselves; and the model's purity."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tula_service.perfmodel as perfmodel
+from benchmarks import memory, step_time
+from benchmarks._grids import Workload, read_memory, read_step_time
+from tula_service.domain import Search
+
+GRIDS = Path(__file__).parents[2] / "data" / "grids"
+
+
+@pytest.fixture(scope="module")
+def workloads() -> list[Workload]:
+    return read_step_time(GRIDS / "step_time.csv")
+
+
+def errors_after(workloads: list[Workload], runs: int) -> tuple[list[float], list[float]]:
+    errors, coverage = [], []
+    for workload in workloads:
+        profiled = step_time.profile(workload, Search.ADAPTIVE, runs=runs)
+        missed, inside = step_time.held_out(workload, profiled, perfmodel.Form.PHYSICAL)
+        errors.append(float(np.median(missed)))
+        coverage.append(float(np.mean(inside)))
+    return errors, coverage
+
+
+def test_four_and_six_planned_runs_reach_the_stated_accuracy(workloads):
+    regular = [w for w in workloads if w.grid == "regular"]
+    four, coverage_four = errors_after(regular, 4)
+    six, coverage_six = errors_after(regular, 6)
+    assert np.median(four) <= 0.05
+    assert np.median(six) <= 0.04
+    assert np.quantile(six, 0.9) <= 0.12
+    assert np.mean([*coverage_four, *coverage_six]) >= 0.85
+
+
+def test_the_physical_form_beats_the_papers_at_the_same_corners(workloads):
+    for grid in ("regular", "hard"):
+        ours, ring = [], []
+        for workload in (w for w in workloads if w.grid == grid):
+            corners = step_time.profile(workload, Search.PARTIAL, runs=None)
+            ours.append(float(np.median(step_time.held_out(workload, corners, perfmodel.Form.PHYSICAL)[0])))
+            ring.append(float(np.median(step_time.held_out(workload, corners, perfmodel.Form.RING)[0])))
+        assert np.median(ours) < 0.9 * np.median(ring)
+
+
+def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
+    few = tmp_path / "few.csv"
+    lines = (GRIDS / "step_time.csv").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if line.startswith(("workload", "tf-", "pollux-016"))]
+    few.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    assert step_time.main(["--grids", str(few), "--json", str(tmp_path / "out.json")]) == 0
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    for key in (
+        "regular.adaptive4.median",
+        "regular.adaptive6.p90",
+        "hard.adaptive6.median",
+        "regular.partial.median",
+        "regular.full.median",
+        "regular.ring.median",
+        "regret.time.mean",
+        "regret.cost.within5",
+        "regret.best_num_nodes.mean",
+        "regret.deadline.violations",
+        "coverage.regular",
+        "coverage.hard",
+    ):
+        assert 0.0 <= figures[key] < 10.0, key
+    assert 0.0 < figures["fit_ms"] < 1000.0
+    assert "regular grids (2)" in capsys.readouterr().out
+
+
+def test_memory_of_the_largest_batch_is_predicted_from_the_two_smallest(tmp_path):
+    assert memory.main(["--grids", str(GRIDS / "memory.csv"), "--json", str(tmp_path / "out.json")]) == 0
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert figures["memory.largest.median"] <= 0.05
+    assert figures["memory.largest.p90"] <= 0.12
+    assert figures["memory.workloads"] == len(read_memory(GRIDS / "memory.csv"))
+
+
+def test_readings_after_an_out_of_memory_do_not_count():
+    gib = 2.0**30
+    falling = memory.MemoryWorkload("a", "s", "X-40GB", (8, 16, 32), (5 * gib, 9 * gib, 4 * gib))
+    full = memory.MemoryWorkload("b", "s", "X-40GB", (8, 16, 32, 64), (5 * gib, 10 * gib, 20 * gib, 39 * gib))
+    assert memory.valid_readings(falling) == 2
+    assert memory.valid_readings(full) == 3
+
+
+def test_the_model_imports_no_clock_no_log_no_wire_and_does_no_io():
+    forbidden = {"time", "datetime", "logging", "os", "pathlib", "random", "tula_wire", "sqlalchemy", "fastapi"}
+    for path in Path(perfmodel.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & forbidden, path
+
+
+def test_every_public_name_exists_once():
+    assert len(set(perfmodel.__all__)) == len(perfmodel.__all__)
+    assert all(hasattr(perfmodel, name) for name in perfmodel.__all__)

@@ -1,0 +1,72 @@
+"""Small jobs, runs, samples and chunks for store tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tula_service.domain import Configuration, RunKind
+from tula_service.store import (
+    DEFAULT_PROJECT_ID,
+    JobRecord,
+    NewChunk,
+    NewJob,
+    NewRun,
+    NewSamples,
+    RunRecord,
+    SampleColumns,
+    Store,
+)
+
+CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
+
+
+def a_job(
+    store: Store, *, name: str = "job", model_name: str = "digits", project_id: str = DEFAULT_PROJECT_ID
+) -> JobRecord:
+    """Register a job."""
+    with store.transaction() as tx:
+        return tx.jobs.create(NewJob(project_id, name, model_name, "knee", {"name": name}))[0]
+
+
+def a_run(store: Store, job_id: str, *, kind: RunKind = RunKind.PROFILE, **options: Any) -> RunRecord:
+    """Add a run."""
+    options.setdefault("configuration", CONFIGURATION)
+    with store.transaction() as tx:
+        return tx.runs.create(job_id, NewRun(kind, **options))
+
+
+def samples(
+    count: int,
+    *,
+    rank: int = 0,
+    boot_id: str = "boot",
+    warmup: bool = False,
+    step_time_s: np.ndarray | None = None,
+    **facts: Any,
+) -> NewSamples:
+    """`count` rows from sequence 0 on; the first has neither a compute time nor a straggler."""
+    compute = np.full(count, 0.25)
+    compute[0] = np.nan
+    stragglers = np.ones(count, np.int64)
+    stragglers[0] = -1
+    return NewSamples(
+        rank=rank,
+        boot_id=boot_id,
+        columns=SampleColumns(
+            sequence=np.arange(count),
+            step=np.arange(count),
+            step_time_s=np.linspace(0.5, 0.6, count) if step_time_s is None else step_time_s,
+            compute_time_s=compute,
+            straggler_rank=stragglers,
+        ),
+        warmup=warmup,
+        **facts,
+    )
+
+
+def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 0.0) -> NewChunk:
+    """A chunk of two columns that follows on from chunk `sequence` - 1."""
+    numbers = np.arange(sequence * steps, (sequence + 1) * steps)
+    return NewChunk(0, boot_id, sequence, numbers, ["loss", "grad_norm"], np.stack([np.sqrt(numbers) + shift, numbers]))

@@ -1,0 +1,362 @@
+"""One contract, both engines: whatever is claimed here of the store holds on SQLite and on Postgres."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, samples
+from tests.support.clock import ManualClock
+from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.errors import Conflict, NotFound
+from tula_service.store import (
+    DEFAULT_PROJECT_ID,
+    LedgerRecord,
+    MemoryReading,
+    NewJob,
+    NewRun,
+    Outcome,
+    Store,
+)
+
+
+class TestJobs:
+    """Jobs and their lists."""
+
+    def test_a_registration_repeated_under_one_key_is_one_job(self, store: Store) -> None:
+        new = NewJob(DEFAULT_PROJECT_ID, "a", "m", "knee", {}, idempotency_key="k", fingerprint="f")
+        with store.transaction() as tx:
+            first, created = tx.jobs.create(new)
+        with store.transaction() as tx:
+            again, created_again = tx.jobs.create(new)
+            assert tx.jobs.list().total == 1
+        assert (created, created_again) == (True, False)
+        assert again.id == first.id
+
+    def test_a_key_used_for_another_job_is_a_conflict(self, store: Store) -> None:
+        with store.transaction() as tx:
+            tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "a", "m", "knee", {}, idempotency_key="k", fingerprint="f"))
+        with pytest.raises(Conflict, match="different job"), store.transaction() as tx:
+            tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "b", "m", "knee", {}, idempotency_key="k", fingerprint="g"))
+
+    def test_pages_hold_every_job_once_newest_first(self, store: Store) -> None:
+        made = [a_job(store, name=f"job {number}").id for number in range(7)]
+        seen: list[str] = []
+        cursor = None
+        with store.reading() as tx:
+            while True:
+                page = tx.jobs.list(cursor=cursor, limit=3)
+                assert page.total == 7
+                seen += [job.id for job in page.jobs]
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+        assert seen == made[::-1]
+
+    def test_search_is_case_blind_literal_and_reaches_the_model(self, store: Store) -> None:
+        by_name = a_job(store, name="Night 100% run").id
+        by_model = a_job(store, name="other", model_name="ResNet-50").id
+        with store.reading() as tx:
+            assert [job.id for job in tx.jobs.list(search="night").jobs] == [by_name]
+            assert [job.id for job in tx.jobs.list(search="resnet").jobs] == [by_model]
+            assert [job.id for job in tx.jobs.list(search="0% r").jobs] == [by_name]
+            assert tx.jobs.list(search="%").total == 1
+
+    def test_archived_jobs_leave_the_list_and_stay_readable(self, store: Store) -> None:
+        job = a_job(store)
+        with store.transaction() as tx:
+            tx.jobs.archive(job.id)
+        with store.reading() as tx:
+            assert tx.jobs.list().total == 0
+            assert tx.jobs.list(states=["archived"]).total == 1
+            assert tx.jobs.get(job.id).state == "archived"
+
+    def test_counts_are_of_profiling_runs_that_were_not_cancelled(self, store: Store) -> None:
+        job = a_job(store)
+        done, cancelled = a_run(store, job.id), a_run(store, job.id)
+        a_run(store, job.id)
+        a_run(store, job.id, kind=RunKind.TRAIN)
+        with store.transaction() as tx:
+            tx.runs.transition(done.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
+            tx.runs.cancel_pending(job.id, [cancelled.id])
+            counted = tx.jobs.get(job.id)
+        assert (counted.runs_done, counted.runs_planned) == (1, 2)
+
+    def test_recommended_configuration_comes_back_as_it_went_in(self, store: Store) -> None:
+        job = a_job(store)
+        with store.transaction() as tx:
+            tx.jobs.update(job.id, recommended=CONFIGURATION, predicted_time_s=1.5, state="ready")
+        with store.reading() as tx:
+            found = tx.jobs.get(job.id)
+        assert (found.recommended, found.predicted_time_s, found.state) == (CONFIGURATION, 1.5, "ready")
+
+    def test_an_unknown_job_is_not_found(self, store: Store) -> None:
+        with pytest.raises(NotFound, match="no job"), store.reading() as tx:
+            tx.jobs.get("job-nowhere")
+
+    def test_everything_that_can_change_a_fit_moves_the_data_version(self, store: Store) -> None:
+        job = a_job(store)
+        versions = [0]
+
+        def moved() -> None:
+            with store.reading() as tx:
+                versions.append(tx.jobs.data_version(job.id))
+            assert versions[-1] > versions[-2]
+
+        run = a_run(store, job.id)
+        moved()
+        with store.transaction() as tx:
+            tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.RUNNING)
+        moved()
+        with store.transaction() as tx:
+            tx.samples.add(run.key, job.id, samples(5))
+        moved()
+        with store.transaction() as tx:
+            tx.jobs.update(job.id, bump=True, objective="time")
+        moved()
+        with store.transaction() as tx:
+            tx.samples.add(run.key, job.id, samples(5))
+        with store.reading() as tx:
+            assert tx.jobs.data_version(job.id) == versions[-1], "a resend changes nothing"
+
+
+class TestRuns:
+    """Leases and states."""
+
+    def test_runs_are_claimed_in_plan_order_and_only_profiling_ones(self, store: Store) -> None:
+        job = a_job(store)
+        late, early = a_run(store, job.id, position=2), a_run(store, job.id, position=1)
+        a_run(store, job.id, kind=RunKind.TRAIN, position=0)
+        with store.transaction() as tx:
+            claimed = [tx.runs.claim(job.id, holder="h", lease_s=60) for _ in range(3)]
+        assert [run and run.id for run in claimed] == [early.id, late.id, None]
+        assert claimed[0] is not None
+        assert (claimed[0].state, claimed[0].holder) == (RunState.CLAIMED, "h")
+
+    def test_a_claim_passes_over_runs_that_need_too_many_nodes(self, store: Store) -> None:
+        job = a_job(store)
+        a_run(store, job.id, position=0, configuration=Configuration(8, 1, 32))
+        small = a_run(store, job.id, position=1, configuration=Configuration(2, 1, 32))
+        with store.transaction() as tx:
+            claimed = tx.runs.claim(job.id, holder="h", lease_s=60, max_nodes=4)
+        assert claimed is not None
+        assert claimed.id == small.id
+
+    def test_many_claimants_never_share_a_run(self, store: Store) -> None:
+        job = a_job(store)
+        for _ in range(10):
+            a_run(store, job.id)
+        claimed: list[str] = []
+        start = threading.Barrier(5)
+
+        def claim_all(holder: str) -> None:
+            start.wait()
+            while True:
+                with store.transaction() as tx:
+                    run = tx.runs.claim(job.id, holder=holder, lease_s=60)
+                if run is None:
+                    return
+                claimed.append(run.id)
+
+        threads = [threading.Thread(target=claim_all, args=(f"h{number}",)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(claimed) == len(set(claimed)) == 10
+
+    def test_a_lease_that_is_not_renewed_goes_back(self, store: Store, clock: ManualClock) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            tx.runs.claim(job.id, holder="first", lease_s=30)
+        clock.advance(20)
+        with store.transaction() as tx:
+            assert tx.runs.renew(run.id)
+        clock.advance(20)
+        with store.transaction() as tx:
+            assert tx.runs.claim(job.id, holder="second", lease_s=30) is None, "renewed at 20 s for 30 s more"
+        clock.advance(11)
+        with store.transaction() as tx:
+            again = tx.runs.claim(job.id, holder="second", lease_s=30)
+        assert again is not None
+        assert (again.id, again.holder) == (run.id, "second")
+
+    def test_a_state_changes_only_from_the_expected_one(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            assert not tx.runs.transition(run.id, expected=[RunState.CLAIMED], to=RunState.RUNNING)
+            assert tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.RUNNING)
+            assert tx.runs.transition(run.id, expected=[RunState.RUNNING], to=RunState.SUCCEEDED, dropped=3)
+            assert not tx.runs.transition(run.id, expected=[RunState.RUNNING], to=RunState.FAILED)
+            found = tx.runs.get(run.id)
+        assert (found.state, found.dropped) == (RunState.SUCCEEDED, 3)
+        assert found.started_at is not None
+        assert found.finished_at is not None
+
+    def test_a_training_run_is_never_leased_out(self, store: Store, clock: ManualClock) -> None:
+        job = a_job(store)
+        with store.transaction() as tx:
+            tx.runs.create(job.id, NewRun(RunKind.TRAIN, CONFIGURATION, RunState.RUNNING, holder="user", lease_s=10))
+        clock.advance(60)
+        with store.transaction() as tx:
+            assert tx.runs.claim(job.id, holder="h", lease_s=10) is None
+
+
+class TestLedgerFitsScalingEvents:
+    """What is written about a job."""
+
+    def entry(self, job_id: str) -> LedgerRecord:
+        return LedgerRecord(
+            id="",
+            job_id=job_id,
+            objective="knee",
+            basis="profiled",
+            configuration=CONFIGURATION,
+            prices={"default": {"usd_per_node_hour": 2.5}},
+            model_version="1",
+            data_version=3,
+            predicted_step_time_s=(0.5, 0.4, 0.6),
+            predicted_cost_usd=None,
+        )
+
+    def test_an_entry_keeps_its_prices_and_gets_its_outcome_beside_it(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            entry = tx.ledger.append(self.entry(job.id))
+            tx.ledger.record_outcome(entry.id, Outcome(run.id, 0.55, 0.1, True))
+            tx.ledger.record_outcome(entry.id, Outcome(run.id, 0.56, 0.12, True))
+        with store.reading() as tx:
+            (found,) = tx.ledger.list(job.id)
+            assert tx.ledger.latest(job.id, "knee") == found
+            assert list(tx.ledger.outcomes(project_id=DEFAULT_PROJECT_ID)) == [found]
+            assert list(tx.ledger.outcomes(project_id="another")) == []
+        assert found.prices == {"default": {"usd_per_node_hour": 2.5}}
+        assert found.predicted_step_time_s == (0.5, 0.4, 0.6)
+        assert found.outcome is not None
+        assert found.outcome.measured_step_time_s == 0.56
+
+    def test_the_database_itself_refuses_to_change_an_entry(self, store: Store) -> None:
+        import sqlalchemy as sa
+
+        job = a_job(store)
+        with store.transaction() as tx:
+            tx.ledger.append(self.entry(job.id))
+        with pytest.raises(sa.exc.DBAPIError, match="immutable"), store.transaction() as tx:
+            tx.connection.execute(sa.text("UPDATE ledger SET basis = 'prior'"))
+
+    def test_a_kept_fit_answers_only_for_its_versions(self, store: Store) -> None:
+        job = a_job(store)
+        with store.transaction() as tx:
+            tx.fits.put(job.id, "rec", data_version=5, model_version="2", body='{"a":1}')
+            tx.fits.put(job.id, "rec", data_version=4, model_version="2", body="late")
+        with store.reading() as tx:
+            assert tx.fits.get(job.id, "rec", data_version=5, model_version="2") == '{"a":1}'
+            assert tx.fits.get(job.id, "rec", data_version=6, model_version="2") is None
+            assert tx.fits.get(job.id, "rec", data_version=5, model_version="3") is None
+
+    def test_only_one_publisher_makes_a_version(self, store: Store) -> None:
+        job = a_job(store)
+        with store.transaction() as tx:
+            assert tx.scaling.latest(job.id) is None
+            assert tx.scaling.publish(job.id, {"delta": 0.5}, after=0)
+            assert not tx.scaling.publish(job.id, {"delta": 0.7}, after=0)
+            latest = tx.scaling.latest(job.id)
+        assert latest is not None
+        assert (latest.version, latest.body) == (1, {"delta": 0.5})
+
+    def test_events_are_read_on_from_the_last_one_seen(self, store: Store) -> None:
+        job, other = a_job(store), a_job(store)
+        with store.transaction() as tx:
+            first = tx.events.append(job.id, "job")
+            tx.events.append(other.id, "job")
+            second = tx.events.append(job.id, "run", run_id="r", data={"state": "running"})
+            found = tx.events.after(job.id, first)
+            assert tx.events.last_id(job.id) == second
+        assert [(event.id, event.kind, event.data) for event in found] == [(second, "run", {"state": "running"})]
+
+
+class TestAccess:
+    """Tokens, projects, audit."""
+
+    def test_a_project_name_stands_for_one_project(self, store: Store) -> None:
+        with store.transaction() as tx:
+            made = tx.projects.create("blue")
+        with pytest.raises(Conflict, match="blue"), store.transaction() as tx:
+            tx.projects.create("blue")
+        with store.reading() as tx:
+            assert tx.projects.by_name("blue") == made
+            assert [project.name for project in tx.projects.list()] == ["blue", "default"]
+
+    def test_a_revoked_or_expired_token_is_not_usable(self, store: Store, clock: ManualClock) -> None:
+        from datetime import timedelta
+
+        with store.transaction() as tx:
+            assert not tx.tokens.any_usable()
+            revoked = tx.tokens.create(sha256="a", name="a", scope="admin")
+            tx.tokens.create(sha256="b", name="b", scope="admin", expires_at=clock() + timedelta(seconds=5))
+            tx.tokens.revoke(revoked.id)
+            assert tx.tokens.any_usable()
+        clock.advance(6)
+        with store.reading() as tx:
+            assert not tx.tokens.any_usable()
+            assert tx.tokens.by_hash("a") is not None
+            assert tx.tokens.by_hash("c") is None
+
+    def test_acts_are_kept_newest_first(self, store: Store) -> None:
+        with store.transaction() as tx:
+            tx.audit.append(actor="x", action="token.create", target="t1", detail={"name": "n"})
+            tx.audit.append(actor="x", action="token.revoke", target="t1")
+            assert [act.action for act in tx.audit.list()] == ["token.revoke", "token.create"]
+
+
+def test_a_failed_transaction_stores_nothing(store: Store) -> None:
+    """All or nothing, whatever was written before the exception."""
+    job = a_job(store)
+
+    def fail_half_way() -> None:
+        with store.transaction() as tx:
+            tx.jobs.update(job.id, state="ready")
+            tx.runs.create(job.id, NewRun(RunKind.PROFILE, CONFIGURATION))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_half_way()
+    with store.reading() as tx:
+        assert tx.jobs.get(job.id).state == "planning"
+        assert tx.runs.list(job.id) == []
+
+
+def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
+    """Runs, samples, chunks, events, fits, ledger and tokens go with their job."""
+    import sqlalchemy as sa
+
+    from tula_service.store.tables import METADATA
+
+    with store.reading() as tx:
+        before = {
+            table.name: tx.connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+            for table in METADATA.sorted_tables
+        }
+    job = a_job(store)
+    run = a_run(store, job.id)
+    with store.transaction() as tx:
+        tx.samples.add(run.key, job.id, samples(5, memory=MemoryReading("peak_rss", 1)))
+        tx.samples.refresh(run.key)
+        tx.chunks.add(run.key, a_chunk(0, 5))
+        tx.events.append(job.id, "job")
+        tx.fits.put(job.id, "x", data_version=1, model_version="1", body="{}")
+        tx.scaling.publish(job.id, {}, after=0)
+        entry = tx.ledger.append(TestLedgerFitsScalingEvents().entry(job.id))
+        tx.ledger.record_outcome(entry.id, Outcome(run.id, 1.0, None, None))
+        tx.tokens.create(sha256="z", name="z", scope="agent", project_id=DEFAULT_PROJECT_ID, job_id=job.id)
+    with store.transaction() as tx:
+        tx.jobs.delete(job.id)
+        after = {
+            table.name: tx.connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+            for table in METADATA.sorted_tables
+        }
+    assert after == before

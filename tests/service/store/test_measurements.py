@@ -1,0 +1,112 @@
+"""The store's contract for measurements, on both engines: sample rows, their summaries, and telemetry chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.service.store.examples import a_chunk, a_job, a_run, samples
+from tula_service.domain import RunState
+from tula_service.store import MemoryReading, Store
+
+
+class TestSamples:
+    """Rows once each, and what a fit gets of them."""
+
+    def test_rows_are_stored_once_however_often_they_are_sent(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            assert tx.samples.add(run.key, job.id, samples(10)).stored == 10
+        with store.transaction() as tx:
+            partly = tx.samples.add(run.key, job.id, samples(15))
+            assert (partly.stored, partly.duplicates) == (5, 10)
+            assert tx.runs.get(run.id).num_samples == 15
+            assert tx.samples.add(run.key, job.id, samples(15, rank=1)).stored == 15
+            assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")).stored == 15
+
+    def test_columns_come_back_with_nan_where_nothing_was_measured(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        sent = samples(4)
+        with store.transaction() as tx:
+            tx.samples.add(run.key, job.id, sent)
+            found = tx.samples.recent(run.key)
+        np.testing.assert_array_equal(found.step, sent.columns.step)
+        np.testing.assert_array_equal(found.step_time_s, sent.columns.step_time_s)
+        assert found.compute_time_s is not None
+        assert found.compute_time_s.tolist()[1:] == [0.25] * 3
+        assert np.isnan(found.compute_time_s[0])
+        assert found.straggler_rank is not None
+        assert found.straggler_rank.tolist() == [-1, 1, 1, 1]
+
+    def test_the_summary_is_robust_and_ignores_warm_up(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        times = np.full(100, 0.5)
+        times[::25] = 60.0
+        with store.transaction() as tx:
+            tx.samples.add(run.key, job.id, samples(5, warmup=True, boot_id="w", step_time_s=np.full(5, 9.0)))
+            tx.samples.add(
+                run.key,
+                job.id,
+                samples(100, step_time_s=times, local_batch_size=16, memory=MemoryReading("peak_rss", 2**30)),
+            )
+            tx.samples.add(run.key, job.id, samples(1, rank=1, memory=MemoryReading("peak_rss", 2**31)))
+            (summary,) = tx.samples.summaries(job.id)
+        assert summary.step_time_s == pytest.approx(0.5, rel=1e-6)
+        assert summary.num_samples == 101
+        assert summary.local_batch_size == 16
+        assert summary.memory == MemoryReading("peak_rss", 2**31)
+        assert summary.relative_sd is not None
+        with store.reading() as tx:
+            assert tx.samples.summaries(job.id) == [summary], "a reader without write access sees the same"
+            assert tx.runs.get(run.id).step_time_s == pytest.approx(0.5, rel=1e-6)
+
+    def test_a_run_out_of_memory_is_summarised_without_samples(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            tx.runs.transition(
+                run.id, expected=[RunState.PENDING], to=RunState.OUT_OF_MEMORY, failed_local_batch_size=64
+            )
+            (summary,) = tx.samples.summaries(job.id)
+        assert (summary.state, summary.failed_local_batch_size) == (RunState.OUT_OF_MEMORY, 64)
+        assert summary.step_time_s is None
+
+
+class TestChunks:
+    """Telemetry."""
+
+    def test_a_chunk_is_stored_once_and_read_back_exactly(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        chunk = a_chunk(0, 100)
+        with store.transaction() as tx:
+            assert tx.chunks.add(run.key, chunk)
+            assert not tx.chunks.add(run.key, chunk)
+            steps, values = tx.chunks.read(run.key, "loss")
+        np.testing.assert_array_equal(steps, chunk.steps)
+        np.testing.assert_array_equal(values, chunk.values[0])
+
+    def test_chunks_that_arrive_out_of_order_are_read_in_order(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            for sequence in (2, 0, 1):
+                tx.chunks.add(run.key, a_chunk(sequence, 50))
+            steps, _ = tx.chunks.read(run.key, "loss")
+            some, _ = tx.chunks.read(run.key, "loss", first_step=40, last_step=60)
+            assert tx.chunks.columns(run.key) == {"grad_norm": [0], "loss": [0]}
+        assert steps.tolist() == list(range(150))
+        assert some.tolist() == list(range(40, 61))
+
+    def test_a_step_sent_again_after_a_restart_counts_once(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            tx.chunks.add(run.key, a_chunk(0, 20, boot_id="a"))
+            tx.chunks.add(run.key, a_chunk(0, 20, boot_id="b", shift=1.0))
+            steps, values = tx.chunks.read(run.key, "loss")
+        assert steps.tolist() == list(range(20))
+        np.testing.assert_array_equal(values, a_chunk(0, 20, shift=1.0).values[0])

@@ -1,0 +1,144 @@
+"""Schemas: forward from every released one with its data, equal to the tables, and refused when they do not fit."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from tests.service.store.examples import a_job
+from tests.support.postgres import PostgresServer
+from tests.support.server import command
+from tula_service.errors import InvalidInput, SchemaMismatch
+from tula_service.store import Store, open_engine
+from tula_service.store.schema import check_schema, head_revision, is_empty, upgrade_schema
+from tula_service.store.tables import METADATA
+
+ASSETS = Path(__file__).parent / "assets"
+"""One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest."""
+
+
+def restored(asset: Path, url: str) -> sa.Engine:
+    """A database with the asset's schema and rows, built by its own statements."""
+    statements = [each for each in asset.read_text(encoding="utf-8").split(";\n-- next\n") if each.strip()]
+    if "psycopg" not in url:
+        connection = sqlite3.connect(url)  # plain, since a dump creates tables in no particular order
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+        connection.close()
+        return open_engine(url)
+    engine = open_engine(url)
+    with engine.begin() as opened:
+        for statement in statements:
+            opened.exec_driver_sql(statement.replace("%", "%%"))
+    return engine
+
+
+@pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.sqlite.sql")), ids=lambda path: path.name)
+def test_a_released_sqlite_database_is_upgraded_with_its_data(asset: Path, tmp_path: Path) -> None:
+    """What was stored then is read now."""
+    engine = restored(asset, str(tmp_path / "old.db"))
+    holds_the_examples(engine)
+
+
+@pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.postgres.sql")), ids=lambda path: path.name)
+def test_a_released_postgres_database_is_upgraded_with_its_data(asset: Path, postgres_server: PostgresServer) -> None:
+    """What was stored then is read now."""
+    url = postgres_server.create_database()
+    engine = restored(asset, url)
+    holds_the_examples(engine)
+    postgres_server.drop_database(url)
+
+
+def holds_the_examples(engine: sa.Engine) -> None:
+    """Upgrade, then read what `make_asset` once stored, and write on."""
+    upgrade_schema(engine)
+    check_schema(engine)
+    store = Store(engine)
+    with store.reading() as tx:
+        (job,) = tx.jobs.list().jobs
+        assert (job.name, job.spec) == ("kept", {"name": "kept"})
+        (run,) = tx.runs.list(job.id)
+        assert run.num_samples == 20
+        (summary,) = tx.samples.summaries(job.id)
+        assert summary.step_time_s == pytest.approx(0.55, rel=0.01)
+        steps, values = tx.chunks.read(run.key, "loss")
+        assert steps.tolist() == list(range(10))
+        assert values[4] == 2.0
+        assert tx.fits.get(job.id, "kept", data_version=1, model_version="1") == "{}"
+        (entry,) = tx.ledger.list(job.id)
+        assert entry.predicted_step_time_s == (0.5, 0.4, 0.6)
+    assert a_job(store).cursor > job.cursor
+    store.close()
+
+
+def test_the_newest_schema_has_an_asset_for_each_engine() -> None:
+    """A new migration comes with a stored database, so that the next one is tested on it."""
+    for engine in ("sqlite", "postgres"):
+        assert (ASSETS / f"{head_revision()}.{engine}.sql").exists()
+
+
+def test_migrations_build_exactly_the_tables_that_queries_use(store: Store) -> None:
+    """Nothing but Alembic creates the schema, and it has not drifted from `tables.py`."""
+    with store.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+
+
+class TestRefusals:
+    """The wrong schema is refused with the command to run."""
+
+    def test_a_newer_schema_names_the_upgrade_of_the_code(self, store: Store) -> None:
+        with store.transaction() as tx:
+            tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        for attempt in (check_schema, upgrade_schema):
+            with pytest.raises(SchemaMismatch, match=r"9999.*pip install --upgrade tula"):
+                attempt(store.engine)
+
+    def test_an_older_schema_names_the_migration(self, store: Store) -> None:
+        with store.transaction() as tx:
+            tx.connection.execute(sa.text("DELETE FROM alembic_version"))
+        with pytest.raises(SchemaMismatch, match="tula serve --migrate"):
+            check_schema(store.engine)
+
+    def test_serve_ends_with_that_sentence(self, sqlite_url: str, open_store: Callable[..., Store]) -> None:
+        with open_store(sqlite_url).transaction() as tx:
+            tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        done = command("serve", "--database", sqlite_url, "--port", "0")
+        assert done.returncode == 2
+        assert "9999" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_new_file_is_empty_and_a_migrated_one_is_not(tmp_path: Path, sqlite_template: Path) -> None:
+    """Which is how `tula serve` knows that it may create the schema unasked."""
+    new = open_engine(str(tmp_path / "new.db"))
+    assert is_empty(new)
+    new.dispose()
+    shutil.copy(sqlite_template, tmp_path / "old.db")
+    old = open_engine(str(tmp_path / "old.db"))
+    assert not is_empty(old)
+    old.dispose()
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "sqlite://", "sqlite:///:memory:", "postgresql//nonsense://"])
+def test_other_databases_are_refused_with_what_to_give(url: str) -> None:
+    """Before anything is opened."""
+    with pytest.raises(InvalidInput, match=r"path|SQLite|postgresql"):
+        open_engine(url)
+
+
+def test_sqlite_is_opened_so_that_an_acknowledgement_survives_a_power_cut(sqlite_store: Store) -> None:
+    """WAL with full sync: a commit returns after fsync."""
+    with sqlite_store.engine.connect() as connection:
+        settings = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        }
+    assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}

@@ -1,0 +1,165 @@
+"""The plan: goes on until the choice is stable, learns from memory, repeats nothing, says why it stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tula_service.store import Store
+from tula_service.usecases import runs
+from tula_service.usecases.access import ANONYMOUS
+
+
+def regret(cluster: Cluster, answer: wire.Recommendation) -> float:
+    """How much longer the recommended configuration truly takes than the best candidate, as a share."""
+
+    def truth(c: wire.Configuration) -> float:
+        return cluster.step_time(c) / c.global_batch_size
+
+    assert answer.chosen is not None
+    best = min(truth(c.configuration) for c in answer.candidates if c.excluded_by is None)
+    return truth(answer.chosen.configuration) / best - 1.0
+
+
+def test_adaptive_search_finds_the_fastest_from_a_third_of_the_runs(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    done = cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert len(done) <= len(answer.candidates) / 3
+    assert regret(cluster, answer) < 0.02
+    assert answer.basis == "profiled"
+    assert answer.chosen is not None
+    assert answer.chosen.profiled, "the choice has been verified by measuring it"
+    job = cluster.job(job_id)
+    assert job.state == "ready"
+    assert "stable" in job.plan_reason
+    assert job.runs_done == job.runs_planned == len(done)
+
+
+def test_full_search_measures_every_candidate_and_partial_the_corners(cluster: Cluster) -> None:
+    everything = cluster.register(spec(search="full"))
+    assert len(cluster.work(everything.job.id)) == len(everything.recommendation.candidates) == 16
+    corners = cluster.work(cluster.register(spec(search="partial")).job.id)
+    at = {(run.configuration.num_nodes, run.configuration.local_batch_size) for run in corners}
+    assert at == {(1, 32), (1, 256), (8, 32), (8, 256)}
+
+
+def test_the_same_measurements_give_the_same_plan_and_choice(store: Store) -> None:
+    first, second = Cluster(store, noise=0.0), Cluster(store, noise=0.0)
+    chosen = []
+    for number, cluster in enumerate((first, second)):
+        job_id = cluster.register(spec(cluster={"max_nodes": 8, "accelerator": f"V100-{number}"})).job.id
+        cluster.work(job_id)
+        chosen.append(cluster.recommendation(job_id).chosen)
+    assert first.ran == second.ran
+    assert chosen[0] is not None
+    assert chosen[0] == chosen[1]
+
+
+def test_a_budget_of_runs_is_kept_and_named(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(profiling={"max_runs": 2})).job.id
+    assert len(cluster.work(job_id)) == 2
+    assert "2 runs" in cluster.job(job_id).plan_reason
+    assert cluster.recommendation(job_id).basis == "profiled"
+
+
+def test_a_spent_budget_of_gpu_seconds_ends_profiling(cluster: Cluster) -> None:
+    wanted = spec(profiling={"max_gpu_seconds": 1e-6})
+    job_id = cluster.register(wanted).job.id
+    assert len(cluster.work(job_id)) <= 4
+    assert cluster.job(job_id).state == "ready"
+
+
+def test_out_of_memory_removes_larger_candidates_and_never_chooses_them(sqlite_store: Store) -> None:
+    cluster = Cluster(sqlite_store, capacity_bytes=5e9)  # fits 133 examples
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.chosen is not None
+    assert answer.chosen.configuration.local_batch_size == 128
+    excluded = [c for c in answer.candidates if c.configuration.local_batch_size > 133]
+    assert excluded
+    assert all("memory" in (c.excluded_by or "") or "fits" in (c.excluded_by or "") for c in excluded)
+    tried = [c.local_batch_size for c in cluster.ran if c.local_batch_size > 133]
+    assert len(tried) <= 1, "one out-of-memory teaches the rest"
+    assert 100 <= answer.max_local_batch_size["default"] <= 133
+
+
+def test_pending_runs_above_a_failed_batch_are_cancelled_at_once(sqlite_store: Store) -> None:
+    cluster = Cluster(sqlite_store)
+    job_id = cluster.register(spec(search="full")).job.id
+    run = runs.claim(sqlite_store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+    assert run is not None
+    cluster.patch(run.id, "out_of_memory", failed_local_batch_size=128)
+    pending = [planned for planned in cluster.job(job_id).plan if planned.state == "pending"]
+    assert pending
+    assert max(planned.configuration.local_batch_size for planned in pending) == 64
+
+
+def test_memory_measured_at_two_batches_rules_out_what_was_never_tried(sqlite_store: Store) -> None:
+    cluster = Cluster(sqlite_store, capacity_bytes=16e9, bytes_per_sample=40e6)  # fits 375 examples
+    job_id = cluster.register(spec(batch={"max_local_batch_size": 1024}, search="partial")).job.id
+    claimed = [runs.claim(sqlite_store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run for _ in range(4)]
+    small = [run for run in claimed if run is not None and run.configuration.local_batch_size == 32]
+    cluster.execute(small[0])
+    configuration = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=64)
+    request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
+    cluster.execute(runs.create(sqlite_store, ANONYMOUS, job_id, request))
+    answer = cluster.recommendation(job_id)
+    assert 256 <= answer.max_local_batch_size["default"] <= 375
+    assert {c.configuration.local_batch_size for c in answer.candidates if c.excluded_by is None} == {32, 64, 128, 256}
+
+
+def test_a_script_that_ignores_its_batch_is_said_so_and_does_not_loop_forever(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    ran = 0
+    while ran < 30:
+        run = runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+        if run is None:
+            break
+        cluster.patch(run.id, "running")
+        cluster.send(run, [0.1] * 20, local_batch_size=48)
+        cluster.patch(run.id, "succeeded")
+        ran += 1
+    assert ran < 20
+    warnings = cluster.recommendation(job_id).model.warnings
+    assert any("saw 48" in warning and "placeholders" in warning for warning in warnings)
+
+
+def test_contradictory_measurements_widen_the_interval_and_are_said(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(search="full")).job.id
+    cluster.work(job_id)
+    calm = cluster.recommendation(job_id).candidates[0]
+    configuration = calm.configuration
+    request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
+    run = runs.create(cluster.store, ANONYMOUS, job_id, request)
+    cluster.patch(run.id, "running")
+    cluster.send(run, [3 * overlapping(configuration)] * 20)
+    cluster.patch(run.id, "succeeded")
+    answer = cluster.recommendation(job_id)
+    (odd,) = [c for c in answer.candidates if c.configuration == configuration]
+    assert odd.step_time_s.high / odd.step_time_s.low > calm.step_time_s.high / calm.step_time_s.low
+    assert answer.model.warnings
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_one_measurement_alone_says_what_it_cannot_say(cluster: Cluster, nodes: int) -> None:
+    job_id = cluster.register(spec(profiling={"max_runs": 1}, cluster={"max_nodes": nodes})).job.id
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.basis == "profiled"
+    assert answer.model.num_runs == 1
+    assert answer.model.warnings
+    assert sum(c.extrapolated for c in answer.candidates) >= len(answer.candidates) - 1
+
+
+def test_when_even_the_smallest_batch_runs_out_of_memory_the_answer_says_what_to_do(sqlite_store: Store) -> None:
+    cluster = Cluster(sqlite_store, capacity_bytes=1e9)
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.chosen is None
+    assert "lower min_local_batch_size" in answer.why
+    assert "lower min_local_batch_size" in cluster.job(job_id).plan_reason
+    assert cluster.register().job.id == job_id

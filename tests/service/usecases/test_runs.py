@@ -1,0 +1,185 @@
+"""Runs: leased to one holder, moved only where they may go, and never lost."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, spec
+from tests.support.clock import ManualClock
+from tula_service.domain import RunState
+from tula_service.errors import Conflict, InvalidInput
+from tula_service.store import Store
+from tula_service.usecases import runs
+from tula_service.usecases.access import ANONYMOUS
+
+
+def claim(cluster: Cluster, job_id: str, holder: str = "launcher", **more: object) -> wire.RunClaimed:
+    """Ask for work."""
+    request = wire.ClaimRequest.model_validate({"holder": holder, **more})
+    return runs.claim(cluster.store, ANONYMOUS, job_id, request)
+
+
+def claimed(cluster: Cluster, **more: object) -> wire.Run:
+    """A claimed run of a new job."""
+    run = claim(cluster, cluster.register().job.id, **more).run
+    assert run is not None
+    return run
+
+
+def test_every_transition_is_allowed_by_the_table_or_refused_with_a_sentence(cluster: Cluster) -> None:
+    finals = {"succeeded", "out_of_memory", "failed", "cancelled"}
+    assert all(runs.TRANSITIONS.get(RunState(state)) is None for state in finals)
+    for number, state in enumerate(sorted(finals)):
+        run = claim(cluster, cluster.register(spec(epochs=number + 1)).job.id).run
+        assert run is not None
+        cluster.patch(run.id, "running")
+        cluster.send(run, [0.1] * 5)
+        assert cluster.patch(run.id, state).state == state
+        assert cluster.patch(run.id, state).state == state, "launcher and agent may both report it"
+        for other in sorted(finals - {state} | {"running", "claimed", "pending"}):
+            with pytest.raises(Conflict, match=rf"already {state}"):
+                cluster.patch(run.id, other)
+
+
+def test_two_launchers_never_get_the_same_run(store: Store) -> None:
+    cluster = Cluster(store)
+    job_id = cluster.register(spec(search="full")).job.id
+    planned = cluster.job(job_id).runs_planned
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: claim(cluster, job_id, f"holder {number}").run, range(planned + 4)))
+    ids = [run.id for run in found if run is not None]
+    assert len(ids) == len(set(ids)) == planned
+
+
+def test_a_lease_that_is_not_renewed_goes_back_and_its_old_holder_is_refused(
+    cluster: Cluster, clock: ManualClock
+) -> None:
+    run = claimed(cluster, lease_s=60.0)
+    clock.advance(61.0)
+    again = claim(cluster, run.job_id, "other").run
+    assert again is not None
+    assert again.id == run.id
+    with pytest.raises(Conflict, match="held by 'other'") as caught:
+        cluster.patch(run.id, "succeeded")
+    assert caught.value.field == "holder"
+
+
+def test_an_expired_lease_that_nobody_took_must_be_claimed_again(cluster: Cluster, clock: ManualClock) -> None:
+    run = claimed(cluster, lease_s=60.0)
+    clock.advance(61.0)
+    claim(cluster, run.job_id, "other", max_nodes=1)
+    others = runs.get(cluster.store, ANONYMOUS, run.id)
+    if others.state == "pending":
+        with pytest.raises(Conflict, match="claim it again"):
+            cluster.patch(run.id, "running")
+
+
+@pytest.mark.parametrize("renewal", ["patch", "samples"])
+def test_patches_and_samples_both_renew_the_lease(cluster: Cluster, clock: ManualClock, renewal: str) -> None:
+    run = claimed(cluster, lease_s=60.0)
+    cluster.patch(run.id, "running")
+    for _ in range(3):
+        clock.advance(50.0)
+        if renewal == "patch":
+            cluster.patch(run.id, "running")
+        else:
+            cluster.send(run, [0.1])
+    assert claim(cluster, run.job_id, "other", max_nodes=run.configuration.num_nodes).run != run
+    assert runs.get(cluster.store, ANONYMOUS, run.id).state == "running"
+
+
+def test_a_launcher_gets_only_runs_that_its_nodes_can_hold(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    while (answer := claim(cluster, job_id, max_nodes=1)).run is not None:
+        assert answer.run.configuration.num_nodes == 1
+    assert "max_nodes" in answer.reason
+    assert answer.retry_after_s is not None
+
+
+def test_work_elsewhere_and_work_done_are_told_apart(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    held = []
+    while (answer := claim(cluster, job_id)).run is not None:
+        held.append(answer.run)
+    assert "at work elsewhere" in answer.reason
+    assert answer.retry_after_s is not None
+    for run in held:
+        cluster.execute(run)
+    cluster.work(job_id)
+    done = claim(cluster, job_id)
+    assert (done.run, done.retry_after_s) == (None, None)
+    assert done.reason == cluster.job(job_id).plan_reason
+
+
+def test_a_command_that_never_calls_the_agent_fails_with_the_remedy(cluster: Cluster) -> None:
+    run = claimed(cluster)
+    cluster.patch(run.id, "running")
+    ended = cluster.patch(run.id, "succeeded")
+    assert ended.state == "failed"
+    assert ended.message is not None
+    assert "tula_agent.init" in ended.message
+    assert cluster.patch(run.id, "succeeded").state == "failed", "the second reporter sees the same"
+
+
+def test_a_profiling_run_may_end_once_its_step_time_is_known(cluster: Cluster) -> None:
+    run = claimed(cluster)
+    cluster.patch(run.id, "running")
+    assert not cluster.send(run, [0.1, 0.2, 0.1]).stop
+    accepted = cluster.send(run, [0.1] * 12)
+    assert run.instruction is not None
+    assert run.instruction.measuring_steps > 15
+    accepted = cluster.send(run, [0.1] * 30) if not accepted.stop else accepted
+    assert accepted.stop
+    assert accepted.reason
+
+
+def test_a_run_of_the_users_own_choice_is_checked_against_the_cluster(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    configuration = wire.Configuration(num_nodes=1, local_batch_size=32, instance_type="p4d")
+    with pytest.raises(InvalidInput) as caught:
+        runs.create(cluster.store, ANONYMOUS, job_id, wire.RunCreate(kind="train", configuration=configuration))
+    assert caught.value.field == "configuration.instance_type"
+
+
+def test_training_moves_the_job_along(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    assert cluster.job(job_id).state == "ready"
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    assert cluster.job(job_id).state == "training"
+    cluster.send(run, cluster.times(run.configuration, 30))
+    cluster.patch(run.id, "succeeded")
+    assert cluster.job(job_id).state == "finished"
+
+
+def test_runs_are_listed_newest_first_in_pages(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(search="full")).job.id
+    first = runs.list_runs(cluster.store, ANONYMOUS, job_id, limit=3)
+    second = runs.list_runs(cluster.store, ANONYMOUS, job_id, limit=100, cursor=first.next_cursor)
+    everything = [run.id for run in (*first.runs, *second.runs)]
+    assert len(everything) == len(set(everything)) == cluster.job(job_id).runs_planned
+    assert second.next_cursor is None
+    assert runs.list_runs(cluster.store, ANONYMOUS, job_id, kind="train").runs == []
+
+
+def test_a_training_that_vanished_is_given_up_and_goes_on_when_it_speaks_again(
+    cluster: Cluster, clock: ManualClock
+) -> None:
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    clock.advance(100.0)
+    cluster.send(run, [0.1])
+    clock.advance(100.0)
+    cluster.register()
+    assert runs.get(cluster.store, ANONYMOUS, run.id).state == "running", "samples renewed its lease"
+    clock.advance(100.0)
+    cluster.register()
+    gone = runs.get(cluster.store, ANONYMOUS, run.id)
+    assert gone.state == "failed"
+    assert "Nothing was heard" in (gone.message or "")
+    back = cluster.patch(run.id, "running")
+    assert (back.state, back.message, back.finished_at) == ("running", None, None)
+    assert cluster.job(job_id).state == "training"

@@ -1,0 +1,20 @@
+"""A clock for tests: nothing waits, time is moved."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+
+class ManualClock:
+    """Called like `utc_now`; stands still until `advance`."""
+
+    def __init__(self, start: datetime | None = None) -> None:
+        self.moment = start or datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+    def __call__(self) -> datetime:
+        """The present moment, as far as the store knows."""
+        return self.moment
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.moment += timedelta(seconds=seconds)

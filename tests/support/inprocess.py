@@ -1,0 +1,35 @@
+"""The application in this process behind an ordinary httpx client: no socket, no patching."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from fastapi import FastAPI
+
+
+class InProcess(httpx.BaseTransport):
+    """Drives an ASGI application on an event loop of its own."""
+
+    def __init__(self, app: FastAPI, *, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=client)
+        self._lifespan = app.router.lifespan_context(app)
+        self._loop.run_until_complete(self._lifespan.__aenter__())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request and read its whole answer."""
+
+        async def answer() -> httpx.Response:
+            body = request.read()
+            sent = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+            response = await self._transport.handle_async_request(sent)
+            return httpx.Response(response.status_code, headers=response.headers, content=await response.aread())
+
+        return self._loop.run_until_complete(answer())
+
+    def shut_down(self) -> None:
+        """End the application; closing a client does not, since several share it."""
+        self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()

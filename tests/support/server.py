@@ -1,0 +1,134 @@
+"""The service as people run it: its own process, a real port, a real database."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+_RUNNING = re.compile(r"running on (http://[^ ]+)")
+
+
+class Server:
+    """`tula serve` on a free port; started at once, stopped with the block."""
+
+    def __init__(self, database: str, *, workers: int = 1, port: int = 0, **settings: object) -> None:
+        self.database = database
+        self._log = tempfile.NamedTemporaryFile("w+", prefix="tula-serve-", suffix=".log", delete=False)  # noqa: SIM115
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+        environment |= {f"TULA_{name.upper()}": str(value) for name, value in settings.items()}
+        environment["OMP_NUM_THREADS"] = "1"
+        command = [sys.executable, "-m", "tula_service", "serve", "--database", database]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port), "--workers", str(workers)],
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
+        self._log.close()
+        self.url = self._wait_for_address()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rsplit(":", 1)[1])
+
+    def log(self) -> str:
+        """Everything it has logged so far."""
+        return Path(self._log.name).read_text(encoding="utf-8")
+
+    def worker_ids(self) -> list[int]:
+        """Process ids that answer requests: the workers, or the one process."""
+        found = psutil.Process(self.process.pid).children()
+        children = [each.pid for each in found if _is_worker(each)]
+        return children or [self.process.pid]
+
+    def kill(self) -> None:
+        """As an out-of-memory killer does it: the whole group, without warning."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        Path(self._log.name).unlink(missing_ok=True)
+
+    def stop(self) -> int:
+        """Ask it to stop, as an orchestrator does; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        Path(self._log.name).unlink(missing_ok=True)
+        return self.process.returncode
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+
+    def _wait_for_address(self) -> str:
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            found = _RUNNING.search(self.log())
+            if found is not None and _answers(found[1]):
+                return found[1]
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the service ended with {self.process.returncode}: {self.log()}")
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"the service did not start in a minute: {self.log()}")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the service's commands to its end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    return subprocess.run(
+        [sys.executable, "-m", "tula_service", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+    )
+
+
+def make_token(database: str, *arguments: str) -> str:
+    """A token's secret, made on the command line as an administrator does."""
+    done = command("token", "create", "test", "--json", "--database", database, *arguments)
+    assert done.returncode == 0, done.stderr
+    secret: str = json.loads(done.stdout)["secret"]
+    return secret
+
+
+@contextmanager
+def serving(database: str, **options: object) -> Iterator[Server]:
+    """A server for the length of a block."""
+    with Server(database, **options) as server:  # type: ignore[arg-type]
+        yield server
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return any("spawn_main" in part for part in process.cmdline())
+    except psutil.Error:  # it is just ending
+        return False
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url + "/readyz", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,109 @@
+"""The architecture is a test: who may import whom, what importing costs, what is public, what must be documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from tula_client.cli.commands import build
+from tula_service.settings import PREFIX, Settings
+from tula_wire import routes
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"tula_wire": "client", "tula_client": "client", "tula_agent": "agent", "tula_service": "service"}
+SURFACE = ROOT / "tests" / "public_surface.json"
+PUBLIC = ("tula_wire", "tula_wire.routes", "tula_client", "tula_client.launch", "tula_agent", "tula_service.perfmodel")
+HEAVY = {
+    "tula_wire": ["httpx", "torch", "numpy", "fastapi", "sqlalchemy"],
+    "tula_client": ["torch", "numpy", "pandas", "altair", "vl_convert", "typer", "fastapi", "sqlalchemy"],
+    "tula_client.cli.app": ["torch", "numpy", "typer"],
+    "tula_agent": ["torch", "pandas", "sklearn", "scipy", "fastapi", "sqlalchemy", "pydantic"],
+    "tula_agent.session": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
+    "tula_service.app": ["torch", "tula_client", "tula_agent"],
+    "tula_service.perfmodel": ["torch", "fastapi", "sqlalchemy", "pydantic", "httpx"],
+}
+NOT_IN_WORDS = {"VERSION"}  # a prefix of paths, no route
+
+
+def documents() -> str:
+    """README and all documents as one text."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def test_imports_point_one_way() -> None:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("module", HEAVY)
+def test_importing_stays_light(module: str) -> None:
+    program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert module in loaded
+    assert not loaded & set(HEAVY[module])
+
+
+def test_the_public_surface_is_what_was_decided() -> None:
+    """After a decision to change it: write what this test computes into `public_surface.json`."""
+    surface = {name: sorted(importlib.import_module(name).__all__) for name in PUBLIC}
+    assert surface == json.loads(SURFACE.read_text())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_exists(name: str) -> None:
+    module = importlib.import_module(name)
+    missing = [one for one in module.__all__ if not hasattr(module, one)]
+    assert not missing
+
+
+def modules() -> list[Path]:
+    return [path for package, folder in PACKAGES.items() for path in sorted((ROOT / folder / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_opens_with_one_sentence_says_what_is_public_and_stays_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    if text.strip():
+        assert text.startswith('"""')
+    if path.name not in ("__init__.py", "__main__.py") and '__name__ == "__main__"' not in text:
+        assert re.search(r"^__all__\b", text, re.MULTILINE)
+
+
+def commands(command: Any, words: tuple[str, ...] = ("tula",)) -> list[str]:
+    """Every command that does something, as one types it."""
+    children = getattr(command, "commands", None)
+    if not children:
+        return [" ".join(words)]
+    return [line for name, child in sorted(children.items()) for line in commands(child, (*words, name))]
+
+
+ALL_COMMANDS = commands(typer.main.get_command(build()))
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_every_command_is_documented(command: str) -> None:
+    assert re.search(rf"\b{re.escape(command)}\b", documents())
+
+
+@pytest.mark.parametrize("setting", [PREFIX + field.name.upper() for field in dataclasses.fields(Settings)])
+def test_every_setting_is_documented(setting: str) -> None:
+    assert re.search(rf"\b{setting}\b", documents())
+
+
+@pytest.mark.parametrize("name", sorted(set(routes.__all__) - NOT_IN_WORDS))
+def test_every_route_is_documented(name: str) -> None:
+    assert getattr(routes, name) in documents()

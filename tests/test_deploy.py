@@ -1,0 +1,213 @@
+"""Container, compose and cluster files: checked without an engine against the code that they run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tula_service.__main__ import app as commands
+from tula_service.app import create_app
+from tula_service.settings import PREFIX, Settings
+from tula_wire import routes
+
+ROOT = Path(__file__).resolve().parents[1]
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
+SETTINGS = {PREFIX + field.name.upper() for field in dataclasses.fields(Settings)}
+AGENT_VARIABLES = {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN", "TULA_JOB_ID"}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """The YAML documents of a file."""
+    return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions of the Dockerfile, continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def compose() -> dict[str, Any]:
+    """docker-compose.yml with anchors resolved."""
+    return documents(ROOT / "docker-compose.yml")[0]
+
+
+def command_names() -> set[str]:
+    """What `python -m tula_service` understands."""
+    return {str(each.name) for each in (*commands.registered_commands, *commands.registered_groups)}
+
+
+def test_the_image_is_built_in_stages_pinned_and_ends_without_root() -> None:
+    steps = dockerfile()
+    assert [rest.split(" AS ")[0] for word, rest in steps if word == "FROM"] == ["${BASE}", "${BASE}"]
+    base = next(rest for word, rest in steps if word == "ARG" and rest.startswith("BASE="))
+    assert re.fullmatch(r"BASE=python:\d+\.\d+\.\d+-slim-\w+", base)
+    users = [rest for word, rest in steps if word == "USER"]
+    assert users == ["10001:10001"]
+    assert not {"ADD", "MAINTAINER"} & {word for word, _ in steps}
+    assert sum(word == "HEALTHCHECK" for word, _ in steps) == 1
+
+
+def test_the_image_copies_what_exists_and_the_context_lets_it_through() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[0] == "*"
+    for word, rest in dockerfile():
+        if word == "COPY" and not rest.startswith("--from"):
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists(), source
+                assert f"!{source}" in ignored
+
+
+def test_the_image_starts_a_command_that_exists_with_settings_that_exist() -> None:
+    steps = dict(dockerfile())
+    assert json.loads(steps["ENTRYPOINT"]) == ["python", "-m", "tula_service"]
+    assert set(json.loads(steps["CMD"])) <= command_names()
+    environment = " ".join(rest for word, rest in dockerfile() if word == "ENV")
+    given = dict(each.split("=", 1) for each in shlex.split(environment) if each.startswith(PREFIX))
+    assert set(given) <= SETTINGS
+    assert Settings.from_environment(given).port == 8321
+    assert f":8321{routes.READY}" in steps["HEALTHCHECK"]
+    assert steps["EXPOSE"] == "8321"
+
+
+def test_compose_refers_only_to_what_it_defines() -> None:
+    found = compose()
+    assert set(found) <= {"name", "services", "volumes", "secrets", "x-tula"}
+    services = found["services"]
+    for name, service in services.items():
+        for needed in service.get("depends_on", []):
+            assert needed in services, name
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in found["volumes"], volume
+        assert set(service.get("secrets", [])) <= set(found["secrets"])
+        tag = service["image"].rpartition(":")[2]
+        assert re.search(r"\d", tag), f"{name}: pin the image's version"
+        assert "privileged" not in service
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name} would listen to everyone"
+
+
+def test_compose_migrates_before_it_serves_with_two_workers_on_a_read_only_file_system() -> None:
+    services = compose()["services"]
+    assert services["migrate"]["command"] == ["migrate"]
+    assert "migrate" in command_names()
+    serving = services["service"]
+    assert serving["depends_on"]["migrate"]["condition"] == "service_completed_successfully"
+    assert serving["environment"]["TULA_WORKERS"] == "2"
+    assert set(serving["environment"]) <= SETTINGS
+    assert serving["read_only"] is True
+    assert serving["cap_drop"] == ["ALL"]
+    assert "postgres:/var/lib/postgresql/data" in services["postgres"]["volumes"]
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "deploy/prometheus/prometheus.yml"])
+def test_no_secret_stands_in_a_file(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not re.search(r"(?i)(password|token|secret)[a-z_]*:\s*[\"']?(?!\$\{)[A-Za-z0-9]{8,}[\"']?\s*$", text, re.M)
+
+
+def scraped(database: str) -> str:
+    """What Prometheus gets from a service on this database."""
+    app = create_app(Settings(database=database))
+
+    async def ask() -> str:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get(routes.METRICS)).text
+
+    try:
+        return asyncio.run(ask())
+    finally:
+        app.state.services.store.close()
+
+
+def test_every_metric_on_the_grafana_dashboard_exists(sqlite_url: str) -> None:
+    text = scraped(sqlite_url)
+    known = set()
+    for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE):
+        known |= {name + suffix for suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",))}
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/tula.json").read_text(encoding="utf-8"))
+    source = documents(ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml")[0]["datasources"][0]["uid"]
+    used = set()
+    for panel in dashboard["panels"]:
+        assert panel["datasource"]["uid"] == source
+        used |= {name for target in panel["targets"] for name in re.findall(r"\btula_\w+", target["expr"])}
+    assert len(used) > 8
+    assert used <= known
+
+
+def test_prometheus_scrapes_the_service_of_the_compose_file() -> None:
+    scrape = documents(ROOT / "deploy/prometheus/prometheus.yml")[0]["scrape_configs"][0]
+    assert scrape["static_configs"][0]["targets"] == ["service:8321"]
+    secret = scrape["authorization"]["credentials_file"].removeprefix("/run/secrets/")
+    assert secret in compose()["services"]["prometheus"]["secrets"]
+    assert scrape.get("metrics_path", "/metrics") == routes.METRICS
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_manifest_is_complete(path: Path) -> None:
+    for document in documents(path):
+        assert document["apiVersion"]
+        if document["kind"] == "Kustomization":
+            listed = {path.parent / name for name in document["resources"]}
+            assert listed == {each for each in path.parent.glob("*.yaml") if each != path}
+        else:
+            assert re.fullmatch(r"[a-z0-9-]+", document["metadata"]["name"])
+
+
+def test_pods_are_restricted_probe_real_routes_and_take_settings_that_exist() -> None:
+    deployment = documents(ROOT / "deploy/kubernetes/base/deployment.yaml")[0]["spec"]
+    pod = deployment["template"]["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert deployment["selector"]["matchLabels"] == labels
+    assert documents(ROOT / "deploy/kubernetes/base/service.yaml")[0]["spec"]["selector"] == labels
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["resources"]["limits"]["memory"]
+        assert set(container["args"]) <= command_names()
+        assert {each["name"] for each in container["env"]} <= SETTINGS
+    serving = pod["containers"][0]
+    assert serving["readinessProbe"]["httpGet"]["path"] == routes.READY
+    assert serving["livenessProbe"]["httpGet"]["path"] == routes.HEALTH
+
+
+def test_the_example_job_gives_the_agent_what_it_reads() -> None:
+    job = documents(ROOT / "deploy/kubernetes/example-job/pytorchjob.yaml")[0]["spec"]["pytorchReplicaSpecs"]
+    for replica in job.values():
+        names = {each["name"] for each in replica["template"]["spec"]["containers"][0]["env"]}
+        assert {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN"} <= names <= AGENT_VARIABLES
+
+
+def test_the_commands_that_the_documents_say_fit_the_files() -> None:
+    """`docs/deploy.md` names this file as its cover: services, profiles, arguments and paths in it exist."""
+    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    services = compose()["services"]
+    ran = re.findall(r"docker compose run --rm (\S+) (\S+)", text)
+    assert ran
+    for service, command in ran:
+        assert service in services
+        assert command in command_names()
+    assert set(re.findall(r"--profile (\S+)", text)) == {"monitoring"}
+    assert "monitoring" in services["grafana"]["profiles"]
+    for argument in re.findall(r"--build-arg (\w+)=", text):
+        assert any(word == "ARG" and rest.startswith(f"{argument}=") for word, rest in dockerfile())
+    for variable in re.findall(r"export (\w+)=", text):
+        assert f"${{{variable}:" in (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    for path in re.findall(r"apply -k (\S+)", text):
+        assert (ROOT / path / "kustomization.yaml").is_file()
+    for secret, key in re.findall(r"secret generic (\S+) --from-literal=(\w+)=", text):
+        manifest = (ROOT / "deploy/kubernetes/base/deployment.yaml").read_text(encoding="utf-8")
+        assert f"{{name: {secret}, key: {key}}}" in manifest
