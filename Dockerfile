@@ -1,0 +1,34 @@
+# syntax=docker/dockerfile:1.7
+# The service with Postgres support. Build: docker build --build-arg VERSION=$(git describe --tags) -t tula .
+# To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
+ARG BASE=python:3.12.11-slim-bookworm
+
+FROM ${BASE} AS build
+# The context holds no .git, so the version that hatch-vcs would read from the tag is handed in.
+ARG VERSION=0.1.0
+ENV SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /source
+COPY pyproject.toml constraints.txt hatch_build.py README.md LICENSE ./
+COPY client client
+COPY agent agent
+COPY service service
+COPY migrations migrations
+RUN python -m venv /opt/tula \
+    && /opt/tula/bin/pip install --constraint constraints.txt '.[service,postgres]' \
+    && /opt/tula/bin/python -m compileall -q /opt/tula/lib
+
+FROM ${BASE}
+LABEL org.opencontainers.image.title="Tula" org.opencontainers.image.licenses="Apache-2.0"
+RUN groupadd --gid 10001 tula && useradd --uid 10001 --gid tula --no-create-home --shell /usr/sbin/nologin tula \
+    && install --directory --owner=tula --group=tula /data
+COPY --from=build /opt/tula /opt/tula
+ENV PATH=/opt/tula/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 \
+    TULA_HOST=0.0.0.0 TULA_PORT=8321 TULA_DATABASE=/data/tula.db
+USER 10001:10001
+WORKDIR /data
+VOLUME ["/data"]
+EXPOSE 8321
+HEALTHCHECK --interval=15s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8321/readyz', timeout=4)"]
+ENTRYPOINT ["python", "-m", "tula_service"]
+CMD ["serve"]

@@ -1,0 +1,91 @@
+"""MkDocs hooks: what pages say of routes and figures comes from the application and from the benchmarks' reports."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OPENAPI = "<!-- openapi -->"
+MEASURED = "<!-- measured -->"
+
+FIGURES: tuple[tuple[str, str, str], ...] = (
+    ("Step time, four corners as the paper's partial search: median error", "regular.partial.median", "7.5-14 %"),
+    ("The same with the paper's ring form", "regular.ring.median", "7.5-14 %"),
+    ("Step time, full search (leave one out): median error", "regular.full.median", "2-5 %"),
+    ("Step time, 4 adaptive runs: median error", "regular.adaptive4.median", ""),
+    ("Step time, 6 adaptive runs: median error", "regular.adaptive6.median", ""),
+    ("The same, 90th percentile over workloads", "regular.adaptive6.p90", ""),
+    ("Step time, harder grids, 6 adaptive runs: median error", "hard.adaptive6.median", ""),
+    ("Share of measurements inside the 90 % interval", "coverage.regular", ""),
+    ("Regret of the least-time choice, mean", "regret.time.mean", ""),
+    ("Regret of the least-cost choice, mean", "regret.cost.mean", ""),
+    ("Regret of the number of nodes at a fixed global batch, mean", "regret.best_num_nodes.mean", ""),
+    ("Deadlines missed that were promised", "regret.deadline.violations", ""),
+    ("Memory, largest batch from the two smallest: median error", "memory.largest.median", "8-14 %"),
+    ("The same, 90th percentile", "memory.largest.p90", ""),
+    ("Default gradient scaling in DDP: share of step time", "overhead.fraction", ""),
+    ("The paper's AGS over LBT, mean (points)", "faithful.over_lbt.mean", "+8.8"),
+    ("Default policy: share of the gap recovered, mean", "default.gap_recovered.mean", ""),
+    ("Default policy over the best untuned baseline, mean (points)", "default.over_best_baseline.mean", ""),
+)
+"""What it is, its key in a report, and what the paper says of it."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the marks; every other page stays as it is."""
+    if OPENAPI in markdown:
+        markdown = markdown.replace(OPENAPI, routes())
+    return markdown.replace(MEASURED, measured(ROOT)) if MEASURED in markdown else markdown
+
+
+def measured(root: Path) -> str:
+    """Figures that the newest reports hold, with the report they stand in; what no report holds is left out."""
+    found: dict[str, tuple[float, str]] = {}
+    reports = (*(root / "benchmarks" / "results").glob("*.json"), *(root / "experiments").rglob("results/*.json"))
+    for report in sorted(reports, key=lambda path: path.name):
+        figures = json.loads(report.read_text(encoding="utf-8"))
+        for key, value in figures.items():
+            if isinstance(value, float) and value == value:
+                found[key] = (value, report.relative_to(root).as_posix())
+    rows = [
+        f"| {about} | {_shown(about, found[key][0])} | {paper} | `{key}` in `{found[key][1]}` |"
+        for about, key, paper in FIGURES
+        if key in found
+    ]
+    if not rows:
+        return "No report is kept in this checkout: `make bench` makes them."
+    return "| | measured | the paper | where |\n|---|---|---|---|\n" + "\n".join(rows)
+
+
+def routes() -> str:
+    """Routes by tag, as Markdown."""
+    from tula_service.api.docs import document
+    from tula_service.app import create_app
+    from tula_service.settings import Settings
+    from tula_service.store import Store
+    from tula_service.store.schema import upgrade_schema
+
+    with tempfile.TemporaryDirectory() as folder:
+        database = str(Path(folder) / "tula.db")
+        store = Store.open(database)
+        upgrade_schema(store.engine)
+        store.close()
+        app = create_app(Settings(database=database))
+        paths = document(app)["paths"]
+        app.state.services.store.close()
+    by_tag: dict[str, list[str]] = {}
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            told = " ".join(str(operation.get("description", "")).split())
+            asked = ", ".join(f"`{each['name']}`" for each in operation.get("parameters", []) if each["in"] == "query")
+            row = f"| `{method.upper()} {path}` | {told} | {asked} |"
+            by_tag.setdefault(operation.get("tags", ["other"])[0], []).append(row)
+    head = "| route | does | query |\n|---|---|---|"
+    return "\n\n".join(f"## {tag.capitalize()}\n\n{head}\n" + "\n".join(rows) for tag, rows in sorted(by_tag.items()))
+
+
+def _shown(about: str, value: float) -> str:
+    return f"{value:+.1f}" if "(points)" in about else f"{100 * value:.1f} %"
