@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 def commands_holding(text: str) -> list[str]:
     """Command lines of all processes that hold `text`."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    ps = ["ps", "-ww", "-eo", "args"]  # -ww: a narrow terminal's COLUMNS would cut the lines
+    lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if text in line]
 
 
@@ -28,17 +29,22 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
         cwd=ROOT,
         start_new_session=True,
     )
-    assert demo.stdout is not None
-    printed = ""
-    for line in demo.stdout:
-        printed += line
-        if line.startswith("start "):
-            break
-    folder = re.search(r"its database is (\S+)/tula\.db", printed)
-    assert folder is not None, printed
-    assert commands_holding(folder[1])
-    os.killpg(demo.pid, signal.SIGINT)  # what a terminal does
-    rest, _ = demo.communicate(timeout=120)
+    try:
+        assert demo.stdout is not None
+        printed = ""
+        for line in demo.stdout:
+            printed += line
+            if line.startswith("start "):
+                break
+        folder = re.search(r"its database is (\S+)/tula\.db", printed)
+        assert folder is not None, printed
+        assert commands_holding(folder[1])
+        os.killpg(demo.pid, signal.SIGINT)  # what a terminal does
+        rest, _ = demo.communicate(timeout=120)
+    finally:
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
+            demo.communicate()
     assert demo.returncode == 130, printed + rest
     assert "every process" in rest
     assert not commands_holding(folder[1])

@@ -44,4 +44,5 @@ def noise_gain(signal: float, noise: float, batch_ratio: float) -> float:
     signal, noise = max(signal, 0.0), max(noise, 0.0)
     if signal + noise <= 0.0 or not math.isfinite(signal + noise):
         return 1.0
-    return (signal + noise * batch_ratio) / (signal + noise)
+    gain = (signal + noise * batch_ratio) / (signal + noise)
+    return min(max(gain, 1.0), batch_ratio)  # rounding of subnormal estimates may step outside
