@@ -54,6 +54,7 @@ def register(
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         elif job.state == "archived":
             job = tx.jobs.update(job.id, state="planning")
+            tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         give_up_vanished(tx, job.id)
         job = planning.replan(tx, job.id, retry_failed=True)
         recommendation = wire.read(wire.Recommendation, recommend.body_of(tx, job))
@@ -112,6 +113,8 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
         if patch.archived is not None and patch.archived != (job.state == "archived"):
             values["state"] = "archived" if patch.archived else "planning"
         job = tx.jobs.update(job_id, bump=True, **values)
+        if "state" in values:
+            tx.events.append(job_id, "job", data={"state": job.state, "name": job.name})
         if job.state != "archived":
             job = planning.replan(tx, job_id)
             recommend.body_of(tx, job)

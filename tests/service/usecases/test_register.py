@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.errors import Conflict, Forbidden, InvalidInput, NotFound
 from tula_service.store import Store
-from tula_service.usecases import register, retention, runs
+from tula_service.usecases import events, register, retention, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
 
 
@@ -71,6 +72,20 @@ def test_an_archived_job_comes_back_when_it_is_registered_again(cluster: Cluster
         runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher"))
     assert cluster.register().job.id == job_id
     assert cluster.job(job_id).state == "planning"
+
+
+def test_archiving_and_bringing_back_are_told_to_whoever_watches(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+
+    def told(archived: bool) -> list[str]:
+        seen = events.last_id(cluster.store, ANONYMOUS, job_id)
+        register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
+        found = events.read_on(cluster.store, job_id, seen)
+        return [json.loads(body)["data"]["state"] for _, kind, body in found if kind == "job"]
+
+    assert told(archived=True) == ["archived"]
+    assert told(archived=True) == []
+    assert told(archived=False)[0] == "planning"
 
 
 def test_a_deleted_job_is_gone_and_its_specification_starts_over(cluster: Cluster) -> None:
