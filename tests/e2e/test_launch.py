@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
 from tests.support.server import Server, serving
 from tula_client import Client
@@ -191,6 +192,21 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: S
     assert "starts at step 4" in tula.logs()
     failed = next(run for run in tula.runs("shrinks") if run.state == "out_of_memory")
     assert failed.configuration.local_batch_size == before["local_batch_size"]
+
+
+@pytest.mark.cluster("memory")
+def test_a_rank_that_the_kernel_kills_for_its_memory_falls_back_alike(server: Server, tmp_path: Path) -> None:
+    tula = Tula(server, tmp_path)
+    script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
+    tula("tune", tula.spec("killed-for-memory", accumulation=2), *script)
+    with limited(400 * 2**20) as group:
+        trained, _ = tula("run", "killed-for-memory", *script, "--fits=4", f"--memory-group={group}")
+    assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
+    before, after = (one["configuration"] for one in trained["attempts"])
+    assert (before["local_batch_size"], after["local_batch_size"]) == (8, 4)
+    assert after["grad_accum_steps"] == 2 * before["grad_accum_steps"]
+    assert "starts at step 4" in tula.logs()
+    assert not processes_of(SCRIPT)  # the rank that waited for the killed one went with it
 
 
 def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(server: Server, tmp_path: Path) -> None:

@@ -7,4 +7,9 @@ def stuck_on_purpose() -> None:
     time.sleep(600)
 
 
-stuck_on_purpose()
+def main() -> None:
+    stuck_on_purpose()
+
+
+if __name__ == "__main__":
+    main()

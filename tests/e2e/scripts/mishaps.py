@@ -1,7 +1,9 @@
 """A small DDP job to which things happen: out-of-memory of one rank, a hang; checkpoints when asked."""
 
 import argparse
+import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,47 +11,61 @@ from torch import nn
 
 import tula_agent
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, required=True)
-parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--fits", type=int, default=10**9, help="examples beyond which rank 1 runs out of memory")
-parser.add_argument("--catch", action="store_true", help="catch the out-of-memory, report it, and hang")
-parser.add_argument("--step-s", type=float, default=0.002)
-parser.add_argument("--steps", type=int, default=24)
-args = parser.parse_args()
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = torch.randn(args.steps * args.batch_size, 4)
-loader = torch.utils.data.DataLoader(data, args.batch_size)
-run = tula_agent.init()
-run.watch(model, optimizer)
-start = run.resume(model, optimizer, loader=loader)
-if dist.get_rank() == 0:
-    print(f"starts at step {start.step}, batch {args.batch_size} x {args.accumulate}", flush=True)
-
 
 def stuck_on_purpose() -> None:
     time.sleep(600)
 
 
-for batch in run.steps(loader):
-    time.sleep(args.step_s)
-    number = run.position.step
-    try:
-        if number > 6 and dist.get_rank() == 1 and args.batch_size > args.fits:
-            torch.empty(2**60, dtype=torch.uint8)
-    except RuntimeError as error:
-        if not args.catch:
-            raise
-        run.report_out_of_memory(error)
-        stuck_on_purpose()
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
-    optimizer.step()
-    if number == 4:
-        run.checkpoint(model, optimizer)
-run.finish()
-dist.destroy_process_group()
+def take_host_memory(group: str) -> None:
+    """Enter a control group with a memory limit and take more: the kernel kills this process."""
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    taken = []
+    while True:
+        taken.append(bytearray(os.urandom(1) * 2**20))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--fits", type=int, default=10**9, help="examples beyond which rank 1 runs out of memory")
+    parser.add_argument("--catch", action="store_true", help="catch the out-of-memory, report it, and hang")
+    parser.add_argument("--memory-group", help="run out of the host's memory instead, within this control group")
+    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(torch.randn(args.steps * args.batch_size, 4), args.batch_size)
+    run = tula_agent.init()
+    run.watch(model, optimizer)
+    start = run.resume(model, optimizer, loader=loader)
+    if dist.get_rank() == 0:
+        print(f"starts at step {start.step}, batch {args.batch_size} x {args.accumulate}", flush=True)
+    for batch in run.steps(loader):
+        time.sleep(args.step_s)
+        number = run.position.step
+        try:
+            if number > 6 and dist.get_rank() == 1 and args.batch_size > args.fits:
+                if args.memory_group:
+                    take_host_memory(args.memory_group)
+                torch.empty(2**60, dtype=torch.uint8)
+        except RuntimeError as error:
+            if not args.catch:
+                raise
+            run.report_out_of_memory(error)
+            stuck_on_purpose()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        if number == 4:
+            run.checkpoint(model, optimizer)
+    run.finish()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
