@@ -6,20 +6,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-dist.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batches = [torch.randn(8, 4) for _ in range(20)]
-if dist.get_rank() == 0:
-    import tula_agent
 
-    run = tula_agent.init()
-    run.watch(model, optimizer)
-    batches = run.steps(batches)
-seen = 0
-for x in batches:
-    model(x).sum().backward()
-    optimizer.step()
-    seen += 1
-print("micro-steps", os.environ["RANK"], seen, flush=True)
-dist.destroy_process_group()
+def main() -> None:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [torch.randn(8, 4) for _ in range(20)]
+    if dist.get_rank() == 0:
+        import tula_agent
+
+        run = tula_agent.init()
+        run.watch(model, optimizer)
+        batches = run.steps(batches)
+    seen = 0
+    for x in batches:
+        model(x).sum().backward()
+        optimizer.step()
+        seen += 1
+    print("micro-steps", os.environ["RANK"], seen, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

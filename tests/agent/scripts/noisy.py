@@ -13,14 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import tula_agent
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-run = None
-
 
 def train(what: str, view: bool) -> None:
     """The gradient of an example x with respect to the weights is x, of 200 numbers with mean 0.5 and variance 1."""
-    global run
+    rank = dist.get_rank()
+    run = None
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(
         nn.Sequential(nn.Linear(200, 1, bias=False)), gradient_as_bucket_view=view
@@ -46,8 +43,14 @@ def train(what: str, view: bool) -> None:
         run.finish()
 
 
-for layout in (False, True):
-    train("plain", layout)
-    train("hooked", layout)
-train("taken", False)
-dist.destroy_process_group()
+def main() -> None:
+    dist.init_process_group("gloo")
+    for layout in (False, True):
+        train("plain", layout)
+        train("hooked", layout)
+    train("taken", False)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,46 +10,56 @@ from torch import nn
 
 import tula_agent
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--stop-after", type=int, default=0)
-parser.add_argument("--workers", type=int, default=0)
-args = parser.parse_args()
 
-distributed = "RANK" in os.environ
-if distributed:
-    dist.init_process_group("gloo")
-torch.manual_seed(7)
-generator = torch.Generator().manual_seed(5)
-data = torch.utils.data.TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 1, generator=generator))
-sampler = torch.utils.data.DistributedSampler(data) if distributed else None
-batch = 4 if distributed else 8
-loader = torch.utils.data.DataLoader(data, batch, shuffle=sampler is None, sampler=sampler, num_workers=args.workers)
-model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
-if distributed:
-    model = nn.parallel.DistributedDataParallel(model)
-optimizer = tula_agent.TulaOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), policy="gain", global_batch_size=8
-)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stop-after", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0)
+    args = parser.parse_args()
 
-run = tula_agent.init()
-run.watch(model, optimizer)
-start = run.resume(model, optimizer, loader=loader, scheduler=scheduler)
-if start.found:
-    print(f"resumed at step {start.step}", flush=True)
-for epoch in range(start.epoch, 4):
-    if sampler is not None:
-        sampler.set_epoch(epoch)
-    for x, y in run.steps(loader):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        scheduler.step()
-        if run.position.step % 4 == 0:
-            run.checkpoint(model, optimizer, scheduler=scheduler)
-        if run.position.step == args.stop_after:
-            os._exit(9)
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-print(f"weights {digest} rank {dist.get_rank() if distributed else 0}", flush=True)
-if distributed:
-    dist.destroy_process_group()
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    generator = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 6, generator=generator), torch.randn(64, 1, generator=generator)
+    )
+    sampler = torch.utils.data.DistributedSampler(data) if distributed else None
+    batch = 4 if distributed else 8
+    loader = torch.utils.data.DataLoader(
+        data, batch, shuffle=sampler is None, sampler=sampler, num_workers=args.workers
+    )
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+    if distributed:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = tula_agent.TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), policy="gain", global_batch_size=8
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+
+    run = tula_agent.init()
+    run.watch(model, optimizer)
+    start = run.resume(model, optimizer, loader=loader, scheduler=scheduler)
+    if start.found:
+        print(f"resumed at step {start.step}", flush=True)
+    for epoch in range(start.epoch, 4):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for x, y in run.steps(loader):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            if run.position.step % 4 == 0:
+                run.checkpoint(model, optimizer, scheduler=scheduler)
+            if run.position.step == args.stop_after:
+                os._exit(9)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    print(f"weights {digest} rank {dist.get_rank() if distributed else 0}", flush=True)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,24 +9,30 @@ from torch import nn
 
 import tula_agent
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(16, 4))
-optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy="gain")
-run = tula_agent.init()
-run.watch(model, optimizer)
-data = torch.utils.data.TensorDataset(torch.randn(8000, 16), torch.randint(0, 4, (8000,)))
-known = optimizer.thresholds.version
-for step, (x, y) in enumerate(run.steps(torch.utils.data.DataLoader(data, batch_size=8))):
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if optimizer.thresholds.version != known:
-        known = optimizer.thresholds.version
-        # One write a line: ranks share the pipe.
-        os.write(1, f"thresholds {known} {optimizer.thresholds.delta} at {step}\n".encode())
-        if known == 7:
-            break
-    time.sleep(0.005)
-os.write(1, f"rank {os.environ['RANK']} done\n".encode())
-dist.destroy_process_group()
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy="gain")
+    run = tula_agent.init()
+    run.watch(model, optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(8000, 16), torch.randint(0, 4, (8000,)))
+    known = optimizer.thresholds.version
+    for step, (x, y) in enumerate(run.steps(torch.utils.data.DataLoader(data, batch_size=8))):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.thresholds.version != known:
+            known = optimizer.thresholds.version
+            # One write a line: ranks share the pipe.
+            os.write(1, f"thresholds {known} {optimizer.thresholds.delta} at {step}\n".encode())
+            if known == 7:
+                break
+        time.sleep(0.005)
+    os.write(1, f"rank {os.environ['RANK']} done\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """A small, seeded training that prints the digest of its final weights; what happens at which step is an argument.
 
-train.py [--steps N] [--at STEP:WHAT]... with WHAT one of raise, oom, exit, term, kill, clock, fork.
+train.py [--epochs N] [--at STEP:WHAT] with WHAT one of raise, oom, leave, exit, term, kill, clock, fork.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,43 +27,26 @@ parser.add_argument("--clip", action="store_true")
 parser.add_argument("--uneven", action="store_true")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--workers", type=int, default=0)
-arguments = parser.parse_args()
-at, _, what = arguments.at.partition(":")
-
-if "RANK" in os.environ:
-    dist.init_process_group("gloo")
-rank = int(os.environ.get("RANK", "0"))
-torch.manual_seed(1)
-model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
-if dist.is_initialized():
-    model = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-generator = torch.Generator().manual_seed(7 + rank)
-count = arguments.batches * 8 - (3 if arguments.uneven else 0)
-data = torch.utils.data.TensorDataset(
-    torch.randn(count, 32, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-)
-loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers)
-scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
+RANK = int(os.environ.get("RANK", "0"))
 
 
-def happen(name: str) -> None:
+def happen(name: str, model: nn.Module, run: Any) -> None:
     if name == "raise":
         raise ValueError("on purpose")
     if name == "oom":
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
     if name == "leave":
-        print_digest()
+        print_digest(model)
         sys.exit(3)
     if name == "exit":
-        print_digest()
+        print_digest(model)
         os._exit(7)
     if name == "term":
-        print_digest()
+        print_digest(model)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
     if name == "kill":
-        print_digest()
+        print_digest(model)
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "clock":
         real = time.time
@@ -82,43 +66,65 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def print_digest() -> None:
+def print_digest(model: nn.Module) -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    say(f"weights {rank} {digest.hexdigest()}")
+    say(f"weights {RANK} {digest.hexdigest()}")
 
 
-run = tula_agent.init(dataset_size=count, epochs=arguments.epochs, grad_accum_steps=None)
-run.watch(model, optimizer, scaler)
-seen = 0
-for _epoch in range(arguments.epochs):
-    for inputs, labels in run.steps(loader):
-        if at and seen == int(at):
-            happen(what)
-        last = (seen + 1) % arguments.accumulate == 0
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-        if arguments.amp and scaler is not None:
-            scaler.scale(loss / arguments.accumulate).backward()
-        else:
-            (loss / arguments.accumulate).backward()
-        if last:
-            if arguments.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+def main() -> None:
+    arguments = parser.parse_args()
+    at, _, what = arguments.at.partition(":")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(7 + RANK)
+    count = arguments.batches * 8 - (3 if arguments.uneven else 0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(count, 32, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers)
+    scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
+
+    run = tula_agent.init(dataset_size=count, epochs=arguments.epochs, grad_accum_steps=None)
+    run.watch(model, optimizer, scaler)
+    seen = 0
+    for _epoch in range(arguments.epochs):
+        for inputs, labels in run.steps(loader):
+            if at and seen == int(at):
+                happen(what, model, run)
+            last = (seen + 1) % arguments.accumulate == 0
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
             if arguments.amp and scaler is not None:
-                scaler.step(optimizer)
-                scaler.update()
+                scaler.scale(loss / arguments.accumulate).backward()
             else:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        run.log(loss=loss)
-        seen += 1
-        if arguments.pause:
-            time.sleep(arguments.pause)
-    with torch.no_grad():
-        model(torch.ones(2, 32))
-say(f"micro-steps {rank} {seen}")
-print_digest()
-if dist.is_initialized():
-    dist.destroy_process_group()
+                (loss / arguments.accumulate).backward()
+            if last:
+                if arguments.clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if arguments.amp and scaler is not None:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            run.log(loss=loss)
+            seen += 1
+            if arguments.pause:
+                time.sleep(arguments.pause)
+        with torch.no_grad():
+            model(torch.ones(2, 32))
+    say(f"micro-steps {RANK} {seen}")
+    print_digest(model)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
