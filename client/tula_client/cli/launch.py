@@ -58,7 +58,9 @@ LauncherName = Annotated[
 ]
 StopCommand = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Cancels what a command only submitted, as in 'scancel --name=tula-{run_id}'."),
+    typer.Option(
+        metavar="TEXT", help="Cancels what a command only submitted, as in 'scancel --name=tula-{launch_id}'."
+    ),
 ]
 Folder = Annotated[Path, typer.Option(help="Where logs, spools and checkpoints lie.")]
 TimeLimit = Annotated[

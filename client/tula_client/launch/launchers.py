@@ -41,7 +41,7 @@ LAUNCHERS: Final = {
             "srun starts every rank, inside an allocation or with one of its own",
             (
                 "srun",
-                "--job-name=tula-{run_id}",
+                "--job-name=tula-{launch_id}",
                 "--nodes={num_nodes}",
                 "--ntasks={world_size}",
                 "--ntasks-per-node={ranks_per_node}",
@@ -52,7 +52,7 @@ LAUNCHERS: Final = {
                 _SLURM_RANK.replace("{", "{{").replace("}", "}}"),
                 "tula",
             ),
-            ("scancel", "--name=tula-{run_id}"),
+            ("scancel", "--name=tula-{launch_id}"),
         ),
         Launcher(
             "ray",
@@ -61,12 +61,12 @@ LAUNCHERS: Final = {
                 "ray",
                 "job",
                 "submit",
-                "--submission-id=tula-{run_id}",
+                "--submission-id=tula-{launch_id}",
                 "--runtime-env={env_file}",
                 "--",
                 "python",
             ),
-            ("ray", "job", "stop", "tula-{run_id}"),
+            ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
         ),
     )
 }

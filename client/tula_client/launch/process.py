@@ -15,7 +15,8 @@ from tula_client.launch._errors import CommandNotFoundError
 
 __all__ = ["Process", "Started", "start"]
 
-_MARGIN_S = 35.0
+_MARGIN_S = 45.0
+"""What the guard may need beyond the grace period: its stop command, a dump of stacks, and SIGKILL."""
 
 
 class Started(Protocol):

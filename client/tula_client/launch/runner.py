@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tula_client.launch.outcome import Outcome, judge
 from tula_client.launch.process import Started, start
 from tula_client.launch.report import Reporter
 from tula_client.launch.service import AWAY, Patience, Service
+from tula_client.launch.submitted import cancel_left, forget, remember
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Run, RunPatch
@@ -70,6 +72,7 @@ class Active:
     """A run whose command is going."""
 
     run: Run
+    launch_id: str
     process: Started
     log: Path
     started_at: float
@@ -110,7 +113,8 @@ class Runner:
     def start(self, run: Run, template: Template, *, resume: Path | None = None, restart: int = 0) -> Active:
         """Start the command of `run`; raises `CommandNotFoundError`, with the lease given back."""
         checkpoints = self._work.checkpoints if run.kind == "train" else self._work.scratch(run.id)
-        spool, log = self._work.spool(run.id), self._work.log(run.id, restart)
+        launch_id = f"{run.id}-{secrets.token_hex(3)}"
+        spool, log = self._work.spool(run.id), self._work.log(launch_id)
         for folder in (checkpoints, spool, log.parent):
             folder.mkdir(parents=True, exist_ok=True)
         variables = run_variables(
@@ -123,22 +127,30 @@ class Runner:
         )
         env_file = str(self._work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
         command = template.fill(
-            run.configuration, run_id=run.id, resume=None if resume is None else str(resume), env_file=env_file
+            run.configuration,
+            run_id=run.id,
+            launch_id=launch_id,
+            resume=None if resume is None else str(resume),
+            env_file=env_file,
         )
         stop = self.options.stop_template
+        cancel = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
+        if cancel is not None:
+            remember(self._work, launch_id, cancel)
         try:
             process = self._start_command(
                 command,
                 environment=whole_environment(self.options.inherited, variables),
                 log=log,
                 grace_s=self.options.grace_s,
-                stop_command=None if stop is None else stop.fill(run.configuration, run_id=run.id),
+                stop_command=cancel,
             )
         except TulaError:
+            forget(self._work, launch_id)
             self.release(run)
             raise
         now = self.clock()
-        active = Active(run, process, log, now, now)
+        active = Active(run, launch_id, process, log, now, now)
         self._reporter.started(run, log)
         self.attend(active)
         return active
@@ -164,6 +176,7 @@ class Runner:
 
     def judge(self, active: Active, status: int) -> Outcome:
         """Judge a command that ended and tell the service."""
+        forget(self._work, active.launch_id)
         lines = tail(active.log)
         known = self.patiently(self._service.run, active.run.id)
         spool = self._work.spool(active.run.id)
@@ -186,7 +199,13 @@ class Runner:
     def abandon(self, active: Active) -> None:
         """Stop a command whose run is to be done again later."""
         active.process.stop()
+        forget(self._work, active.launch_id)
         self.release(active.run)
+
+    def cancel_left(self) -> None:
+        """Cancel what commands of an earlier `tula` in this folder still have running elsewhere."""
+        for launch_id in cancel_left(self._work, self.options.inherited):
+            self._reporter.note(f"Cancelled {launch_id}, which an interrupted start had left behind.")
 
     def release(self, run: Run) -> None:
         """Give the lease back; if the service is away, the lease runs out by itself."""

@@ -20,7 +20,8 @@ PLACEHOLDERS: Final = {
     "grad_accum_steps": "micro-steps per optimizer step",
     "instance_type": "name of the instance type, as in the job's cluster",
     "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
-    "run_id": "the service's name of this run, for example to name a cluster job after it",
+    "run_id": "the service's name of this run; the same when an interrupted run is started again",
+    "launch_id": "a name of this one start, never given twice, for example to name a cluster job after it",
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 
@@ -51,7 +52,13 @@ class Template:
         )
 
     def fill(
-        self, configuration: Configuration, *, run_id: str = "", resume: str | None = None, env_file: str = ""
+        self,
+        configuration: Configuration,
+        *,
+        run_id: str = "",
+        launch_id: str = "",
+        resume: str | None = None,
+        env_file: str = "",
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None."""
         values = {
@@ -64,6 +71,7 @@ class Template:
             "instance_type": configuration.instance_type,
             "resume": resume or "",
             "run_id": run_id,
+            "launch_id": launch_id,
             "env_file": env_file,
         }
 

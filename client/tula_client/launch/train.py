@@ -81,6 +81,7 @@ def train(
     pre-emption, or a failure since which a checkpoint was written, with the same one; both from the last checkpoint.
     The same command after `tula` died goes on likewise. Raises `TrainingFailedError`, and what the client raises.
     """
+    runner.cancel_left()
     state = None if options.fresh else _load(work)
     if state is None or (options.configuration is not None and options.configuration != state.configuration):
         state = _State(options.configuration or _recommended(service, job, runner))

@@ -54,6 +54,7 @@ def work_through(
     Raises `TooManyFailuresError`, `NotAsToldError`, `CommandNotFoundError`, and what the client raises.
     """
     budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
+    runner.cancel_left()
     _release_orphans(job, runner)
     active: list[Active] = []
     finished: list[tuple[Run, Outcome]] = []

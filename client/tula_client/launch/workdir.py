@@ -40,9 +40,9 @@ class WorkDir:
                 ) from None
             yield self._holder()
 
-    def log(self, run_id: str, restart: int = 0) -> Path:
-        """The log file of a run."""
-        return self.path / "logs" / (f"{run_id}.log" if restart == 0 else f"{run_id}-restart{restart}.log")
+    def log(self, launch_id: str) -> Path:
+        """The log file of one start, so that no start is judged by what an earlier one printed."""
+        return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
         """Where the agent keeps what it could not send yet."""
@@ -83,6 +83,10 @@ class WorkDir:
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.path / f"{name}.json")
+
+    def saved(self, prefix: str) -> list[str]:
+        """Names of saved states that begin with `prefix`."""
+        return sorted(path.stem for path in self.path.glob(f"{prefix}*.json"))
 
     def forget(self, name: str) -> None:
         """Drop a saved state."""

@@ -15,8 +15,8 @@ SCRIPT = ["train.py", "--batch-size={local_batch_size}"]
 
 def filled(name: str) -> tuple[list[str], list[str]]:
     words, stop = with_launcher(name, SCRIPT)
-    made = Template(tuple(words)).fill(CONFIGURATION, run_id="run-1", env_file="/w/run-1.json")
-    return made, Template(tuple(stop)).fill(CONFIGURATION, run_id="run-1") if stop else []
+    made = Template(tuple(words)).fill(CONFIGURATION, run_id="run-1", launch_id="run-1-a", env_file="/w/run-1.json")
+    return made, Template(tuple(stop)).fill(CONFIGURATION, launch_id="run-1-a") if stop else []
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -32,14 +32,14 @@ def test_torchrun_starts_every_rank_here():
 
 def test_slurm_asks_for_nodes_and_ranks_and_can_cancel_by_name():
     command, stop = filled("slurm")
-    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--job-name=tula-run-1"} <= set(command)
-    assert stop == ["scancel", "--name=tula-run-1"]
+    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--job-name=tula-run-1-a"} <= set(command)
+    assert stop == ["scancel", "--name=tula-run-1-a"]
 
 
 def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
     command, stop = filled("ray")
     assert "--runtime-env=/w/run-1.json" in command
-    assert stop == ["ray", "job", "stop", "tula-run-1"]
+    assert stop == ["ray", "job", "stop", "--no-wait", "tula-run-1-a"]
 
 
 def test_the_file_of_variables_is_for_the_user_alone(tmp_path):

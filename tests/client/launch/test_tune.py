@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client import ServiceUnreachableError
-from tula_client.launch import PlanOptions, TooManyFailuresError, work_through
+from tula_client.launch import PlanOptions, Template, TooManyFailuresError, work_through
 from tula_client.launch.tune import NotAsToldError
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
@@ -155,6 +157,41 @@ def test_runs_left_leased_by_a_tula_that_died_are_done_first_and_finished_ones_n
     bench = Bench(tmp_path, service, measured(service), notes)
     tune(bench, service, notes)
     assert [environment["TULA_RUN_ID"] for _, environment, _ in bench.started] == ["r1", "r2"]
+
+
+def test_what_a_vanished_machine_left_in_a_queue_is_cancelled_by_the_next_tula(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+    cancelled = tmp_path / "cancelled"
+    stop = Template(("touch", f"{cancelled}-{{launch_id}}"))
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, stop_template=stop)
+    bench.runner.start(service.runs["r0"], TEMPLATE)  # and then the machine is gone: nobody stops or judges it
+    service.holders = {"r0": "me"}
+    again = Bench(tmp_path, service, measured(service), notes, stop_template=stop)
+    again.runner.options.inherited["PATH"] = os.environ["PATH"]
+    tune(again, service, notes)
+    (left,) = tmp_path.glob("cancelled-r0-*")
+    assert notes.notes == [
+        f"Cancelled {left.name.removeprefix('cancelled-')}, which an interrupted start had left behind."
+    ]
+    assert not list(again.work.path.glob("submitted-*"))
+
+
+def test_no_start_is_judged_by_what_an_earlier_start_of_the_same_run_printed(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    def fate(command, environment, log):
+        logs.append(log)
+        if len(logs) > 1:
+            return measured(service)(command, environment, log)
+        log.write_text("exitcode : -9\n")  # torchrun, when its ranks were killed with it
+        return FakeProcess(lasts=10_000)
+
+    logs = []
+    bench = Bench(tmp_path, service, fate, notes)
+    bench.runner.abandon(bench.runner.start(service.runs["r0"], TEMPLATE))
+    tune(bench, service, notes)
+    assert notes.ends == [("r0", "succeeded")]
+    assert logs[0] != logs[1]
 
 
 def test_a_run_held_elsewhere_is_waited_for(tmp_path):
