@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1.7
 # The service with Postgres support. Build: docker build --build-arg VERSION=$(git describe --tags) -t tula .
-# To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
+# The base is pinned by version. To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
 ARG BASE=python:3.12.11-slim-bookworm
 
 FROM ${BASE} AS build
@@ -13,9 +13,16 @@ COPY client client
 COPY agent agent
 COPY service service
 COPY migrations migrations
-RUN python -m venv /opt/tula \
-    && /opt/tula/bin/pip install --constraint constraints.txt '.[service,postgres]' \
-    && /opt/tula/bin/python -m compileall -q /opt/tula/lib
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils && rm -rf /var/lib/apt/lists/*
+# What is copied on has no pip, no tests, headers or stubs, and no debugging symbols; libraries that a wheel carries
+# beside its modules (*.libs) were rewritten by its maker and stay as they are. Byte code last: nobody can write it later.
+RUN python -m venv --without-pip /opt/tula \
+    && python -m pip --python /opt/tula/bin/python install --no-compile --constraint constraints.txt '.[service,postgres]' \
+    && find /opt/tula/lib -depth -type d \( -name tests -o -name include \) -exec rm -r {} + \
+    && find /opt/tula/lib -type f \( -name '*.pyi' -o -name '*.pxd' -o -name '*.pyx' -o -name '*.a' \) -delete \
+    && find /opt/tula/lib -name '*.so' -not -path '*.libs/*' -exec strip --strip-debug {} + \
+    && /opt/tula/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tula/lib
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="Tula" org.opencontainers.image.licenses="Apache-2.0"

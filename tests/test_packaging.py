@@ -11,8 +11,12 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
+import httpx
 import pytest
 from packaging.requirements import Requirement
+
+from tests.support.environment import isolated
+from tests.support.server import Server
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,14 +24,13 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKER = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {without!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocker())
-"""
+EXTRAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "": (("tula_wire", "tula_client"), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "typer", "pandas")),
+    "cli": (("tula_client.cli.commands",), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "pandas")),
+    "agent": (("tula_agent", "tula_agent.session"), ("fastapi", "sqlalchemy", "pandas", "sklearn", "scipy", "typer")),
+    "service": (("tula_service.app",), ("torch", "psycopg", "pandas", "sklearn", "lightning", "transformers")),
+}
+"""By extra: what must import from its environment, and what must not be there."""
 
 
 @pytest.fixture(scope="session")
@@ -50,15 +53,6 @@ def wheel(built: Path) -> Path:
     """The wheel."""
     (path,) = built.glob("*.whl")
     return path
-
-
-@pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel installed into an empty folder, as pip does it, without its dependencies."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([*command, str(wheel)], check=True, timeout=120)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -85,19 +79,17 @@ def requirements(metadata: Message, extra: str | None) -> set[str]:
     return found
 
 
-def run(installed: Path, code: str, *, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run Python on the installed wheel, in which the packages of `without` cannot be imported."""
-    blocked = BLOCKER.format(without=without)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    environment |= {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+def alone(bin: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of an environment, with nothing of ours in the variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TULA_", "PYTHON"))}
     return subprocess.run(
-        [sys.executable, "-c", blocked + code],
+        [str(bin / command[0]), *command[1:]],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
-        env=environment,
-        cwd=installed,
+        env=kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        cwd=folder,
     )
 
 
@@ -126,12 +118,14 @@ def test_the_source_archive_holds_what_a_build_and_the_tests_need(built: Path) -
     assert not [name for name in names if name.startswith((".venv", "artefacts", "dist"))]
 
 
-def test_the_version_comes_from_git_and_is_the_same_everywhere(installed: Path, metadata: Message) -> None:
-    done = run(installed, "import tula_service, tula_client; print(tula_service.__version__)")
-    assert done.returncode == 0, done.stderr
+def test_the_version_comes_from_git_and_is_the_same_everywhere(
+    environments: dict[str, Path], metadata: Message, tmp_path: Path
+) -> None:
+    served = alone(environments["service"], tmp_path, "python", "-c", "import tula_service as s; print(s.__version__)")
+    told = alone(environments["cli"], tmp_path, "tula", "version")
+    assert served.stdout.split() == told.stdout.split()[-1:] == [metadata["Version"]], served.stderr + told.stderr
     configured = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert configured["tool"]["hatch"]["version"]["source"] == "vcs"
-    assert metadata["Version"] in done.stdout or done.stdout.strip()
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
@@ -157,34 +151,66 @@ def test_every_extra_is_pinned_by_the_constraints() -> None:
     assert wanted <= pinned
 
 
-def test_the_client_runs_without_torch_or_a_server(installed: Path) -> None:
-    away = ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "typer", "rich", "pandas")
-    done = run(installed, "import tula_client, tula_wire; print(tula_client.__file__)", without=away)
+@pytest.fixture(scope="session")
+def environments(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The `bin` of one virtual environment each: the base, and with an extra; each holds only what it asks for."""
+    return {
+        extra: isolated(tmp_path_factory.mktemp(extra or "base"), requirements(metadata, extra or None), wheel)
+        for extra in EXTRAS
+    }
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_environment_of_its_own_has_what_it_needs_and_not_what_belongs_to_others(
+    environments: dict[str, Path], extra: str, tmp_path: Path
+) -> None:
+    packages, absent = EXTRAS[extra]
+    code = f"import importlib, importlib.util as u; [importlib.import_module(each) for each in {packages!r}]"
+    done = alone(environments[extra], tmp_path, "python", "-c", f"{code}; print([u.find_spec(a) for a in {absent!r}])")
     assert done.returncode == 0, done.stderr
-    assert str(installed) in done.stdout
+    assert done.stdout.strip() == str([None] * len(absent))
 
 
-def test_the_agent_runs_without_the_service(installed: Path) -> None:
-    away = ("fastapi", "uvicorn", "sqlalchemy", "pandas", "sklearn", "altair", "typer", "rich")
-    done = run(installed, "import tula_agent; print(tula_agent.__file__)", without=away)
-    assert done.returncode == 0, done.stderr
-    assert str(installed) in done.stdout
+def test_the_command_of_an_environment_without_it_is_one_sentence(
+    environments: dict[str, Path], tmp_path: Path
+) -> None:
+    done = alone(environments[""], tmp_path, "tula", "--help")
+    assert done.returncode == 1
+    assert done.stderr == "tula: the command needs an extra that is not installed: run pip install 'tula[cli]'\n"
 
 
-def test_the_service_serves_from_the_wheel_without_torch_or_postgres(installed: Path, tmp_path: Path) -> None:
-    code = f"""
-from tula_service.app import create_app
-from tula_service.settings import Settings
-from tula_service.store import Store
-from tula_service.store.schema import upgrade_schema
-import tula_service
-store = Store.open({str(tmp_path / "tula.db")!r})
-upgrade_schema(store.engine)
-store.close()
-app = create_app(Settings(database={str(tmp_path / "tula.db")!r}))
-app.state.services.store.close()
-print(tula_service.__file__)
+def test_the_command_shows_only_what_is_installed(environments: dict[str, Path], tmp_path: Path) -> None:
+    service = alone(environments["service"], tmp_path, "tula", "--help")
+    client = alone(environments["cli"], tmp_path, "tula", "--help")
+    assert (service.returncode, client.returncode) == (0, 0), service.stderr + client.stderr
+    for command in ("tune", "run", "recommend"):
+        assert f" {command} " in client.stdout
+    for command in ("serve", "migrate"):
+        assert f" {command} " in service.stdout
+
+
+def test_the_agent_trains_without_the_command_or_a_server(environments: dict[str, Path], tmp_path: Path) -> None:
+    code = """
+import torch, tula_agent
+run = tula_agent.init(dataset_size=4)
+model = torch.nn.Linear(2, 1)
+optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy="none")
+run.watch(model, optimizer)
+for batch in run.steps([torch.ones(2, 2)] * 3):
+    model(batch).sum().backward()
+    optimizer.step()
+print(float(model.bias))
 """
-    done = run(installed, code, without=("torch", "psycopg", "pandas", "lightning", "transformers"))
+    done = alone(environments["agent"], tmp_path, "python", "-c", code)
     assert done.returncode == 0, done.stderr
-    assert str(installed) in done.stdout
+
+
+def test_the_service_migrates_and_serves_without_torch_or_postgres(
+    environments: dict[str, Path], tmp_path: Path
+) -> None:
+    database = str(tmp_path / "tula.db")
+    migrated = alone(environments["service"], tmp_path, "tula", "migrate", "--database", database)
+    assert migrated.returncode == 0, migrated.stderr
+    with Server(database, python=str(environments["service"] / "python")) as server:
+        assert httpx.get(f"{server.url}/readyz").json() == {"status": "ready"}
+        assert "<html" in httpx.get(f"{server.url}/").text

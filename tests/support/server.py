@@ -24,13 +24,15 @@ _RUNNING = re.compile(r"running on (http://[^ ]+)")
 class Server:
     """`tula serve` on a free port; started at once, stopped with the block."""
 
-    def __init__(self, database: str, *, workers: int = 1, port: int = 0, **settings: object) -> None:
+    def __init__(
+        self, database: str, *, workers: int = 1, port: int = 0, python: str = sys.executable, **settings: object
+    ) -> None:
         self.database = database
         self._log = tempfile.NamedTemporaryFile("w+", prefix="tula-serve-", suffix=".log", delete=False)  # noqa: SIM115
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
         environment |= {f"TULA_{name.upper()}": str(value) for name, value in settings.items()}
         environment["OMP_NUM_THREADS"] = "1"
-        command = [sys.executable, "-m", "tula_service", "serve", "--database", database]
+        command = [python, "-m", "tula_service", "serve", "--database", database]
         self.process = subprocess.Popen(
             [*command, "--port", str(port), "--workers", str(workers)],
             stdout=subprocess.DEVNULL,
