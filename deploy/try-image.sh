@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Builds the image and uses it as docs/deploy.md says: a token, a read-only root, a job that outlives its container.
+# ENGINE is docker or podman; BUILD_FLAGS go to its `build`, for example --build-arg BASE=... where the base is elsewhere.
+# Needs an engine, so it is no part of `make test`; the release checklist asks for it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ENGINE=${ENGINE:-docker}
+PORT=${PORT:-18321}
+NAME=tula-try-$$
+URL=http://127.0.0.1:$PORT
+run=(--read-only --tmpfs /tmp --volume "$NAME:/data" --env "TULA_PORT=$PORT")
+
+finish() { "$ENGINE" rm --force "$NAME" >/dev/null 2>&1 || true; "$ENGINE" volume rm --force "$NAME" >/dev/null 2>&1 || true; }
+trap finish EXIT
+fail() { echo "FAILED: $*" >&2; "$ENGINE" logs "$NAME" 2>&1 | tail -5 >&2 || true; exit 1; }
+start() {
+  "$ENGINE" run --detach --name "$NAME" "${run[@]}" --publish "127.0.0.1:$PORT:$PORT" tula:try >/dev/null
+  for _ in $(seq 60); do curl --silent --fail "$URL/readyz" >/dev/null && return; sleep 0.5; done
+  fail "no answer from /readyz within half a minute"
+}
+
+# shellcheck disable=SC2086
+"$ENGINE" build ${BUILD_FLAGS:-} --build-arg VERSION=0.0.0 --tag tula:try . >/dev/null
+echo "built: $("$ENGINE" image inspect --format '{{.Size}}' tula:try | awk '{printf "%.0f MB", $1 / 1e6}') with its base"
+
+"$ENGINE" run --rm "${run[@]}" --publish "127.0.0.1:$PORT:$PORT" tula:try >/dev/null 2>&1 \
+  && fail "it listened to everyone although no token exists"
+echo "without a token: refuses to listen"
+TOKEN=$("$ENGINE" run --rm "${run[@]}" tula:try token create me --scope admin --json \
+  | python3 -c 'import json, sys; print(json.load(sys.stdin)["secret"])')
+start
+echo "with one: ready, user $("$ENGINE" exec "$NAME" id -u)"
+for path in /opt/tula/x /x /home/x; do
+  "$ENGINE" exec "$NAME" sh -c "echo x > $path" 2>/dev/null && fail "$path can be written"
+done
+echo "root file system: read-only"
+[ "$(curl --silent --output /dev/null --write-out '%{http_code}' "$URL/v1/jobs")" = 401 ] || fail "open without a token"
+curl --silent --fail "$URL/v1/jobs" --header "Authorization: Bearer $TOKEN" --header 'Content-Type: application/json' \
+  --data '{"name": "tried", "model": {"name": "resnet50"}, "dataset": {"size": 50000}, "epochs": 90,
+    "cluster": {"max_nodes": 4, "price": {"usd_per_node_hour": 3.06}},
+    "batch": {"min_local_batch_size": 32, "max_local_batch_size": 256}}' >/dev/null || fail "a job is refused"
+JOB=$(curl --silent "$URL/v1/jobs" --header "Authorization: Bearer $TOKEN" | grep -o 'job-[0-9a-f]*' | head -1)
+curl --silent --fail "$URL/v1/jobs/$JOB/charts/tradeoff?format=png" --header "Authorization: Bearer $TOKEN" \
+  | head -c 4 | grep -q PNG || fail "no chart"
+echo "a job: registered, its chart drawn"
+"$ENGINE" stop --time 30 "$NAME" >/dev/null
+status=$("$ENGINE" inspect --format '{{.State.ExitCode}}' "$NAME")
+[ "$status" = 0 ] || fail "stopped with status $status"
+"$ENGINE" rm "$NAME" >/dev/null
+start
+curl --silent "$URL/v1/jobs" --header "Authorization: Bearer $TOKEN" | grep -q "$JOB" || fail "the job is gone"
+echo "stopped in order, started again: the job is there"

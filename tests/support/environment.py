@@ -1,0 +1,53 @@
+"""A virtual environment that holds nothing but what a distribution's extras bring, made without an index.
+
+The distributions are those of the running interpreter: each is linked, not copied, so that nothing is downloaded and
+what an extra does not ask for is truly absent.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+__all__ = ["closure", "isolated"]
+
+
+def closure(requirements: set[str]) -> dict[str, Distribution]:
+    """Every distribution that these requirements bring, by name, on this machine and interpreter."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    todo = [Requirement(line) for line in requirements]
+    while todo:
+        wanted = todo.pop()
+        installed = found.setdefault(canonicalize_name(wanted.name), distribution(wanted.name))
+        for extra in ("", *wanted.extras):
+            if (wanted.name, extra) in seen:
+                continue
+            seen.add((wanted.name, extra))
+            inner = [Requirement(line) for line in installed.requires or []]
+            todo += [each for each in inner if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return found
+
+
+def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
+    """A virtual environment with the closure of `requirements` and the wheel installed by pip; its `bin`."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for each in closure(requirements).values():
+        for file in each.files or []:
+            if ".." in file.parts:  # scripts
+                continue
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(os.path.realpath(str(file.locate())))
+    python = folder / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, str(wheel)], check=True, timeout=120)
+    return folder / "bin"
