@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
 from tula_service.settings import Settings
 
-__all__ = ["JSON", "MSGPACK", "Body", "RawBody", "decompress", "parse", "request_body", "unpack"]
+__all__ = ["JSON", "MSGPACK", "Body", "RawBody", "decompress", "parse", "raw_body", "request_body", "unpack"]
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -38,7 +38,7 @@ class Body:
         return decompress(self.sent, self.encoding, self.limit)
 
 
-async def _raw_body(request: Request) -> Body:
+async def raw_body(request: Request) -> Body:
     """Read the body up to the limit; media type and encoding are checked before a byte is read."""
     settings: Settings = request.app.state.services.settings
     headers = request.headers
@@ -64,7 +64,7 @@ async def _raw_body(request: Request) -> Body:
     return Body(content_type, encoding, b"".join(pieces), settings.max_decompressed_bytes)
 
 
-RawBody = Annotated[Body, Depends(_raw_body)]
+RawBody = Annotated[Body, Depends(raw_body)]
 """The request's body, read but not yet decompressed or parsed: those cost time and happen in the endpoint's thread."""
 
 

@@ -92,9 +92,11 @@ class Edge:
                     headers.append((b"cache-control", b"no-store"))
             await send(message)
 
+        body = _Body(receive, self._body_timeout_s, self._body_bytes)
         try:
-            await self._app(scope, _Body(receive, self._body_timeout_s, self._body_bytes), sending)
+            await self._app(scope, body, sending)
         finally:
+            body.close()
             self._in_flight -= 1
             self._metrics.in_flight.dec()
             self._note(scope, status, time.perf_counter() - started, request_id)
@@ -120,31 +122,58 @@ class Edge:
 
 
 class _Body:
-    """A `receive` that gives a body so many seconds and bytes in all, then answers 408 or 413."""
+    """A `receive` that gives a body so many seconds and bytes in all, then answers 408 or 413.
+
+    One timer a request that ends whichever wait it finds: `asyncio.wait_for` would start a task for every piece.
+    """
 
     def __init__(self, receive: Receive, seconds: float, most_bytes: int) -> None:
         self._receive = receive
         self._seconds = seconds
         self._bytes_left = most_bytes
-        self._ends: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.Task[Any] | None = None
+        self._late = False
         self._complete = False
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
-        now = time.monotonic()
-        if self._ends is None:
-            self._ends = now + self._seconds
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+        if self._is_late():
+            raise HTTPException(408, headers={"Connection": "close"})
+        self._waiting = task = asyncio.current_task()
         try:
-            message: Any = await asyncio.wait_for(self._receive(), max(0.0, self._ends - now))
-        except (TimeoutError, asyncio.TimeoutError):
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if not self._is_late():
+                raise
+            if task is not None and hasattr(task, "uncancel"):  # Python 3.11 counts what 3.10 did not
+                task.uncancel()
             raise HTTPException(408, headers={"Connection": "close"}) from None
-        self._complete = not message.get("more_body", False)
+        finally:
+            self._waiting = None
+        if not message.get("more_body", False):
+            self._complete = True
+            self.close()
         self._bytes_left -= len(message.get("body", b""))
         if self._bytes_left < 0:
             raise HTTPException(413, headers={"Connection": "close"})
-        received: Message = message
-        return received
+        return message
+
+    def close(self) -> None:
+        """The body is there, or nobody wants it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _is_late(self) -> bool:
+        return self._late
+
+    def _expire(self) -> None:
+        self._late = True
+        if self._waiting is not None:
+            self._waiting.cancel()
 
 
 def _request_id(scope: Scope) -> str:

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tula_service.api.bodies import MSGPACK, Body, RawBody, parse, request_body, unpack
 from tula_service.api.deps import Caller, Current
+from tula_service.api.direct import DirectRoute
 from tula_service.store import NewChunk
 from tula_service.usecases.ingest import chunk_from_wire
 from tula_service.usecases.packed import chunk_from_packed
@@ -23,12 +24,6 @@ _QUICK_BYTES = 128 * 1024
 """Packed bodies up to here are read in less time than a thread takes to be woken for it."""
 
 
-@router.post(
-    routes.RUN_TELEMETRY,
-    status_code=202,
-    response_model=TelemetryAccepted,
-    openapi_extra=request_body(TelemetryChunk),
-)
 async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Current) -> Response:
     """Store a chunk; committed before the answer. MessagePack columns may be packed arrays: the fast way."""
     if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _QUICK_BYTES:
@@ -39,6 +34,17 @@ async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Curre
     have.metrics.step_values.inc(accepted.stored)
     have.metrics.duplicates.inc(int(accepted.duplicate))
     return Response(accepted.model_dump_json(), 202, media_type="application/json")
+
+
+router.add_api_route(
+    routes.RUN_TELEMETRY,
+    post_telemetry,
+    methods=["POST"],
+    status_code=202,
+    response_model=TelemetryAccepted,
+    openapi_extra=request_body(TelemetryChunk),
+    route_class_override=DirectRoute,
+)
 
 
 def _chunk(body: Body) -> NewChunk:
