@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 __all__ = ["Load", "Measured", "Request", "drive"]
+
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,10 @@ class Request:
     textual: bool = False
     method: str = "POST"
 
-    def body(self, number: int) -> bytes:
-        """The body that carries this number; every number below 2^63 gives the same length."""
+    def pieces(self, number: int) -> tuple[bytes, ...]:
+        """The body that carries this number, uncopied; every number below 2^63 gives the same length."""
         mark = b"%019d" % number if self.textual else number.to_bytes(8, "big")
-        return b"".join((self.head, mark, self.tail))
+        return self.head, mark, self.tail
 
 
 @dataclass(frozen=True)
@@ -93,94 +97,114 @@ def _client(
     begin: threading.Barrier,
     results: multiprocessing.Queue[tuple[list[float], int]],
 ) -> None:
+    first = number * load.connections
+    lines = [_Line(host, port, headers, requests, (first + which) << 32) for which in range(load.connections)]
     latencies: list[float] = []
     failures: list[int] = []
+    ready = selectors.DefaultSelector()
+    for line in lines:
+        ready.register(line.wire, selectors.EVENT_READ, line)
     begin.wait()
     started = time.perf_counter()
-    window = (started + load.warmup_s, started + load.warmup_s + load.measure_s)
-    threads = [
-        threading.Thread(
-            target=_connection,
-            args=(
-                host,
-                port,
-                headers,
-                requests,
-                (number * load.connections + which) << 32,
-                window,
-                latencies,
-                failures,
-            ),
-        )
-        for which in range(load.connections)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    begins, ends = started + load.warmup_s, started + load.warmup_s + load.measure_s
+    for line in lines:
+        _go_on(ready, line)
+    working = len(lines)
+    while working:
+        for key, _ in ready.select():
+            line = key.data
+            try:
+                status = line.move()
+            except OSError:  # the server is gone
+                status = 0
+            if status is None:
+                ready.modify(line.wire, line.waits_for(), line)
+                continue
+            now = time.perf_counter()
+            if begins <= now < ends:
+                if 200 <= status < 300:
+                    latencies.append(now - line.began)
+                else:
+                    failures.append(status)
+            if status and now < ends:
+                _go_on(ready, line)
+            else:
+                ready.unregister(line.wire)
+                line.wire.close()
+                working -= 1
     results.put((latencies, len(failures)))
 
 
-def _connection(
-    host: str,
-    port: int,
-    headers: str,
-    requests: Sequence[Request],
-    first: int,
-    window: tuple[float, float],
-    latencies: list[float],
-    failures: list[int],
-) -> None:
-    wire = socket.create_connection((host, port))
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    heads = [_head(host, port, headers, request) for request in requests]
-    number = first
-    while True:
-        request, head = requests[number % len(requests)], heads[number % len(requests)]
-        sent = head + request.body(number) if request.method == "POST" else head
-        before = time.perf_counter()
-        if before >= window[1]:
-            break
+def _go_on(ready: selectors.BaseSelector, line: _Line) -> None:
+    if line.begin():
+        ready.modify(line.wire, line.waits_for(), line)
+
+
+class _Line:
+    """A keep-alive connection that has one request on its way. One thread serves many: they would fight for the
+    interpreter otherwise, and take from the service the cores that they share with it."""
+
+    def __init__(self, host: str, port: int, headers: str, requests: Sequence[Request], first: int) -> None:
+        self.wire = socket.create_connection((host, port))
+        self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wire.setblocking(False)
+        self.began = 0.0
+        self._requests = requests
+        self._heads = [_head(host, port, headers, request) for request in requests]
+        self._number = first
+        self._unsent: list[memoryview] = []
+        self._got = b""
+
+    def begin(self) -> bool:
+        """Start the next request; True when a part of it has to wait."""
+        which = self._number % len(self._requests)
+        request = self._requests[which]
+        pieces = [self._heads[which], *(request.pieces(self._number) if request.method == "POST" else ())]
+        self._number += 1
+        self._got = b""
+        self._unsent = [memoryview(piece) for piece in pieces if piece]
+        self.began = time.perf_counter()
+        return self._send()
+
+    def waits_for(self) -> int:
+        """The selector's event with which this goes on."""
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
+    def move(self) -> int | None:
+        """Send or receive what is possible now; the status once the whole answer is here. Raises OSError."""
+        if self._unsent:
+            self._send()
+            return None
+        piece = self.wire.recv(65536)
+        if not piece:
+            raise ConnectionError("the server closed the connection before it had answered")
+        self._got += piece
+        head, ended, body = self._got.partition(b"\r\n\r\n")
+        if not ended or len(body) < _length(head):
+            return None
+        return int(head[9:12])
+
+    def _send(self) -> bool:
         try:
-            wire.sendall(sent)
-            status = _answer(wire)
-        except OSError:  # the server is gone
-            failures.append(0)
-            break
-        after = time.perf_counter()
-        if window[0] <= after < window[1]:
-            if 200 <= status < 300:
-                latencies.append(after - before)
-            else:
-                failures.append(status)
-        number += 1
-    wire.close()
+            sent = self.wire.sendmsg(self._unsent)
+        except BlockingIOError:
+            return True
+        except OSError:  # the server is gone, as `move` will find
+            self._unsent = []
+            return False
+        while self._unsent and sent >= len(self._unsent[0]):
+            sent -= len(self._unsent.pop(0))
+        if self._unsent:
+            self._unsent[0] = self._unsent[0][sent:]
+        return bool(self._unsent)
 
 
 def _head(host: str, port: int, headers: str, request: Request) -> bytes:
-    length = len(request.body(0))
+    length = sum(map(len, request.pieces(0)))
     body = f"Content-Type: {request.content_type}\r\nContent-Length: {length}\r\n" if request.method == "POST" else ""
     return f"{request.method} {request.path} HTTP/1.1\r\nHost: {host}:{port}\r\n{headers}{body}\r\n".encode()
 
 
-def _answer(wire: socket.socket, receive: Callable[[int], bytes] | None = None) -> int:
-    receive = receive or wire.recv
-
-    def more() -> bytes:
-        got = receive(65536)
-        if not got:
-            raise ConnectionError("the server closed the connection before it had answered")
-        return got
-
-    got = more()
-    while b"\r\n\r\n" not in got:
-        got += more()
-    head, _, body = got.partition(b"\r\n\r\n")
-    length = 0
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            length = int(line[15:])
-    missing = length - len(body)
-    while missing > 0:
-        missing -= len(more())
-    return int(head[9:12])
+def _length(head: bytes) -> int:
+    found = _LENGTH.search(head)
+    return int(found[1]) if found else 0
