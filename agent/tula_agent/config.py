@@ -45,6 +45,7 @@ class AgentConfig:
     grad_accum_steps: int | None
     alternate_sync: bool = False
     comm_hook: bool = False
+    stacks_at_s: float | None = None
     flush_interval_s: float = 1.0
     request_timeout_s: float = 5.0
     exit_deadline_s: float = 5.0
@@ -84,6 +85,7 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
         alternate_sync=environ.get("TULA_SPLIT", "") == "no_sync",
         comm_hook=environ.get("TULA_COMM_HOOK", "").strip().lower() not in _OFF,
+        stacks_at_s=_unix_time(environ, "TULA_STACKS_AT"),
     )
 
 
@@ -104,6 +106,18 @@ def _precision(environ: Mapping[str, str]) -> float:
     if not 0 <= value <= 1:
         logger.warning("TULA_PRECISION is %r: give a share between 0 and 1; the run does not end early", text)
         return 0.0
+    return value
+
+
+def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name, "").strip()
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        logger.warning("%s is %r: give seconds since 1970; it is ignored", name, text)
+        return None
     return value
 
 

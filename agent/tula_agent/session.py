@@ -70,6 +70,11 @@ class Run:
             self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps)
             atexit.register(self._process_ends)
             _watch_exceptions(self)
+        if config.stacks_at_s is not None:
+            with self.guard("showing stacks at the time limit"):
+                from tula_agent.stacks import show_at
+
+                show_at(config.stacks_at_s, config.rank)
 
     @property
     def active(self) -> bool:

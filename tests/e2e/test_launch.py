@@ -21,6 +21,7 @@ from tula_client import Client
 from tula_wire import Run
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")
+HANGS = str(Path(SCRIPT).with_name("hangs.py"))
 FOLDER = Path(sys.executable).parent
 TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
 BATCH = ["--batch-size={local_batch_size}"]
@@ -167,7 +168,7 @@ def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path
 
 def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
-    hanging = [*TORCHRUN[:-1], str(Path(SCRIPT).with_name("hangs.py"))]
+    hanging = [*TORCHRUN[:-1], HANGS]
     _, said = tula("tune", tula.spec("hangs"), "--time-limit=30", "--grace=2", *hanging, *BATCH, fails=True)
     assert "still going after its time limit of 30 s" in said
     log = tula.logs()
@@ -237,6 +238,21 @@ def test_slurm_starts_the_ranks_and_the_whole_job_is_one_command(
     profiled, trained = tula.runs("on-slurm")
     assert (profiled.state, trained.state) == ("succeeded", "succeeded")
     assert profiled.num_samples >= 8
+
+
+@pytest.mark.cluster("slurm")
+def test_ranks_that_no_signal_of_ours_reaches_show_their_stacks_by_themselves(
+    server: Server, tmp_path: Path, slurm_environment: dict[str, str]
+) -> None:
+    tula = Tula(server, tmp_path, **slurm_environment)
+    spec = tula.spec("hangs-elsewhere", nodes=1, ranks=2)
+    hanging = [HANGS, "--with-agent", *BATCH]  # started by slurmd: as far from `tula` as on another node
+    _, said = tula("tune", spec, "--time-limit=30", "--grace=2", "--launcher=slurm", "--", *hanging, fails=True)
+    assert "still going after its time limit of 30 s" in said
+    log = tula.logs()
+    assert ["stack of rank 0" in log, "stack of rank 1" in log] == [True, True]
+    assert log.count("in stuck_on_purpose") == 2
+    wait_until(lambda: not processes_of(HANGS), within_s=30)
 
 
 @pytest.mark.cluster("slurm")

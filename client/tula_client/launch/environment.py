@@ -11,7 +11,14 @@ __all__ = ["run_variables", "whole_environment"]
 
 
 def run_variables(
-    run: Run, *, url: str, token: str | None, spool: Path, checkpoints: Path, restart: int
+    run: Run,
+    *,
+    url: str,
+    token: str | None,
+    spool: Path,
+    checkpoints: Path,
+    restart: int,
+    stacks_at_s: float | None = None,
 ) -> dict[str, str]:
     """Tula's own variables for `run`; `docs/launchers.md` lists them."""
     configuration = run.configuration
@@ -27,6 +34,8 @@ def run_variables(
         "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),
         "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
     }
+    if stacks_at_s is not None:
+        variables["TULA_STACKS_AT"] = f"{stacks_at_s:.1f}"
     if token:
         variables["TULA_TOKEN"] = token
     if run.instruction is not None:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -28,6 +29,7 @@ _KILL_WITHIN_S = 5.0
 _STOP_COMMAND_WITHIN_S = 30.0
 _DUMP_WITHIN_S = 3.0
 _LEFTOVER_GRACE_S = 2.0
+_LOG_END_BYTES = 4 * 2**20
 _NOT_STARTED = 127
 
 
@@ -147,7 +149,7 @@ def _run_stop_command(words: list[str] | None) -> None:
 
 
 def _dump_stacks() -> None:
-    """Make each rank below print the stack of each thread, in order of rank.
+    """Make each rank below that has not done so by itself print the stack of each thread, in order of rank.
 
     SIGABRT, because Python's faulthandler (on through PYTHONFAULTHANDLER=1) prints on it without help from the script,
     even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. Everything
@@ -161,7 +163,10 @@ def _dump_stacks() -> None:
         rank = _rank_of(pid)
         if rank is not None and _catches(pid, signal.SIGABRT):
             ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and come later
+    shown = _ranks_shown()
     for rank, pid in sorted(ranks.items()):
+        if rank in shown:
+            continue
         print(f"\ntula: stack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -170,10 +175,21 @@ def _dump_stacks() -> None:
         until = time.monotonic() + _DUMP_WITHIN_S
         while time.monotonic() < until and pid in _descendants():
             time.sleep(0.01)
-    if not ranks:
+    if not ranks and not shown:
         print("tula: no rank of this run was found on this machine, so there is no stack to show", file=sys.stderr)
     for pid in below:
         _kill(pid, signal.SIGCONT)
+
+
+def _ranks_shown() -> set[int]:
+    """Ranks whose agent has shown their stack by itself, as one on another node does: they stand in our own output."""
+    try:
+        with Path("/proc/self/fd/2").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+            printed = log.read()
+    except OSError:  # no file, or not Linux
+        return set()
+    return {int(found) for found in re.findall(rb"tula: stack of rank (\d+) ", printed)}
 
 
 def _rank_of(pid: int) -> int | None:

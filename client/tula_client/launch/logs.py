@@ -11,6 +11,9 @@ __all__ = ["AGENT_PREFIX", "agent_warnings", "ran_out_of_memory", "relevant_line
 AGENT_PREFIX: Final = "tula:"
 """The agent starts each line that it says to a person with this word."""
 
+STACK_OF_RANK: Final = "stack of rank "
+"""What follows it, and a number, is for whoever reads the log of a hang."""
+
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bMemoryError\b|Unable to allocate .* for an array"
@@ -56,4 +59,4 @@ def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
 def agent_warnings(lines: list[str]) -> list[str]:
     """What the agent said about the run, without its prefix, each once."""
     said = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
-    return list(dict.fromkeys(text for text in said if text))
+    return list(dict.fromkeys(text for text in said if text and not text.startswith(STACK_OF_RANK)))

@@ -27,6 +27,8 @@ from tula_wire import Run, RunPatch
 __all__ = ["Active", "Runner", "RunnerOptions", "Start"]
 
 _DUMP_TAKES_S = 10.0
+_STACKS_BEFORE_S = 5.0
+"""How long before its time limit a rank that runs the agent shows its own stack, wherever it is."""
 _UPLOAD_WITHIN_S = 120.0
 
 
@@ -97,6 +99,7 @@ class Runner:
         start_command: Start = start,
         upload: Callable[[Path, RunnerOptions], None] = upload_spool,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._service = service
@@ -107,6 +110,7 @@ class Runner:
         self._start_command = start_command
         self._upload = upload
         self.clock = clock
+        self.wall_clock = wall_clock
         self.sleep = sleep
         self.patiently = Patience(options.patience_s, reporter, clock=clock, sleep=sleep)
 
@@ -117,6 +121,7 @@ class Runner:
         spool, log = self._work.spool(run.id), self._work.log(launch_id)
         for folder in (checkpoints, spool, log.parent):
             folder.mkdir(parents=True, exist_ok=True)
+        limit = self.options.time_limit_s
         variables = run_variables(
             run,
             url=self.options.url,
@@ -124,6 +129,7 @@ class Runner:
             spool=spool,
             checkpoints=checkpoints,
             restart=restart,
+            stacks_at_s=None if limit is None else self.wall_clock() + limit - min(_STACKS_BEFORE_S, 0.1 * limit),
         )
         env_file = str(self._work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
         command = template.fill(

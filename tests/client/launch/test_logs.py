@@ -70,3 +70,4 @@ def test_too_few_nodes_are_named_by_srun():
 
 def test_what_the_agent_said_is_told_once():
     assert agent_warnings(["x", "[rank1]: tula: hello", "tula: hello"]) == ["hello"]
+    assert agent_warnings(["tula: stack of rank 1 (process 7 on n2) near its time limit:"]) == []

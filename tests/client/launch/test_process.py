@@ -136,3 +136,22 @@ for rank in ranks:
     text = log.read_text()
     assert [f"stack of rank {rank}" in text for rank in range(3)] == [True] * 3
     assert text.count("in stuck_here") == 3
+
+
+def test_a_rank_that_has_shown_its_stack_by_itself_is_not_asked_again(tmp_path):
+    script = """
+import os, subprocess, sys
+code = "import os, time\\nprint('tula: stack of rank', os.environ['SHOWN'], '(up)', flush=True)\\ntime.sleep(600)"
+for rank in range(2):
+    subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank), "SHOWN": str(rank or 9)})
+os.wait()
+"""
+    log = tmp_path / "log"
+    process = start([sys.executable, "-c", script], environment=environment(), log=log, grace_s=1)
+    wait_until(lambda: log.read_text().count("(up)") == 2)
+    process.dump_stacks()
+    process.request_stop()
+    wait_until(lambda: process.poll() is not None)
+    text = log.read_text()
+    assert (text.count("stack of rank 0"), text.count("stack of rank 1")) == (1, 1)
+    assert text.count("Fatal Python error: Aborted") == 1

@@ -1,5 +1,6 @@
 """A rank that waits for ever, as one does in a collective whose peer is gone."""
 
+import sys
 import time
 
 
@@ -8,6 +9,10 @@ def stuck_on_purpose() -> None:
 
 
 def main() -> None:
+    if "--with-agent" in sys.argv:
+        import tula_agent
+
+        tula_agent.init()
     stuck_on_purpose()
 
 

@@ -1,0 +1,38 @@
+"""A rank that hangs shows where, by itself and in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+HANG = """
+import os, sys, time
+import tula_agent
+def stuck_on_purpose():
+    tula_agent.init()
+    time.sleep(600)
+os.environ["TULA_STACKS_AT"] = str(time.time() + 0.1)
+sys.stderr = None  # as some frameworks do
+stuck_on_purpose()
+"""
+
+
+def test_a_rank_that_hangs_shows_its_stack_at_the_time_it_was_told() -> None:
+    environment = {
+        **os.environ,
+        "TULA_URL": "http://127.0.0.1:9",
+        "TULA_RUN_ID": "r",
+        "TULA_SPOOL_DIR": "/nonexistent",
+        "RANK": "3",
+    }
+    with subprocess.Popen([sys.executable, "-c", HANG], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        shown = ""
+        for line in process.stderr:
+            shown += line
+            if "in <module>" in line:  # the last of the main thread, which comes last
+                break
+        process.kill()
+    assert f"tula: stack of rank 3 (process {process.pid} on " in shown
+    assert "in stuck_on_purpose" in shown
