@@ -29,10 +29,13 @@ from tula_agent.position import capture_randomness, restore_randomness
 if TYPE_CHECKING:
     from tula_agent.session import Run
 
-__all__ = ["CheckpointError", "Resumed", "resume", "save"]
+__all__ = ["CheckpointError", "Resumed", "resume", "roll_back", "save"]
 
 KEEP: Final = 2
-"""Complete checkpoints that are kept; older ones are deleted once a newer one is complete."""
+"""Complete checkpoints that are kept; older ones are deleted once a newer one is complete.
+
+One more is kept: the newest that was made under other settings of gradient scaling, to which `roll_back` goes.
+"""
 
 _COMPLETE: Final = "complete.json"
 
@@ -100,9 +103,9 @@ def save(
     _write(folder / f"rank-{_rank()}.pt", own)
     _barrier()
     if _rank() == 0:
-        facts = {"step": position.step, **_shape(position.loader)}
+        facts = {"step": position.step, "scaling": _scaling_of(optimizer), **_shape(position.loader)}
         _replace(folder / _COMPLETE, lambda path: path.write_text(json.dumps(facts)))
-        for old in _complete(root)[:-KEEP]:
+        for old in _superseded(_complete(root)):
             shutil.rmtree(old, ignore_errors=True)
     return folder
 
@@ -158,6 +161,62 @@ def resume(
     return Resumed(own["epoch"], own["step"], consumed, exact, True, whole["extra"])
 
 
+def roll_back(
+    run: Run,
+    model: torch.nn.Module,
+    optimizer: Any,
+    *,
+    scaler: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> bool:
+    """Go back to the weights from before a setting of gradient scaling that hurt, if the service asked; True if done.
+
+    Every rank must call it at the same step, for example once an epoch; without a request it costs nothing. Weights and
+    optimizer come from the newest checkpoint at or before the step that the service named; the place in the data, the
+    learning-rate schedule and the random numbers go on. Later checkpoints hold the harm and are deleted. Where none is
+    old enough, or the model is sharded, that is said once and training goes on with the settings taken back.
+    Raises `CheckpointError` without a directory, or when the checkpoint does not fit.
+    """
+    step = getattr(optimizer, "restore_step", None)
+    if step is None:
+        return False
+    micro_steps = step * (1 if run.recorder is None else run.recorder.timer.grad_accum_steps)
+    folder = None if _is_sharded(model) else _agreed_newest(_directory(directory), not_after=micro_steps)
+    if folder is None:
+        logger.warning("scaling settings were taken back, but no whole checkpoint is from step %d or before", step)
+        optimizer.roll_back(None)
+        return False
+    try:
+        whole = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        _unwrapped(model).load_state_dict(whole["model"])
+        optimizer.roll_back(whole["optimizer"])
+        if scaler is not None and "scaler" in whole:
+            scaler.load_state_dict(whole["scaler"])
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} does not fit this script ({error}): delete it, or undo the change"
+        ) from error
+    _barrier()
+    if _rank() == 0:
+        for later in _complete(folder.parent):
+            if later.name > folder.name:
+                shutil.rmtree(later, ignore_errors=True)
+    logger.warning("scaling settings were taken back: weights are those of %s again", folder.name)
+    return True
+
+
+def _scaling_of(optimizer: Any) -> list[Any] | None:
+    thresholds = getattr(optimizer, "thresholds", None)
+    return None if thresholds is None else [thresholds.policy, thresholds.delta, thresholds.small_batch_size]
+
+
+def _superseded(complete: list[Path]) -> list[Path]:
+    """Those that may go: neither among the newest nor the newest under other scaling settings than the last one's."""
+    settings = [json.loads((path / _COMPLETE).read_text()).get("scaling") for path in complete]
+    other = [path for path, setting in zip(complete, settings, strict=True) if setting != settings[-1]]
+    return [path for path in complete[:-KEEP] if path not in other[-1:]]
+
+
 def _same_examples(consumed: int, then: dict[str, Any], now: dict[str, Any]) -> int:
     before = (then["local_batch_size"] or 1) * then["world_size"]
     after = (now["local_batch_size"] or then["local_batch_size"] or 1) * now["world_size"]
@@ -184,9 +243,9 @@ def _complete(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"step-*/{_COMPLETE}"))
 
 
-def _agreed_newest(root: Path) -> Path | None:
+def _agreed_newest(root: Path, *, not_after: int | None = None) -> Path | None:
     """What the first rank sees, so that ranks that look at different moments load the same."""
-    found = _complete(root)
+    found = [path for path in _complete(root) if not_after is None or int(path.name.partition("-")[2]) <= not_after]
     name = [found[-1].name if found else None]
     if _world_size() > 1:
         dist.broadcast_object_list(name, src=0)

@@ -130,9 +130,10 @@ class Recorder:
         self.models = [model for model in models if isinstance(model, torch.nn.Module)]
         for optimizer in optimizers:
             if hasattr(optimizer, "apply_thresholds") and self.leads and self._poller is None and self.config.job_id:
-                # The script's own policy is a choice; the service supplies its thresholds, not another policy.
-                path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={optimizer.thresholds.policy}"
-                self._poller = ThresholdPoller(path, optimizer.apply_thresholds)
+                # The script's own policy is a choice; only a user's choice for the job goes before it.
+                policy = optimizer.scripted_thresholds.policy
+                path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
+                self._poller = ThresholdPoller(path, optimizer)
             self.optimizers.append(optimizer)
             if hasattr(optimizer, "observe_batch"):
                 self._observers.append(optimizer)

@@ -250,6 +250,10 @@ class Run:
 def _many(value: Any) -> list[Any]:
     if value is None:
         return []
+    def roll_back(self, *args: Any, **kwargs: Any) -> bool:
+        """See `tula_agent.checkpoint.roll_back`."""
+        return bool(import_module("tula_agent.checkpoint").roll_back(self, *args, **kwargs))
+
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

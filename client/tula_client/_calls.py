@@ -37,6 +37,8 @@ from tula_wire import (
     RunPatch,
     SampleBatch,
     SamplesAccepted,
+    ScalingPatch,
+    ScalingPolicy,
     ScalingThresholds,
     TelemetryAccepted,
     TelemetryChunk,
@@ -222,10 +224,20 @@ def predictions(
     return Call(_request("GET", path, query=query), _model(Predictions))
 
 
-def scaling(job_id: str, *, etag: str | None = None) -> Call[Scaling]:
-    """Thresholds of gradient scaling; with the `etag` of the last answer, an unchanged policy costs no body."""
+def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
+    """Thresholds of gradient scaling; with the `etag` of the last answer, an unchanged policy costs no body.
+
+    `policy` is the script's own, which holds unless the job was given one.
+    """
     headers = {"If-None-Match": etag} if etag else {}
-    return Call(_request("GET", _path(routes.JOB_SCALING, job_id=job_id), headers=headers), _scaling)
+    path = _path(routes.JOB_SCALING, job_id=job_id)
+    return Call(_request("GET", path, query={"policy": policy}, headers=headers), _scaling)
+
+
+def patch_scaling(job_id: str, patch: ScalingPatch, *, policy: ScalingPolicy | None = None) -> Call[ScalingThresholds]:
+    """Set the policy of a job's gradient scaling, or numbers of `policy`; running training follows within seconds."""
+    path = _path(routes.JOB_SCALING, job_id=job_id)
+    return Call(_request("PATCH", path, query={"policy": policy}, body=patch), _model(ScalingThresholds))
 
 
 def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:

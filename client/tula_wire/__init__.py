@@ -49,7 +49,7 @@ from tula_wire.runs import (
     RunState,
 )
 from tula_wire.samples import MAX_STEPS, MemoryBreakdown, SampleBatch, SamplesAccepted
-from tula_wire.scaling import ScalingPolicy, ScalingThresholds
+from tula_wire.scaling import ScalingPatch, ScalingPolicy, ScalingThresholds
 from tula_wire.telemetry import COLUMNS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 
 __all__ = [
@@ -102,6 +102,7 @@ __all__ = [
     "RunState",
     "SampleBatch",
     "SamplesAccepted",
+    "ScalingPatch",
     "ScalingPolicy",
     "ScalingThresholds",
     "Scope",

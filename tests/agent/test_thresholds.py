@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
+from tula_agent.scaling import ScalingThresholds
 
 
 def test_every_rank_switches_at_the_same_step(sink: Sink, launch: Launch) -> None:
@@ -21,17 +24,28 @@ def test_polling_sends_the_etag(sink: Sink) -> None:
     from tula_agent.ship.thresholds import ThresholdPoller
     from tula_agent.ship.transport import Transport
 
-    seen: list[int] = []
+    class Optimizer:
+        scripted_thresholds = ScalingThresholds(policy="static", static_scale=2.0, small_batch_size=64)
+
+        def __init__(self) -> None:
+            self.got: list[ScalingThresholds] = []
+
+        def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
+            self.got.append(thresholds)
+
+    optimizer = Optimizer()
     transport = Transport(sink.url, None, 5.0)
-    poller = ThresholdPoller("/v1/jobs/j/scaling", lambda thresholds: seen.append(thresholds.version), every_s=0.0)
-    sink.scaling = {"version": 1}
+    poller = ThresholdPoller("/v1/jobs/j/scaling", optimizer, every_s=0.0)
+    sink.scaling = {"version": 1, "small_batch_size": None, "delta": None}
     poller.poll(transport)
     poller.poll(transport)
     sink.scaling = {"version": 2, "delta": 0.1}
     poller.poll(transport)
     transport.close()
-    assert seen == [1, 2]
     assert sink.gets == ["", '"1"', '"1"']
+    # What the service leaves open, or says null to, stays as the script has it.
+    scripted = Optimizer.scripted_thresholds
+    assert optimizer.got == [replace(scripted, version=1), replace(scripted, version=2, delta=0.1)]
 
 
 def test_a_rank_without_an_agent_is_noticed_and_nobody_waits_for_it(sink: Sink, launch: Launch) -> None:

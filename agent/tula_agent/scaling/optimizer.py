@@ -89,6 +89,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._agreement = Agreement(ranks)
         self._gain = Gain(self._site, measure_every, noise_weight, growth)
         self._gated = Gated(self._site, resolve_target(optimizer, apply_to), steps_per_epoch)
+        self._scripted = chosen
+        self._restored: int | None = None
         self._steps = 0
         self._closed = False
         self._prepare()
@@ -131,6 +133,17 @@ class TulaOptimizer(torch.optim.Optimizer):
     def thresholds(self) -> ScalingThresholds:
         """Those in force on all ranks."""
         return self._site.thresholds
+
+    @property
+    def scripted_thresholds(self) -> ScalingThresholds:
+        """Those of the arguments, which hold wherever the service says nothing."""
+        return self._scripted
+
+    @property
+    def restore_step(self) -> int | None:
+        """Not None, and the same on all ranks, while a checkpoint at or before this step should be gone back to."""
+        wanted = self.thresholds.restore_step
+        return None if wanted == self._restored else wanted
 
     def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
         """Ask for new thresholds: the first rank's take force on all ranks at one step, at most 17 steps from now."""
@@ -184,7 +197,10 @@ class TulaOptimizer(torch.optim.Optimizer):
     def telemetry(self) -> dict[str, float]:
         """What the host knows of the last steps, without asking the device: names of DESIGN's telemetry columns."""
         policy = self._policy
-        base = {"thresholds_version": float(self.thresholds.version), "step": float(self._steps)}
+        thresholds = self.thresholds
+        base = {"thresholds_version": float(thresholds.version), "step": float(self._steps), "delta": thresholds.delta}
+        if thresholds.small_batch_size is not None:
+            base["small_batch_size"] = float(thresholds.small_batch_size)
         return base if policy is None else {**policy.telemetry(), **base}
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,6 +208,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         own = {
             "steps": self._steps,
             "thresholds": self._site.thresholds.to_vector(),
+            "restored": self._restored,
             "agreement": self._agreement.state(),
             "gain": self._gain.state(),
             "gated": self._gated.state(),
@@ -206,9 +223,25 @@ class TulaOptimizer(torch.optim.Optimizer):
         if own is not None:
             self._steps = int(own["steps"])
             self._site.thresholds = ScalingThresholds.from_vector(own["thresholds"])
+            self._restored = own["restored"]
             self._agreement.load(own["agreement"])
             self._gain.load(own["gain"])
             self._gated.load(own["gated"])
+        self._prepare()
+
+    def roll_back(self, state_dict: dict[str, Any] | None) -> None:
+        """Go on from an older `state_dict`, on every rank alike, with the thresholds and learning rates of now.
+
+        None: there is nothing to go back to; `restore_step` is done with all the same.
+        """
+        thresholds, rates = self.thresholds, [group["lr"] for group in self.param_groups]
+        under_way = self._agreement.state()
+        if state_dict is not None:
+            self.load_state_dict(state_dict)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate  # schedules multiply what they find, and they go on
+        self._agreement.load(under_way)  # of now, not of then
+        self._site.thresholds, self._restored = thresholds, thresholds.restore_step
         self._prepare()
 
     def close(self) -> None:

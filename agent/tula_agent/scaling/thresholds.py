@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 __all__ = ["Granularity", "PolicyName", "ScalingThresholds"]
 
@@ -14,7 +14,7 @@ Granularity = Literal["tensor", "channel", "element"]
 
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-_NOTHING = -1.0  # stands for None on the wire between ranks: every number here is positive
+_NOTHING = -1.0  # stands for None on the wire between ranks: no number here is negative
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class ScalingThresholds:
     `small_batch_size` b_small in examples; None: the batch of one rank or micro-step.
     `static_scale`: the factor of equation 8. `s_min`, `s_max`: bounds of every factor; `s_max` None: sqrt(B / b_small)
     for `ags` (Algorithm 1), B / b_small for `gain`. `refresh_steps`: optimizer steps between two factors of `ags`;
-    None: once an epoch.
+    None: once an epoch. `restore_step`: the service took settings back, and asks for the weights of a checkpoint at or
+    before this step (`run.roll_back`).
 
     Raises ValueError naming the field when a value makes no sense.
     """
@@ -39,6 +40,7 @@ class ScalingThresholds:
     s_min: float = 1e-3
     s_max: float | None = None
     refresh_steps: int | None = None
+    restore_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in _POLICIES:
@@ -52,6 +54,13 @@ class ScalingThresholds:
                 _require_positive(name, getattr(self, name))
         if self.s_max is not None and self.s_max < self.s_min:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
+        if self.restore_step is not None and self.restore_step < 0:
+            raise ValueError(f"restore_step is {self.restore_step}: give a step, 0 or more")
+
+    def served(self, said: Mapping[str, Any]) -> ScalingThresholds:
+        """These, as the script made them, with what the service said; its nulls and unknown fields change nothing."""
+        known = {field.name for field in fields(self)}
+        return replace(self, **{name: value for name, value in said.items() if name in known and value is not None})
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
@@ -68,7 +77,7 @@ class ScalingThresholds:
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
         """Inverse of `to_vector`."""
-        version, policy, granularity, delta, small, static, s_min, s_max, refresh = slots
+        version, policy, granularity, delta, small, static, s_min, s_max, refresh, restore = slots
         return cls(
             version=int(version),
             policy=_POLICIES[int(policy)],
@@ -79,6 +88,7 @@ class ScalingThresholds:
             s_min=s_min,
             s_max=None if s_max == _NOTHING else s_max,
             refresh_steps=None if refresh == _NOTHING else int(refresh),
+            restore_step=None if restore == _NOTHING else int(restore),
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from tula_agent.ship.transport import Transport
@@ -15,15 +13,17 @@ POLL_EVERY_S = 10.0
 
 
 class ThresholdPoller:
-    """Asks `path` every POLL_EVERY_S on the shipping thread; a new version goes to `apply`.
+    """Asks `path` every POLL_EVERY_S on the shipping thread; a new version goes to the optimizer.
 
-    The optimizer itself brings it to all ranks at one step, so only the first rank polls.
+    What the service leaves open stays as the script's arguments have it. The optimizer itself brings it to all ranks at
+    one step, so only the first rank polls.
     """
 
-    def __init__(self, path: str, apply: Callable[[Any], None], every_s: float = POLL_EVERY_S) -> None:
+    def __init__(self, path: str, optimizer: Any, every_s: float = POLL_EVERY_S) -> None:
         self.version: int | None = None
         self._path = path
-        self._apply = apply
+        self._scripted = optimizer.scripted_thresholds
+        self._apply = optimizer.apply_thresholds
         self._every = every_s
         self._etag: str | None = None
         self._due = 0.0
@@ -37,10 +37,7 @@ class ThresholdPoller:
         reply = transport.get(self._path, self._etag)
         if reply.verdict != "delivered" or reply.body is None:
             return
-        from tula_agent.scaling import ScalingThresholds
-
-        known = {field.name for field in fields(ScalingThresholds)}
-        thresholds = ScalingThresholds(**{name: value for name, value in reply.body.items() if name in known})
+        thresholds = self._scripted.served(reply.body)
         self._etag = reply.etag
         if thresholds.version != self.version:
             self.version = thresholds.version

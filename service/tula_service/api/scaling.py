@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/scaling`: thresholds of gradient scaling, cheap to poll."""
+"""`/v1/jobs/{job_id}/scaling`: thresholds of gradient scaling, cheap to poll, and what users set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tula_service.api.deps import Caller, Current
-from tula_service.usecases import thresholds
-from tula_wire import ScalingPolicy, ScalingThresholds, routes
+from tula_service.usecases import scaling_settings, thresholds
+from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
 
 __all__ = ["router"]
 
@@ -24,7 +24,7 @@ def get_scaling(
     job_id: str,
     caller: Caller,
     have: Current,
-    policy: Annotated[ScalingPolicy | None, Query(description="The job's own without it.")] = None,
+    policy: Annotated[ScalingPolicy | None, Query(description="The script's own; the job's goes before it.")] = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
@@ -33,3 +33,15 @@ def get_scaling(
     if served.body is None:
         return Response(status_code=304, headers=headers)
     return Response(served.body, headers=headers, media_type="application/json")
+
+
+@router.patch(routes.JOB_SCALING)
+def patch_scaling(
+    job_id: str,
+    patch: ScalingPatch,
+    caller: Caller,
+    have: Current,
+    policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
+) -> ScalingThresholds:
+    """Set the job's policy, or numbers of one; running jobs follow within seconds, all ranks at one step."""
+    return scaling_settings.change(have.store, caller, job_id, patch, policy=policy)

@@ -5,28 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-import tula_wire as wire
 from tula_service.domain import RunKind, RunState
-from tula_service.perfmodel.predict.scaling import AccuracyPoint, decide_roll_back, tune_thresholds
+from tula_service.perfmodel.predict.scaling import AccuracyPoint, RollBack, decide_roll_back, tune_thresholds
 from tula_service.perfmodel.predict.statistical import NoiseScale, critical_batch_size, estimate_noise_scale
 from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.scaling_settings import TUNED_POLICIES, first_body, in_force, shown
 
 __all__ = ["TUNE_EVERY_STEPS", "Served", "current", "noise_scale_of", "tune"]
 
 TUNE_EVERY_STEPS = 100
 """Telemetry steps between two looks at it; agents poll every few seconds and must not each cost a fit."""
 
-_TUNED = ("ags", "static")
 _LOOK_BACK_STEPS = 5_000
 _NOISE_MOVED = 1.25
 _MARK = "tuning"
-_DEFAULT_POLICY = "gain"
+_PAPER_DELTA = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,10 @@ class Served:
 def current(
     store: Store, principal: Principal, job_id: str, *, policy: str | None = None, etag: str | None = None
 ) -> Served:
-    """The thresholds in force for a policy (the job's own by default), looking at new telemetry first if it is due."""
+    """The thresholds in force for a script's policy, looking at new telemetry first if it is due.
+
+    A policy that a user gave the job goes before the script's.
+    """
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         record = tx.scaling.latest(job_id)
@@ -51,10 +53,10 @@ def current(
             tx.jobs.lock(job_id)
             tune(tx, run)
             record = tx.scaling.latest(job_id)
-    shown = _shown(record, policy)
-    tag = f'"{shown.version}-{shown.policy}"'
+    served = shown(record, policy, run)
+    tag = f'"{served.version}-{served.policy}"'
     known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
-    return Served(tag, None if tag in known or "*" in known else shown.model_dump_json())
+    return Served(tag, None if tag in known or "*" in known else served.model_dump_json())
 
 
 def noise_scale_of(tx: Transaction, job_id: str) -> float | None:
@@ -71,18 +73,19 @@ def tune(tx: Transaction, run: RunRecord) -> ScalingRecord | None:
         return None
     _mark(tx, run, last_step)
     history = tx.scaling.history(run.job_id)
-    body = dict(history[-1].body) if history else _first()
+    body = dict(history[-1].body) if history else first_body()
     settings: dict[str, Any] = {name: dict(values) for name, values in body["policies"].items()}
     first = max(0, last_step - _LOOK_BACK_STEPS)
     _, noise_column = tx.chunks.read(run.key, "gradient_noise_scale", first_step=first)
     _, variability = tx.chunks.read(run.key, "gradient_variability", first_step=first)
     noise = estimate_noise_scale(noise_column) if noise_column.size else None
     reasons = []
-    changed = _take_back(tx, run, history, settings)
-    if changed is not None:
-        reasons.append(changed)
+    taken_back = _take_back(tx, run, history, settings)
+    if taken_back is not None:
+        reasons.append(taken_back.reason)
+        body["restore"] = {"run_id": run.id, "step": taken_back.checkpoint_step}
     elif variability.size:
-        reasons += _tuned(settings, run, variability, last_step)
+        reasons += _tuned(tx, settings, run, variability, last_step)
     said = _noise_moved(body, noise)
     if said is not None and noise is not None:
         reasons.append(said)
@@ -126,55 +129,46 @@ def _mark(tx: Transaction, run: RunRecord, last_step: int) -> None:
     tx.fits.put(run.job_id, _MARK, data_version=0, model_version="1", body=body)
 
 
-def _first() -> dict[str, Any]:
-    policies = {policy: {"delta": 0.5, "small_batch_size": None} for policy in ("gain", "ags", "static", "none")}
-    return {"policies": policies, "policy": _DEFAULT_POLICY, "reason": "Defaults: nothing was observed yet."}
-
-
-def _shown(record: ScalingRecord | None, policy: str | None) -> wire.ScalingThresholds:
-    body = _first() if record is None else record.body
-    wanted = policy or body["policy"]
-    own = body["policies"][wanted]
-    return wire.ScalingThresholds.model_validate(
-        {
-            "version": 1 if record is None else record.version,
-            "policy": wanted,
-            "delta": own["delta"],
-            "small_batch_size": own["small_batch_size"],
-            "gradient_noise_scale": body.get("gradient_noise_scale"),
-            "gradient_noise_scale_error": body.get("gradient_noise_scale_error"),
-            "critical_batch_size": body.get("critical_batch_size"),
-            "reason": body["reason"],
-        }
-    )
-
-
-def _tuned(settings: dict[str, Any], run: RunRecord, variability: np.ndarray[Any, Any], step: int) -> list[str]:
-    """Move delta and b_small of the policies that use them, unless a roll-back has settled them for this run."""
+def _tuned(
+    tx: Transaction, settings: dict[str, Any], run: RunRecord, variability: np.ndarray[Any, Any], step: int
+) -> list[str]:
+    """Move delta and b_small where no user set them, unless a roll-back has settled them for this run."""
     reasons = []
-    configuration = run.configuration
-    for policy in _TUNED:
+    largest = run.configuration.global_batch_size
+    for policy in TUNED_POLICIES:
         own = settings[policy]
         if own.get("settled_by") == run.id:
             continue
-        small = own["small_batch_size"] or configuration.local_batch_size
+        # What nobody set here is the script's, and its agent says what that is.
+        delta = in_force(own, "delta") or _last(tx, run, "delta") or _PAPER_DELTA
+        small = in_force(own, "small_batch_size") or _last(tx, run, "small_batch_size")
         found = tune_thresholds(
             variability,
-            delta=own["delta"],
-            small_batch_size=min(small, configuration.global_batch_size),
-            global_batch_size=configuration.global_batch_size,
+            delta=delta,
+            small_batch_size=min(int(small or run.configuration.local_batch_size), largest),
+            global_batch_size=largest,
         )
-        if found.changed:
-            own |= {"delta": found.delta, "small_batch_size": found.small_batch_size, "from_step": step}
-            own["run_id"] = run.id
+        free = {"delta": found.delta, "small_batch_size": found.small_batch_size}
+        free = {name: value for name, value in free.items() if name not in own.get("set", {})}
+        if found.changed and any(own[name] != value for name, value in free.items()):
+            own |= free | {"from_step": step, "run_id": run.id}
             reasons.append(f"{policy}: {found.reason}")
     return reasons
 
 
+def _last(tx: Transaction, run: RunRecord, column: str) -> float | None:
+    """The newest value that the run reported; agents send these columns only where they change."""
+    _, values = tx.chunks.read(run.key, column)
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
+
+
 def _take_back(
     tx: Transaction, run: RunRecord, history: Sequence[ScalingRecord], settings: dict[str, Any]
-) -> str | None:
-    """Return to the settings before the newest ones when validation accuracy fell under those; the sentence if so."""
+) -> RollBack | None:
+    """Return to the settings before the newest ones when validation accuracy fell under those; once a run at most."""
+    if all(settings[policy].get("settled_by") == run.id for policy in TUNED_POLICIES):
+        return None
     steps, accuracy = tx.chunks.read(run.key, "validation_accuracy")
     known = np.isfinite(accuracy)
     steps, accuracy = steps[known], accuracy[known]
@@ -192,29 +186,31 @@ def _take_back(
     if found is None:
         return None
     before = next((record.body["policies"] for record in history if record.version == found.to_version), None)
-    for policy in _TUNED:
+    for policy in TUNED_POLICIES:
         if settings[policy].get("settled_by") == run.id:
             continue
-        settings[policy] = dict((before or _first()["policies"])[policy])
+        by_user = settings[policy].get("set", {})  # never tuned, so not what hurt
+        settings[policy] = {**(before or first_body()["policies"])[policy], "set": by_user}
         # Once taken back, this run keeps what it had: tuning it again would only repeat the harm.
         settings[policy] |= {"settled_by": run.id, "run_id": run.id}
-    return (
+    reason = (
         f"taken back to version {found.to_version}, from a checkpoint at step {found.checkpoint_step}: {found.reason}"
     )
+    return replace(found, reason=reason)
 
 
 def _setting_changes(history: Sequence[ScalingRecord], run_id: str) -> list[ScalingRecord]:
     """Versions in which this run's settings, and not only what was observed, changed."""
     found = []
-    before: dict[str, Any] = _first()["policies"]
+    before: dict[str, Any] = first_body()["policies"]
     for record in history:
         policies = record.body["policies"]
         differs = any(
             policies[policy][name] != before[policy][name]
-            for policy in _TUNED
+            for policy in TUNED_POLICIES
             for name in ("delta", "small_batch_size")
         )
-        settled = any(policies[policy].get("settled_by") == run_id for policy in _TUNED)
+        settled = any(policies[policy].get("settled_by") == run_id for policy in TUNED_POLICIES)
         if differs and not settled and record.body.get("run_id") == run_id:
             found.append(record)
         before = policies

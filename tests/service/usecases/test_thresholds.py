@@ -7,7 +7,8 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster
-from tula_service.usecases import thresholds
+from tula_service.errors import InvalidInput
+from tula_service.usecases import scaling_settings, thresholds
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -32,10 +33,12 @@ def rough(steps: int, level: float, seed: int = 0) -> list[float]:
     return [float(value) for value in values]
 
 
-def test_before_any_telemetry_the_defaults_stand(training: tuple[Cluster, str, wire.Run]) -> None:
+def test_before_any_telemetry_the_script_decides(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, _ = training
     found = current(cluster, job_id)
-    assert (found.version, found.policy, found.delta, found.small_batch_size) == (1, "gain", 0.5, None)
+    assert (found.version, found.policy) == (1, "gain")
+    said = found.model_dump(exclude={"version", "policy", "reason"})
+    assert set(said.values()) == {None}  # so that an agent keeps what its script was given
 
 
 def test_an_unchanged_tag_costs_no_body_and_a_change_gets_a_new_one(training: tuple[Cluster, str, wire.Run]) -> None:
@@ -58,7 +61,7 @@ def test_delta_follows_the_observed_variability_of_the_gated_policies_only(
     assert tuned.version == 2
     assert tuned.delta == pytest.approx(0.15, rel=0.15)
     assert "vary by less than" in tuned.reason
-    assert current(cluster, job_id, "gain").delta == 0.5
+    assert current(cluster, job_id, "gain").delta is None
     assert current(cluster, job_id, "gain").small_batch_size is None
 
 
@@ -101,5 +104,67 @@ def test_a_setting_that_hurts_validation_accuracy_is_taken_back_for_good(
     assert (after.delta, after.small_batch_size) == (before.delta, before.small_batch_size)
     assert "taken back" in after.reason
     assert "accuracy fell" in after.reason
+    assert (before.restore_step, after.restore_step) == (None, 180)  # the last evaluation before the harm
     cluster.report(run, first_step=600, gradient_variability=rough(300, 0.1, 3))
-    assert current(cluster, job_id, "ags").delta == before.delta
+    assert current(cluster, job_id, "ags") == after  # and said once
+
+
+def test_what_the_script_was_given_is_where_tuning_starts(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, run = training
+    fixed = {"delta": [0.4, *[np.nan] * 399], "small_batch_size": [64.0, *[np.nan] * 399]}
+    cluster.report(run, gradient_variability=rough(400, 0.4), **fixed)
+    assert current(cluster, job_id, "ags").version == 1  # 0.4 is what the variability asks for, 64 what it can bear
+    cluster.report(run, first_step=400, gradient_variability=rough(800, 0.1))
+    tuned = current(cluster, job_id, "ags")
+    assert tuned.delta == pytest.approx(0.1, rel=0.15)
+    assert tuned.small_batch_size == 32
+
+
+def change(cluster: Cluster, job_id: str, of: str | None = None, **body: object) -> wire.ScalingThresholds:
+    """What a user sets, for the policy `of`."""
+    patch = wire.ScalingPatch.model_validate(body)
+    return scaling_settings.change(cluster.store, ANONYMOUS, job_id, patch, policy=of)
+
+
+def test_a_users_policy_goes_before_the_scripts_until_it_is_given_back(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, _ = training
+    chosen = change(cluster, job_id, policy="ags", granularity="channel", s_max=3.0)
+    assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "channel", 3.0)
+    assert current(cluster, job_id, "gain") == chosen
+    assert "policy = ags" in chosen.reason
+    freed = change(cluster, job_id, policy=None)
+    assert freed.version == 3
+    assert current(cluster, job_id, "gain").policy == "gain"
+    assert current(cluster, job_id, "gain").s_max is None  # it was set for ags
+    assert current(cluster, job_id, "ags").s_max == 3.0
+    assert [event["version"] for event in cluster.events(job_id, "scaling")] == [2, 3]
+
+
+def test_setting_what_is_set_already_makes_no_version(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, _ = training
+    assert change(cluster, job_id, "static", static_scale=1.5).version == 2
+    assert change(cluster, job_id, "static", static_scale=1.5).version == 2
+    assert change(cluster, job_id, "static", static_scale=None).version == 3
+    assert current(cluster, job_id, "static").static_scale is None
+
+
+def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, run = training
+    change(cluster, job_id, "ags", delta=0.7)
+    cluster.report(run, gradient_variability=rough(400, 0.15))
+    tuned = current(cluster, job_id, "ags")
+    assert tuned.delta == 0.7
+    assert tuned.small_batch_size == 64  # half of a rank's batch: calm gradients bear more scaling
+    assert current(cluster, job_id, "static").delta == pytest.approx(0.15, rel=0.15)
+    change(cluster, job_id, "ags", delta=None)
+    cluster.report(run, first_step=400, gradient_variability=rough(400, 0.15))
+    assert current(cluster, job_id, "ags").delta == pytest.approx(0.15, rel=0.15)
+
+
+def test_bounds_that_cross_are_refused_by_name(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, _ = training
+    change(cluster, job_id, "ags", s_min=0.5)
+    with pytest.raises(InvalidInput, match=r"s_min = 0\.5") as refused:
+        change(cluster, job_id, "ags", s_max=0.1)
+    assert refused.value.field == "s_max"
+    assert current(cluster, job_id, "ags").s_max is None
