@@ -61,7 +61,7 @@ class ProgressReporter:
     def started(self, run: Run, log: Path) -> None:
         """Name the run that is going."""
         self._running[run.id] = run.configuration
-        purpose = f" ({run.purpose})" if run.purpose else ""
+        purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
         purpose += f", log {log}" if self._console.is_terminal else ""
         self._console.print(
             f"[dim]start[/]     {units.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
@@ -73,6 +73,7 @@ class ProgressReporter:
         self._running.pop(run.id, None)
         self._took_s.append(took_s)
         word = _WORDS.get(outcome.state, outcome.state)
+        word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
         self._console.print(
             f"[{colour}]{word:<9}[/] {units.configuration(run.configuration)} in {took_s:.1f} s", highlight=False
