@@ -23,9 +23,9 @@ start() {
 "$ENGINE" build ${BUILD_FLAGS:-} --build-arg VERSION=0.0.0 --tag tula:try . >/dev/null
 echo "built: $("$ENGINE" image inspect --format '{{.Size}}' tula:try | awk '{printf "%.0f MB", $1 / 1e6}') with its base"
 
-"$ENGINE" run --rm "${run[@]}" --publish "127.0.0.1:$PORT:$PORT" tula:try >/dev/null 2>&1 \
-  && fail "it listened to everyone although no token exists"
-echo "without a token: refuses to listen"
+refused=$("$ENGINE" run --rm "${run[@]}" tula:try 2>&1 >/dev/null || true)
+[[ $refused == *"token create"* ]] || fail "without a token it says: $refused"
+echo "without a token: refuses to listen, and says what to do"
 TOKEN=$("$ENGINE" run --rm "${run[@]}" tula:try token create me --scope admin --json \
   | python3 -c 'import json, sys; print(json.load(sys.stdin)["secret"])')
 start
@@ -40,8 +40,8 @@ curl --silent --fail "$URL/v1/jobs" --header "Authorization: Bearer $TOKEN" --he
     "cluster": {"max_nodes": 4, "price": {"usd_per_node_hour": 3.06}},
     "batch": {"min_local_batch_size": 32, "max_local_batch_size": 256}}' >/dev/null || fail "a job is refused"
 JOB=$(curl --silent "$URL/v1/jobs" --header "Authorization: Bearer $TOKEN" | grep -o 'job-[0-9a-f]*' | head -1)
-curl --silent --fail "$URL/v1/jobs/$JOB/charts/tradeoff?format=png" --header "Authorization: Bearer $TOKEN" \
-  | head -c 4 | grep -q PNG || fail "no chart"
+curl --silent "$URL/v1/jobs/$JOB/charts/tradeoff?format=png" --header "Authorization: Bearer $TOKEN" | grep -qa IEND \
+  || fail "no chart"
 echo "a job: registered, its chart drawn"
 "$ENGINE" stop --time 30 "$NAME" >/dev/null
 status=$("$ENGINE" inspect --format '{{.State.ExitCode}}' "$NAME")
