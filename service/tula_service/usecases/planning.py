@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tula_wire as wire
 from tula_service.domain import Collective, Objective, RunKind, RunState, Search
-from tula_service.perfmodel import Goal, ObservationError, Plan, PlanBudget, plan
+from tula_service.perfmodel import Goal, ObservationError, Plan, PlanBudget, StepTimeModel, plan
 from tula_service.store import JobRecord, NewRun, RunRecord, Transaction
 from tula_service.usecases import cold_start, convert, fitting, validation
 
-__all__ = ["goal_of", "instruction_of", "replan"]
+__all__ = ["Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
 
 _DEFAULT_MOST_RUNS = 8
 _ACTIVE = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _STATES_KEPT = ("archived", "training")
+_DUE = "plan due"
 
 
 def goal_of(spec: wire.JobSpec, objective: str | None = None) -> Goal:
@@ -23,30 +25,44 @@ def goal_of(spec: wire.JobSpec, objective: str | None = None) -> Goal:
     return Goal(Objective(objective or spec.objective), convert.training_of(spec), offers, convert.limits_of(spec))
 
 
-def replan(tx: Transaction, job_id: str, *, retry_failed: bool = False) -> JobRecord:
-    """Cancel pending runs that lost their point, add what the model asks for next, and say so on the job.
+@dataclass(frozen=True)
+class Draft:
+    """What planning decided from one version of a job's data; nothing of it holds before `commit`.
 
-    Deterministic in what is stored; held under the job's lock, so that two runs that end at once plan once.
+    `learnt` and `checked` are there when the plan is done: the model to remember, the error of leaving runs out.
     """
-    job = tx.jobs.lock(job_id)
+
+    data_version: int
+    lost: tuple[str, ...]
+    new: tuple[NewRun, ...]
+    waiting: bool
+    reason: str
+    learnt: StepTimeModel | None = None
+    checked: str | None = None
+
+
+def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Draft:
+    """Decide which pending runs lost their point and what to profile next, only reading; deterministic in what it read.
+
+    All of planning's arithmetic happens here, so that nobody who writes waits for it.
+    """
     spec = fitting.spec_of(job)
-    runs = tx.runs.list(job_id, kind=RunKind.PROFILE, limit=10_000, plan_order=True)
+    runs = tx.runs.list(job.id, kind=RunKind.PROFILE, limit=10_000, plan_order=True)
+    active = [run for run in runs if run.state in _ACTIVE]
     try:
         evidence = fitting.evidence_of(tx, job, spec, retry_failed=retry_failed)
-        active = [run for run in runs if run.state in _ACTIVE]
         feasible = set(evidence.candidates) - evidence.unavailable
         lost = [run.id for run in active if run.state is RunState.PENDING and run.configuration not in feasible]
-        tx.runs.cancel_pending(job_id, lost)
         pending = [run.configuration for run in active if run.id not in set(lost)]
+        measured = evidence.observed is not None
+        lessons = cold_start.lessons_of(tx, job, spec)
         found = plan(
             Search(spec.search),
             evidence.candidates,
             evidence.observed,
             goal=goal_of(spec),
             budget=_budget(spec, runs),
-            prior=cold_start.prior_of(
-                cold_start.lessons_of(tx, job, spec), spec, evidence.candidates, measured=evidence.observed is not None
-            ),
+            prior=cold_start.prior_of(lessons, spec, evidence.candidates, measured=measured),
             collective=Collective(spec.collective),
             memory=evidence.memory or None,
             pending=pending,
@@ -54,38 +70,68 @@ def replan(tx: Transaction, job_id: str, *, retry_failed: bool = False) -> JobRe
         )
     except ObservationError as error:
         # Nothing is left to choose from: what nobody has begun is cancelled, what is under way may end.
-        tx.runs.cancel_pending(job_id, [run.id for run in runs if run.state is RunState.PENDING])
-        pending = [run.configuration for run in runs if run.state in (RunState.CLAIMED, RunState.RUNNING)]
-        evidence, found = None, Plan((), str(error))
-    predicted = _predicted(tx, job, spec, evidence, found)
+        lost = [run.id for run in runs if run.state is RunState.PENDING]
+        return Draft(job.data_version, tuple(lost), (), len(active) > len(lost), str(error))
+    model = fitting.fit(tx, job, spec, evidence) if measured else None
     position = max((run.position for run in runs), default=-1) + 1
-    for offset, planned in enumerate(found.runs):
-        new = NewRun(
+    waiting = bool(found.runs) or bool(pending)
+    over = model is not None and not waiting
+    return Draft(
+        data_version=job.data_version,
+        lost=tuple(lost),
+        new=_new_runs(spec, found, model, position),
+        waiting=waiting,
+        reason=found.stop_reason or _progress(len(found.runs), len(pending)),
+        learnt=model if over else None,
+        checked=validation.error_of(tx, job, spec, evidence) if over else None,
+    )
+
+
+def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:
+    """Make a draft the plan. The caller holds the job's lock and has seen that its version is still the draft's."""
+    tx.runs.cancel_pending(job.id, decided.lost)
+    for new in decided.new:
+        run = tx.runs.create(job.id, new)
+        tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
+    if decided.learnt is not None:
+        cold_start.remember(tx, job, decided.learnt)
+    if decided.checked is not None:
+        validation.keep(tx, job.id, decided.checked)
+    _set_due(tx, job.id, due=False)
+    return _publish(tx, job, "planning" if decided.waiting else "ready", decided.reason)
+
+
+def mark_due(tx: Transaction, job_id: str) -> None:
+    """Say, in the transaction that changes what a plan rests on, that the job has to be planned anew after it."""
+    _set_due(tx, job_id, due=True)
+
+
+def is_due(tx: Transaction, job_id: str) -> bool:
+    """True while a change waits to be planned for: whoever made it is at it, or died."""
+    return tx.fits.get(job_id, _DUE, data_version=0, model_version="1") == "yes"
+
+
+def _set_due(tx: Transaction, job_id: str, *, due: bool) -> None:
+    tx.fits.put(job_id, _DUE, data_version=0, model_version="1", body="yes" if due else "no")
+
+
+def _new_runs(spec: wire.JobSpec, found: Plan, model: StepTimeModel | None, position: int) -> tuple[NewRun, ...]:
+    """The planned runs, each with what it is expected to measure once anything was measured at all."""
+    configurations = [planned.configuration for planned in found.runs]
+    expected: list[float | None] = [None] * len(configurations)
+    if model is not None and configurations:
+        expected = [float(value) for value in model.predict(configurations).mean_s]
+    return tuple(
+        NewRun(
             RunKind.PROFILE,
             planned.configuration,
             purpose=planned.purpose,
             instruction=instruction_of(spec),
             position=position + offset,
-            predicted_step_time_s=predicted[offset] if predicted else None,
+            predicted_step_time_s=expected[offset],
         )
-        run = tx.runs.create(job_id, new)
-        tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
-    if evidence is not None and evidence.observed is not None and not found.runs and not pending:
-        cold_start.remember(tx, job, fitting.fit(tx, job, spec, evidence))
-        validation.validate(tx, job, spec, evidence)
-    waiting = bool(found.runs) or bool(pending)
-    reason = found.stop_reason or _progress(len(found.runs), len(pending))
-    return _publish(tx, job, "planning" if waiting else "ready", reason)
-
-
-def _predicted(
-    tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: fitting.Evidence | None, found: Plan
-) -> list[float]:
-    """What each planned run is expected to measure, once anything was measured at all."""
-    if evidence is None or evidence.observed is None or not found.runs:
-        return []
-    model = fitting.fit(tx, job, spec, evidence)
-    return [float(value) for value in model.predict([planned.configuration for planned in found.runs]).mean_s]
+        for offset, planned in enumerate(found.runs)
+    )
 
 
 def _publish(tx: Transaction, job: JobRecord, state: str, reason: str) -> JobRecord:

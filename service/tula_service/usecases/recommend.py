@@ -25,7 +25,7 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
 
-__all__ = ["body_of", "expectation", "get", "refresh"]
+__all__ = ["body_of", "compute", "expectation", "get", "publish"]
 
 
 def get(
@@ -45,37 +45,33 @@ def get(
             return kept
         on_miss()
         # Fitted while only reading, so that nobody who writes waits for it.
-        computed = _computed(tx, job, wanted)
+        computed = compute(tx, job, wanted)
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
         if now.data_version != job.data_version:
             return body_of(tx, now, objective)
-        return _kept(tx, now, wanted) or _publish(tx, now, wanted, computed).model_dump_json()
+        return _kept(tx, now, wanted) or publish(tx, now, wanted, computed)
 
 
 def body_of(tx: Transaction, job: JobRecord, objective: str | None = None) -> str:
     """The same inside a transaction that writes; computes and keeps it when needed."""
     wanted = _wanted(job, objective)
-    return _kept(tx, job, wanted) or refresh(tx, job, wanted).model_dump_json()
+    return _kept(tx, job, wanted) or publish(tx, job, wanted, compute(tx, job, wanted))
 
 
-def refresh(tx: Transaction, job: JobRecord, objective: str) -> wire.Recommendation:
-    """Compute the recommendation anew, keep it under this data version, and put a changed one into the ledger.
-
-    When nothing is left to choose from (all ran out of memory, say), it chooses nothing and `why` tells the remedy.
-    """
-    return _publish(tx, job, objective, _computed(tx, job, objective))
-
-
-def _computed(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
-    """The answer, or the sentence that says why there is none."""
+def compute(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+    """The answer, or the sentence that says why there is none; all the arithmetic, and nothing is written."""
     try:
         return choosing.answer(tx, job, fitting.spec_of(job), objective)
     except ObservationError as error:
         return str(error)
 
 
-def _publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | str) -> wire.Recommendation:
+def publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | str) -> str:
+    """Keep what `compute` found under the job's data version, and put a changed answer into the ledger; the JSON of it.
+
+    When nothing is left to choose from (all ran out of memory, say), it chooses nothing and `why` tells the remedy.
+    """
     spec = fitting.spec_of(job)
     if isinstance(found, str):
         recommendation = _none(tx, job, spec, objective, found)
@@ -86,7 +82,7 @@ def _publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | st
     tx.fits.put(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:
         _show_in_lists(tx, job, recommendation)
-    return recommendation
+    return body
 
 
 def expectation(

@@ -11,9 +11,10 @@ from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel import ObservationError
 from tula_service.store import JobRecord, NewJob, Store, Transaction
-from tula_service.usecases import convert, fitting, planning, recommend, shown
+from tula_service.usecases import convert, fitting, planning, shown
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.runs import give_up_vanished, parse_cursor
+from tula_service.usecases.settle import settle
 
 __all__ = ["change", "get", "list_jobs", "register"]
 
@@ -56,8 +57,9 @@ def register(
             job = tx.jobs.update(job.id, state="planning")
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         give_up_vanished(tx, job.id)
-        job = planning.replan(tx, job.id, retry_failed=True)
-        recommendation = wire.read(wire.Recommendation, recommend.body_of(tx, job))
+        planning.mark_due(tx, job.id)
+    recommendation = wire.read(wire.Recommendation, settle(store, job.id, retry_failed=True))
+    with store.reading() as tx:
         plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
         shown_job = shown.job(tx.jobs.get(job.id), plan)
     waiting = [shown.run(run) for run in plan if run.state is RunState.PENDING]
@@ -116,8 +118,10 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
         if "state" in values:
             tx.events.append(job_id, "job", data={"state": job.state, "name": job.name})
         if job.state != "archived":
-            job = planning.replan(tx, job_id)
-            recommend.body_of(tx, job)
+            planning.mark_due(tx, job_id)
+    if job.state != "archived":
+        settle(store, job_id)
+    with store.reading() as tx:
         return _shown(tx, tx.jobs.get(job_id))
 
 

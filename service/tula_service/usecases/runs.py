@@ -10,6 +10,7 @@ from tula_service.errors import Conflict, InvalidInput
 from tula_service.store import NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
+from tula_service.usecases.settle import settle
 
 __all__ = ["TRANSITIONS", "claim", "create", "get", "give_up_vanished", "list_runs", "parse_cursor", "patch"]
 
@@ -31,6 +32,19 @@ _NEVER_CALLED = (
 
 def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest) -> wire.RunClaimed:
     """Lease the next profiling run of the plan, or say why there is none."""
+    answer = _claimed(store, principal, job_id, request)
+    if answer is None:
+        # Whoever ended the last run is still planning, or died over it: nobody may take that for the plan's end.
+        settle(store, job_id)
+        answer = _claimed(store, principal, job_id, request, settled=True)
+    assert answer is not None
+    return answer
+
+
+def _claimed(
+    store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, settled: bool = False
+) -> wire.RunClaimed | None:
+    """The same, or None while there is nothing to claim only because a plan is due."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
@@ -40,6 +54,8 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
             return wire.RunClaimed(run=shown.run(run), reason=run.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
+        if not active and not settled and planning.is_due(tx, job_id):
+            return None
     if any(run.state is RunState.PENDING for run in active):
         least = min(run.configuration.num_nodes for run in active if run.state is RunState.PENDING)
         reason = f"Every run that is left needs at least {least} nodes: claim with max_nodes of at least that."
@@ -62,7 +78,7 @@ def give_up_vanished(tx: Transaction, job_id: str) -> None:
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
     """Register a run outside the plan: training, or a measurement of the user's own choice."""
-    with store.transaction() as tx:
+    with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
         spec = fitting.spec_of(job)
         configuration = convert.domain_configuration(request.configuration)
@@ -72,8 +88,13 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(known)}.",
                 field="configuration.instance_type",
             )
-        give_up_vanished(tx, job_id)
+        # Fitted while only reading, so that nobody who writes waits for it.
         expected, recommendation_id = recommend.expectation(tx, job, configuration)
+    with store.transaction() as tx:
+        now = tx.jobs.lock(job_id)
+        if now.data_version != job.data_version:
+            expected, recommendation_id = recommend.expectation(tx, now, configuration)
+        give_up_vanished(tx, job_id)
         profile = request.kind == "profile"
         run = tx.runs.create(
             job_id,
@@ -137,24 +158,33 @@ def patch(store: Store, principal: Principal, run_id: str, request: wire.RunPatc
 
     Raises Conflict for another holder's run, an invalid transition, or a lease that ran out.
     """
-    wanted = RunState(request.state)
     with store.transaction() as tx:
-        tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
+        job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
+        run = _patched(tx, run_id, request)
+        due = run.state.is_final and planning.is_due(tx, job.id)
+    if due:
+        # The list of jobs and readers of events see the new recommendation without anybody asking for it.
+        settle(store, job.id)
+    return shown.run(run)
+
+
+def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
+    wanted = RunState(request.state)
+    run = tx.runs.get(run_id)
+    if run.message == _VANISHED and run.state is RunState.FAILED and wanted is not RunState.FAILED:
+        # It was alive after all; a service that was away must not fail a training that went on.
+        tx.runs.transition(run_id, expected=[RunState.FAILED], to=RunState.RUNNING, message=None, finished_at=None)
         run = tx.runs.get(run_id)
-        if run.message == _VANISHED and run.state is RunState.FAILED and wanted is not RunState.FAILED:
-            # It was alive after all; a service that was away must not fail a training that went on.
-            tx.runs.transition(run_id, expected=[RunState.FAILED], to=RunState.RUNNING, message=None, finished_at=None)
-            run = tx.runs.get(run_id)
-            _training_moved(tx, run)
-        if run.state.is_final and (wanted is run.state or _is_same_end(run, wanted)):
-            return shown.run(_noted(tx, run, request))
-        _check_holder(run, request)
-        if wanted is run.state and wanted is RunState.RUNNING:
-            tx.runs.renew(run_id, lease_s=request.lease_s)
-            return shown.run(_noted(tx, run, request))
-        if wanted not in TRANSITIONS.get(run.state, frozenset()):
-            raise Conflict(_refusal(run, wanted), field="state")
-        return shown.run(_move(tx, run, wanted, request))
+        _training_moved(tx, run)
+    if run.state.is_final and (wanted is run.state or _is_same_end(run, wanted)):
+        return _noted(tx, run, request)
+    _check_holder(run, request)
+    if wanted is run.state and wanted is RunState.RUNNING:
+        tx.runs.renew(run_id, lease_s=request.lease_s)
+        return _noted(tx, run, request)
+    if wanted not in TRANSITIONS.get(run.state, frozenset()):
+        raise Conflict(_refusal(run, wanted), field="state")
+    return _move(tx, run, wanted, request)
 
 
 def _is_same_end(run: RunRecord, wanted: RunState) -> bool:
@@ -209,8 +239,7 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if run.kind is RunKind.TRAIN:
         _training_moved(tx, moved)
     if wanted.is_final and (run.kind is RunKind.PROFILE or wanted is RunState.OUT_OF_MEMORY):
-        # The list of jobs and readers of events see the new recommendation without anybody asking for it.
-        recommend.body_of(tx, planning.replan(tx, run.job_id))
+        planning.mark_due(tx, run.job_id)
     if wanted.is_final and run.kind is RunKind.TRAIN:
         ledger.record_outcome(tx, moved)
     return moved

@@ -13,17 +13,20 @@ from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import cold_start
 from tula_service.usecases.fitting import MODEL_VERSION, Evidence
 
-__all__ = ["kept_error", "validate"]
+__all__ = ["error_of", "keep", "kept_error"]
 
 _FEWEST_RUNS, _MOST_RUNS = 4, 12
 _KEPT = "cross-validation"
 
 
-def validate(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence) -> None:
-    """Keep the median relative error of leaving each run out in turn; costs a fit a run, so it is done once a plan."""
+def error_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence) -> str | None:
+    """The median relative error of leaving each run out in turn, as it is kept; a fit a run, so once a plan.
+
+    None with too few runs to say, or so many that it would take long.
+    """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS <= len(observed) <= _MOST_RUNS:
-        return
+        return None
     lessons = cold_start.lessons_of(tx, job, spec)
     prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=True)
     everything = np.arange(len(observed))
@@ -33,8 +36,12 @@ def validate(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evid
         model = fit_step_time(rest, collective=Collective(spec.collective), prior=prior, candidates=evidence.candidates)
         predicted = model.predict(observed.points.take([int(left_out)])).mean_s[0]
         errors.append(abs(predicted / observed.step_time_s[left_out] - 1.0))
-    body = json.dumps({"error": float(np.median(errors)), "runs": [run_id for _, run_id in evidence.rows]})
-    tx.fits.put(job.id, _KEPT, data_version=0, model_version=MODEL_VERSION, body=body)
+    return json.dumps({"error": float(np.median(errors)), "runs": [run_id for _, run_id in evidence.rows]})
+
+
+def keep(tx: Transaction, job_id: str, body: str) -> None:
+    """Keep what `error_of` found."""
+    tx.fits.put(job_id, _KEPT, data_version=0, model_version=MODEL_VERSION, body=body)
 
 
 def kept_error(tx: Transaction, job_id: str, evidence: Evidence) -> float | None:

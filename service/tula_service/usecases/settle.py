@@ -1,0 +1,37 @@
+"""Planning and recommending after a change: computed while only reading, then written in one short transaction."""
+
+from __future__ import annotations
+
+from tula_service.store import JobRecord, Store, Transaction
+from tula_service.usecases import planning, recommend
+
+__all__ = ["settle"]
+
+_ATTEMPTS = 4
+
+
+def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
+    """Bring a job's plan and recommendation up to its data; the recommendation as JSON.
+
+    Fits and searches see one data version and are published only if it is still the job's; else they are done again,
+    after a few lost races under the job's lock. Two that settle the same version at once plan once, since creating a
+    run moves the version. Raises NotFound when the job is gone.
+    """
+    for _ in range(_ATTEMPTS):
+        with store.reading() as tx:
+            job = tx.jobs.get(job_id)
+            decided = planning.draft(tx, job, retry_failed=retry_failed)
+            found = recommend.compute(tx, job, job.objective)
+        with store.transaction() as tx:
+            now = tx.jobs.lock(job_id)
+            if now.data_version == job.data_version:
+                # Runs that are only planned change no fit: what was found holds for the version that they make.
+                return recommend.publish(tx, planning.commit(tx, now, decided), job.objective, found)
+    with store.transaction() as tx:
+        return _under_lock(tx, job_id, retry_failed=retry_failed)
+
+
+def _under_lock(tx: Transaction, job_id: str, *, retry_failed: bool) -> str:
+    job: JobRecord = tx.jobs.lock(job_id)
+    job = planning.commit(tx, job, planning.draft(tx, job, retry_failed=retry_failed))
+    return recommend.body_of(tx, job)

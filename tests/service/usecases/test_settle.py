@@ -1,0 +1,141 @@
+"""Fits and searches hold nobody up: they run while only reading, and what they find is published once or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, spec
+from tula_service.store import Store, Transaction
+from tula_service.usecases import fitting, planning, register, runs, settle
+from tula_service.usecases.access import ANONYMOUS
+
+OPEN = ("pending", "claimed", "running")
+
+
+class Watched(Store):
+    """A store that knows, by thread, whether a writing transaction is open."""
+
+    writing = threading.local()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        with super().transaction() as tx:
+            self.writing.now = True
+            try:
+                yield tx
+            finally:
+                self.writing.now = False
+
+
+def planned_twice(cluster: Cluster, job_id: str) -> list[wire.Configuration]:
+    planned = [run.configuration for run in cluster.job(job_id).plan if run.state != "cancelled"]
+    return [configuration for configuration, times in Counter(planned).items() if times > 1]
+
+
+def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(store.engine)
+    calls: Counter[str] = Counter()
+
+    def seen(name: str, original):  # type: ignore[no-untyped-def]
+        def wrapped(*args, **options):  # type: ignore[no-untyped-def]
+            calls[name] += 1
+            assert not getattr(Watched.writing, "now", False), f"{name} ran inside a writing transaction"
+            return original(*args, **options)
+
+        return wrapped
+
+    monkeypatch.setattr(fitting, "fit_step_time", seen("fit", fitting.fit_step_time))
+    monkeypatch.setattr(planning, "plan", seen("plan", planning.plan))
+    cluster = Cluster(watched)
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    register.change(watched, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
+    best = cluster.recommendation(job_id).chosen
+    assert best is not None
+    cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
+    assert calls["fit"] > 5
+    assert calls["plan"] > 5
+
+
+def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = cluster.register().job.id
+    found = planning.draft
+    raced: list[int] = []
+
+    def beaten(tx, job, **options):  # type: ignore[no-untyped-def]
+        decided = found(tx, job, **options)
+        if len(raced) < 2:
+            raced.append(job.data_version)
+            with cluster.store.transaction() as other:
+                other.jobs.bump(job.id)
+        return decided
+
+    monkeypatch.setattr(planning, "draft", beaten)
+    cluster.work(job_id)
+    assert len(raced) == 2
+    assert cluster.job(job_id).state == "ready"
+    assert planned_twice(cluster, job_id) == []
+
+
+def test_a_job_whose_data_never_rests_is_planned_under_its_lock(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = cluster.register().job.id
+    compute, raced = settle.recommend.compute, []
+
+    def beaten(tx, job, objective):  # type: ignore[no-untyped-def]
+        raced.append(job.data_version)
+        if len(raced) <= settle._ATTEMPTS:
+            with cluster.store.transaction() as other:
+                other.jobs.bump(job.id)
+        return compute(tx, job, objective)
+
+    monkeypatch.setattr(settle.recommend, "compute", beaten)
+    body = settle.settle(cluster.store, job_id)
+    assert len(raced) == settle._ATTEMPTS + 1
+    assert wire.read(wire.Recommendation, body).job_id == job_id
+
+
+def test_runs_that_end_together_are_planned_for_once(store: Store) -> None:
+    cluster = Cluster(store)
+    job_id = cluster.register(spec(profiling={"max_runs": 6})).job.id
+    held = []
+    while (run := runs.claim(store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run) is not None:
+        cluster.patch(run.id, "running")
+        cluster.send(run, cluster.times(run.configuration, 20))
+        held.append(run)
+    assert len(held) >= 3
+    with ThreadPoolExecutor(len(held)) as threads:
+        ended = list(threads.map(lambda run: cluster.patch(run.id, "succeeded").state, held))
+    assert ended == ["succeeded"] * len(held)
+    assert planned_twice(cluster, job_id) == []
+    cluster.work(job_id)
+    job = cluster.job(job_id)
+    assert job.state == "ready"
+    assert planned_twice(cluster, job_id) == []
+    assert len(job.plan) <= 6
+
+
+def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_search(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = cluster.register().job.id
+    with monkeypatch.context() as dying:
+        dying.setattr(runs, "settle", lambda *_: None)
+        first = cluster.work(job_id)
+    assert not any(run.state in OPEN for run in cluster.job(job_id).plan)
+    rest = cluster.work(job_id)
+    assert rest, "the next claim found the plan due and made it"
+    assert cluster.job(job_id).state == "ready"
+    assert cluster.job(job_id).runs_done == len(first) + len(rest)
