@@ -185,7 +185,7 @@ class JobPage(WireModel):
     """One page of jobs; `next_cursor` is None on the last."""
 
     jobs: list[JobSummary]
-    total: int
+    total: int = Field(description="How many match; counted up to 1,000, so 1,000 means at least so many.")
     next_cursor: str | None = None
 
 

@@ -106,6 +106,7 @@ jobs = sa.Table(
     sa.UniqueConstraint("project_id", "idempotency_key"),
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
+    sa.Index("ix_jobs_listed", "project_id", "key", "state", "name", "model_name"),  # all that a list filters on
     sa.Index("ix_jobs_model_name", "model_name"),
 )
 
