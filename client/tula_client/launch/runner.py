@@ -211,7 +211,7 @@ class Runner:
     def cancel_left(self) -> None:
         """Cancel what commands of an earlier `tula` in this folder still have running elsewhere."""
         for launch_id in cancel_left(self._work, self.options.inherited):
-            self._reporter.note(f"Cancelled {launch_id}, which an interrupted start had left behind.")
+            self._reporter.note(f"Ran the stop command of {launch_id}, which an interrupted start had left behind.")
 
     def release(self, run: Run) -> None:
         """Give the lease back; if the service is away, the lease runs out by itself."""

@@ -16,6 +16,9 @@ from tula_client.launch._errors import WorkDirBusyError
 
 __all__ = ["WorkDir"]
 
+_FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
+"""Ray takes lines that differ in digits only for the same one, and would show one rank's stack of many."""
+
 
 class WorkDir:
     """One folder per job; everything in it survives `tula`, so that the same command goes on where it stopped."""
@@ -63,7 +66,7 @@ class WorkDir:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"env_vars": variables}, file)
+            json.dump({"env_vars": {**_FOR_RAY, **variables}}, file)
         return path
 
     def load(self, name: str) -> dict[str, Any] | None:

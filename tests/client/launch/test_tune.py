@@ -171,7 +171,7 @@ def test_what_a_vanished_machine_left_in_a_queue_is_cancelled_by_the_next_tula(t
     tune(again, service, notes)
     (left,) = tmp_path.glob("cancelled-r0-*")
     assert notes.notes == [
-        f"Cancelled {left.name.removeprefix('cancelled-')}, which an interrupted start had left behind."
+        f"Ran the stop command of {left.name.removeprefix('cancelled-')}, which an interrupted start had left behind."
     ]
     assert not list(again.work.path.glob("submitted-*"))
 
