@@ -7,7 +7,11 @@ whatever it had reached, so a workload's readings end before the first one that 
 device's capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space
 shrinks when memory is short). Workloads with fewer than three readings left are not scored, and counted. `memory.raw.*`
 are the same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
-`memory.analytic.*` are the figures with its slope as prior. All figures are fractions.
+`memory.analytic.*` are the figures with its slope as prior. `memory.three.*` are those from the three smallest batches.
+
+`memory.safety.holds` takes the largest reading as the capacity: the share of workloads whose maximum batch, asked for
+with a safety of 95 %, is no larger than the batch that was read there, and `memory.safety.used` the median of the one
+over the other. All figures are fractions.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from tula_service.perfmodel import MemoryObservations, MemoryPrior, fit_memory
 
 _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
+_SAFETY = 0.95
 
 
 def capacity_bytes(gpu: str) -> float:
@@ -59,19 +64,24 @@ def analytic_prior(workload: MemoryWorkload) -> MemoryPrior | None:
 
 
 def score(
-    workloads: Sequence[MemoryWorkload], prefix: str, *, near_capacity: bool, analytic: bool = False
+    workloads: Sequence[MemoryWorkload],
+    prefix: str,
+    *,
+    near_capacity: bool = True,
+    analytic: bool = False,
+    known: int = 2,
 ) -> dict[str, float]:
-    """Error at the largest batch and over all batches beyond the second, coverage of the 90 % intervals."""
+    """Error at the largest batch and over all batches beyond the `known` smallest, coverage of the 90 % intervals."""
     largest, beyond, inside, linear = [], [], [], []
     for workload in workloads:
         valid = valid_readings(workload, near_capacity=near_capacity)
-        if valid < 3:
+        if valid <= known:
             continue
         batches, read = workload.local_batch_size[:valid], workload.memory_bytes[:valid]
         prior = analytic_prior(workload) if analytic else None
-        model = fit_memory(MemoryObservations(batches[:2], read[:2]), prior=prior)  # type: ignore[arg-type]
-        predicted = model.predict([float(batch) for batch in batches[2:]])
-        errors = abs(predicted.mean_bytes / read[2:] - 1.0)
+        model = fit_memory(MemoryObservations(batches[:known], read[:known]), prior=prior)  # type: ignore[arg-type]
+        predicted = model.predict([float(batch) for batch in batches[known:]])
+        errors = abs(predicted.mean_bytes / read[known:] - 1.0)
         largest.append(float(errors[-1]))
         beyond.extend(errors.tolist())
         inside.append(float(predicted.low_bytes[-1] <= read[-1] <= predicted.high_bytes[-1]))
@@ -90,6 +100,23 @@ def score(
     }
 
 
+def safety(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
+    """How often the maximum batch from the two smallest really fits into the largest reading, and how much it uses."""
+    shares = []
+    for workload in workloads:
+        valid = valid_readings(workload)
+        if valid < 3:
+            continue
+        batches, read = workload.local_batch_size[:valid], workload.memory_bytes[:valid]
+        model = fit_memory(MemoryObservations(batches[:2], read[:2]))  # type: ignore[arg-type]
+        shares.append(model.max_local_batch_size(read[-1], safety_probability=_SAFETY) / batches[-1])
+    return {
+        "memory.safety.stated": _SAFETY,
+        "memory.safety.holds": mean([float(share <= 1.0) for share in shares]),
+        "memory.safety.used": median(shares),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
@@ -99,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workloads = read_memory(options.grids)
     if not workloads:
         parser.error("the table has no workload; check --grids.")
-    figures = score(workloads, "memory", near_capacity=True) | score(workloads, "memory.raw", near_capacity=False)
-    kinds = [("valid readings", "memory"), ("all that rise", "memory.raw")]
+    figures = score(workloads, "memory") | score(workloads, "memory.raw", near_capacity=False)
+    figures |= score(workloads, "memory.three", known=3) | safety(workloads)
+    kinds = [("valid readings", "memory"), ("all that rise", "memory.raw"), ("three smallest", "memory.three")]
     counted = [workload for workload in workloads if analytic_prior(workload) is not None]
     if counted:
-        figures |= score(counted, "memory.analytic", near_capacity=True, analytic=True)
+        figures |= score(counted, "memory.analytic", analytic=True)
         kinds.append(("with a counted slope", "memory.analytic"))
     rows = [
         [name, f"{figures[f'{prefix}.workloads']:.0f}"]
@@ -113,6 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     header = ["two smallest -> largest", "workloads", "median", "p90", "coverage", "line: median", "p90"]
     print_table("memory", header, rows)
+    print(
+        f"maximum batch at a safety of {100 * _SAFETY:.0f} %: fits in {100 * figures['memory.safety.holds']:.1f} % of "
+        f"workloads, uses {100 * figures['memory.safety.used']:.0f} % of the largest that does (median)"
+    )
     write_json(options.json, figures)
     return 0
 

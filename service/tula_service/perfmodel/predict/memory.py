@@ -21,10 +21,10 @@ from tula_service.perfmodel.predict.observations import FloatArray, MemoryObserv
 
 __all__ = ["MemoryModel", "MemoryPredictions", "MemoryPrior", "fit_memory"]
 
-_RELATIVE_NOISE = 0.01
-_ALLOCATOR_BYTES = 30.0 * 2**20  # allocators reserve blocks of 2 and 20 MiB
+_ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
+_READING_NOISE, _GROWTH_NOISE = 0.002, 0.03  # of the whole; of what grows: static memory does not fluctuate
 _SHARE_CENTRE, _SHARE_SD = 0.0, 1.2  # log odds: at the smallest batch half of the memory grows, give or take a lot
-_JUMPS = ((1.0, 0.8), (8.0, 0.2))  # one job in five: a reading jumps with the work space of another kernel
+_JUMPS = ((0.0, 0.8), (0.08, 0.2))  # (of the reading, chance): it jumps with the work space of another kernel
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space come on top of the bytes that one can count
 _POWER_CENTRE, _POWER_SD = 0.97, 0.03
 _PREDICTION_NOISE, _PREDICTION_DOF = 0.03, 4.0
@@ -185,16 +185,18 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
     smallest = float(batches.min()) if batches.size else _DEFAULT_BATCH
     share, power = (values.ravel() for values in np.meshgrid(_SHARES, _POWERS))
     # Rows of log level = value - offset: each reading, then what analysis knows of the two parts at the smallest batch.
-    rows = list(np.log(peaks)[:, None] - _log_growth(share, power, batches / smallest).T)
+    growth = _log_growth(share, power, batches / smallest).T
+    rows = list(np.log(peaks)[:, None] - growth)
+    growing = 1.0 - (1.0 - share) / np.exp(growth)
+    noise = _READING_NOISE**2 + (_ALLOCATOR_BYTES / peaks[:, None]) ** 2 + (_GROWTH_NOISE * growing) ** 2
     known = []
     if static is not None:
         rows.append(math.log(static) - np.log1p(-share))
-        known.append(prior.static_sd**2)
+        known.append(np.full(share.size, prior.static_sd**2))
     if prior.bytes_per_sample is not None:
         rows.append(math.log(_OVER_ANALYSIS * prior.bytes_per_sample * smallest) - np.log(share))
-        known.append(prior.bytes_per_sample_sd**2)
-    reading = _RELATIVE_NOISE**2 + (_ALLOCATOR_BYTES / peaks) ** 2
-    parts = [_combine(np.array(rows), np.array([*(reading * factor**2), *known])) for factor, _ in _JUMPS]
+        known.append(np.full(share.size, prior.bytes_per_sample_sd**2))
+    parts = [_combine(np.array(rows), np.array([*(noise + jump**2), *known])) for jump, _ in _JUMPS]
     level, spread = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     log_weight = np.concatenate(
         [_log_prior(share, power) + part[2] + math.log(chance) for part, (_, chance) in zip(parts, _JUMPS, strict=True)]
@@ -209,6 +211,12 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
     order = np.lexsort((peaks, batches))
     if bool((np.diff(peaks[order]) < -_FALL * peaks[order][:-1]).any()):
         notes = (*notes, "Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
+    if batches.size and float(batches.max()) >= failed_from:
+        notes = (
+            *notes,
+            f"Batch {failed_from:g} ran out of memory, but batch {batches.max():g} was also read as fitting: one "
+            "of them is wrong, or others used the device too; batches below the failed one are offered.",
+        )
     if batches.size and np.unique(batches).size == 1 and prior.bytes_per_sample is None and static is None:
         notes = (*notes, "Memory was read at one batch only: how it grows with the batch rests on the prior.")
     weight = np.exp(log_weight - log_weight.max())
@@ -236,11 +244,11 @@ def _log_growth(share: FloatArray, power: FloatArray, ratio: FloatArray) -> Floa
 def _combine(rows: FloatArray, variances: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Weighted mean of each column, its standard deviation, and the log likelihood with the level integrated out."""
     precision = 1.0 / variances
-    total = float(precision.sum())
-    level = precision @ rows / total
-    surprise = precision @ (rows - level) ** 2
-    height = 0.5 * (float(np.log(precision).sum()) - math.log(total))
-    return np.asarray(level), np.full(level.size, math.sqrt(1.0 / total)), np.asarray(height - 0.5 * surprise)
+    total = precision.sum(axis=0)
+    level = (precision * rows).sum(axis=0) / total
+    surprise = (precision * (rows - level) ** 2).sum(axis=0)
+    height = 0.5 * (np.log(precision).sum(axis=0) - np.log(total))
+    return np.asarray(level), np.asarray(1.0 / np.sqrt(total)), np.asarray(height - 0.5 * surprise)
 
 
 def _log_prior(share: FloatArray, power: FloatArray) -> FloatArray:

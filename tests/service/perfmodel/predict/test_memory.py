@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,6 +69,24 @@ def test_one_reading_is_enough_for_a_wide_answer_and_counted_bytes_narrow_it():
     assert narrow.mean_bytes[0] == pytest.approx(line(256), rel=0.15)
 
 
+def test_static_memory_does_not_fluctuate_so_a_small_growth_beside_it_is_read_as_it_is():
+    # A tiny network: nearly all is context and libraries, and 8 more examples cost 36 MiB.
+    mib = 2.0**20
+    model = fit_memory(MemoryObservations([8, 16], [1731 * mib, 1767 * mib]))
+    assert model.predict([128.0]).mean_bytes[0] == pytest.approx((1731 + 4.5 * 120) * mib, rel=0.2)
+
+
+@pytest.mark.parametrize("overhead", [1.0, 1.1, 1.3, 1.5])
+def test_a_counted_slope_beside_two_readings_pulls_a_jump_back_and_bends_to_what_was_measured(overhead):
+    counted = MemoryPrior(bytes_per_sample=0.03 * GIB / overhead)
+    clean = fit_memory(MemoryObservations([8, 16], [line(8), line(16)]), prior=counted)
+    assert clean.predict([128.0]).mean_bytes[0] == pytest.approx(line(128), rel=0.1)
+    jumped = MemoryObservations([8, 16], [line(8), 1.08 * line(16)])
+    alone, beside = fit_memory(jumped).predict([128.0]), fit_memory(jumped, prior=counted).predict([128.0])
+    assert abs(beside.mean_bytes[0] - line(128)) < abs(alone.mean_bytes[0] - line(128))
+    assert beside.low_bytes[0] < line(128) < beside.high_bytes[0]
+
+
 def test_an_analytic_slope_alone_gives_a_bound_that_is_called_a_prior():
     model = fit_memory(None, prior=MemoryPrior(bytes_per_sample=0.03 * GIB, static_bytes=2 * GIB))
     assert model.basis is Basis.PRIOR
@@ -93,6 +113,37 @@ def test_memory_that_falls_while_the_batch_grows_is_called_suspicious():
     model = fit_memory(MemoryObservations([16, 32], [line(32), line(16)]))
     assert any("fell while the batch grew" in note for note in model.notes)
     assert model.predict([64.0]).high_bytes[0] > line(32)
+
+
+def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_the_cap_holds():
+    observed = MemoryObservations([16, 32], [line(16), line(32)], [32], capacity_bytes=16 * GIB)
+    model = fit_memory(observed)
+    assert any("ran out of memory" in note and "was also read" in note for note in model.notes)
+    assert model.max_local_batch_size(16 * GIB) == 31
+    # Three GiB were read, on 16 that ran out: no curve explains it, and none becomes wild.
+    assert model.predict([16.0]).mean_bytes[0] == pytest.approx(line(16), rel=0.25)
+    assert np.isfinite(model.predict([16.0, 31.0, 64.0]).high_bytes).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    readings=st.lists(st.tuples(st.integers(1, 4096), st.floats(1e6, 2e11)), max_size=5),
+    failed=st.lists(st.integers(1, 4096), max_size=3),
+    counted=st.none() | st.floats(1.0, 1e12),
+)
+def test_whatever_is_read_the_answer_is_finite_ordered_and_below_what_failed(readings, failed, counted):
+    batches, peaks = [r[0] for r in readings], [r[1] for r in readings]
+    prior = None if counted is None else MemoryPrior(bytes_per_sample=counted)
+    if not readings and prior is None:
+        return
+    model = fit_memory(MemoryObservations(batches, peaks, failed, capacity_bytes=2e11), prior=prior)
+    predicted = model.predict([1.0, 64.0, 5000.0])
+    assert (predicted.low_bytes <= predicted.mean_bytes).all()
+    assert (predicted.mean_bytes <= predicted.high_bytes).all()
+    assert (predicted.low_bytes > 0.0).all()
+    assert np.isfinite(predicted.high_bytes).all()
+    assert (predicted.static_bytes >= 0.0).all()
+    assert model.max_local_batch_size(2e11) < min(failed, default=math.inf)
 
 
 @pytest.mark.parametrize("peak", [0.0, -1.0, float("nan"), float("inf")])
