@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
@@ -29,7 +30,7 @@ from tula_service.api import (
 )
 from tula_service.api.deps import Services, authenticate, error_answers
 from tula_service.api.edge import Edge
-from tula_service.api.metric_set import Metrics
+from tula_service.api.metric_set import MULTIPROCESS_VARIABLE, Metrics
 from tula_service.api.security import tokens
 from tula_service.api.security.limiter import Limiter
 from tula_service.settings import Settings
@@ -51,7 +52,11 @@ def create_app(settings: Settings) -> FastAPI:
         settings=settings,
         store=store,
         access=Access(store, cache_s=settings.token_cache_s, tokenless_allowed=settings.on_loopback),
-        limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
+        limiter=Limiter(
+            requests_per_minute=settings.requests_per_minute,
+            ingest_per_minute=settings.ingest_per_minute,
+            counts=_shared_counts(settings),
+        ),
         metrics=counted,
         ingest=Ingest(store, observers=(watch.observe,)),
     )
@@ -61,6 +66,7 @@ def create_app(settings: Settings) -> FastAPI:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
         yield
         services.ingest.close()
+        services.limiter.close()
         store.close()
 
     app = FastAPI(
@@ -88,6 +94,12 @@ def create_app(settings: Settings) -> FastAPI:
 def create_app_from_environment() -> FastAPI:
     """What uvicorn's workers call: settings come from the environment that `tula serve` prepared."""
     return create_app(Settings.from_environment(os.environ))
+
+
+def _shared_counts(settings: Settings) -> Path | None:
+    """Where the workers of this replica count requests together; None for one worker, which needs no file."""
+    folder = os.environ.get(MULTIPROCESS_VARIABLE)
+    return None if settings.workers == 1 or folder is None else Path(folder) / "requests.counts"
 
 
 def _routers() -> list[APIRouter]:

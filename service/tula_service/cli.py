@@ -47,24 +47,23 @@ def serve(
         _prepare(settings, migrate=migrate)
         _refuse_a_taken_port(settings)
         os.environ.update(settings.to_environment())
-        if settings.workers > 1:
-            os.environ.setdefault(MULTIPROCESS_VARIABLE, tempfile.mkdtemp(prefix="tula-metrics-"))
-        uvicorn.run(
-            "tula_service.app:create_app_from_environment",
-            factory=True,
-            host=settings.host,
-            port=settings.port,
-            workers=settings.workers,
-            access_log=False,
-            log_config=logging_config(settings.log_level),
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=settings.shutdown_s,
-            timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
-            h11_max_incomplete_event_size=64 * 1024,
-            backlog=2048,
-        )
+        with _shared_folder(settings):
+            uvicorn.run(
+                "tula_service.app:create_app_from_environment",
+                factory=True,
+                host=settings.host,
+                port=settings.port,
+                workers=settings.workers,
+                access_log=False,
+                log_config=logging_config(settings.log_level),
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=settings.shutdown_s,
+                timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
+                h11_max_incomplete_event_size=64 * 1024,
+                backlog=2048,
+            )
 
 
 def migrate(database: _Database = None) -> None:
@@ -195,6 +194,17 @@ def _prepare(settings: Settings, *, migrate: bool, listen: bool = True) -> None:
                     )
     finally:
         store.close()
+
+
+@contextmanager
+def _shared_folder(settings: Settings) -> Iterator[None]:
+    """Where several workers add up their metrics and their counts of requests, unless somebody gave a folder."""
+    if settings.workers == 1 or MULTIPROCESS_VARIABLE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="tula-workers-", ignore_cleanup_errors=True) as folder:
+        os.environ[MULTIPROCESS_VARIABLE] = folder
+        yield
 
 
 def _refuse_a_taken_port(settings: Settings) -> None:

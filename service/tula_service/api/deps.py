@@ -61,7 +61,8 @@ async def authenticate(request: Request) -> Principal:
     else:
         principal = have.access.remembered(secret)
         if principal is None:
-            have.limiter.admit_guess(request.client.host if request.client else "unknown")
+            if not have.access.has_seen(secret):
+                have.limiter.admit_guess(request.client.host if request.client else "unknown")
             principal = await run_in_threadpool(have.access.authenticate, secret)
     route = getattr(request.scope.get("route"), "path", "")
     request.scope["tula.principal"] = principal

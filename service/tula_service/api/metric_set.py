@@ -12,7 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 __all__ = ["MULTIPROCESS_VARIABLE", "Metrics"]
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Set by `tula serve --workers N` before the workers start, so that any of them answers for all."""
+"""Set by `tula serve --workers N` before the workers start: a folder that they share, so that any answers for all."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ERRORS: Final = (-0.5, -0.25, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)

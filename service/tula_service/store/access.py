@@ -113,6 +113,14 @@ class Tokens(Repository):
         """Note that the token was used just now."""
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
+    def generation(self) -> tuple[object, ...]:
+        """Changes with every token that is made, revoked or deleted, whoever does it."""
+        count, newest = sa.func.count, sa.func.max
+        figures = sa.select(
+            count(), count(tokens.c.revoked_at), newest(tokens.c.created_at), newest(tokens.c.revoked_at)
+        )
+        return tuple(self._connection.execute(figures).one())
+
     def any_usable(self) -> bool:
         """True when some token would be let in."""
         now = self._now()

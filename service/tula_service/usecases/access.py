@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from tula_service.errors import Forbidden, InvalidInput, NotFound, Unauthenticated
+from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, RunRecord, Store, TokenRecord, Transaction
 
 __all__ = [
@@ -32,7 +32,7 @@ SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"
 CACHED_TOKENS: Final = 10_000
 TOUCH_EVERY_S: Final = 60.0
-TOKENLESS_CHECK_S: Final = 2.0
+TRUSTED_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,10 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
 
 
 class Access:
-    """Turns a secret into a principal, remembering it for a few seconds so that ingest costs no query.
+    """Turns a secret into a principal, remembering it so that ingest costs no query.
 
-    The memory is bounded and only ever delays a revocation by `cache_s` (in the worker that revokes, not at all).
+    Every `cache_s` one request looks whether tokens have changed anywhere (another worker, replica or command) and if
+    so all of the memory goes: that long a revocation may take, in the worker that revokes no time at all. Bounded.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -179,25 +180,42 @@ class Access:
         self._seen: OrderedDict[str, tuple[float, Principal]] = OrderedDict()
         self._touched: OrderedDict[str, float] = OrderedDict()
         self._tokenless_until = 0.0
+        self._look_again = 0.0
+        self._generation: tuple[object, ...] = ()
 
     def remembered(self, secret: str) -> Principal | None:
-        """The principal of a secret that was checked a moment ago; never waits."""
+        """The principal of a secret that was checked before, None for the one request that has to look; never waits."""
+        now = time.monotonic()
+        if now >= self._look_again:
+            self._look_again = now + self._cache_s  # the others go on with what is known while this one looks
+            return None
         entry = self._seen.get(secret)
-        return entry[1] if entry is not None and entry[0] > time.monotonic() else None
+        return entry[1] if entry is not None and entry[0] > now else None
+
+    def has_seen(self, secret: str) -> bool:
+        """True for a secret that was right lately: asking for it again is no guess."""
+        return secret in self._seen
 
     def authenticate(self, secret: str) -> Principal:
         """The principal behind a secret. Raises Unauthenticated when it is unknown, expired or revoked."""
-        known = self.remembered(secret)
-        if known is not None:
-            return known
-        with self._store.reading() as tx:
-            token = tx.tokens.by_hash(digest(secret))
+        try:
+            with self._store.reading() as tx:
+                generation = tx.tokens.generation()
+                token = tx.tokens.by_hash(digest(secret))
+        except StoreUnavailable:
+            self._look_again = 0.0
+            raise
+        with self._lock:
+            if generation != self._generation:
+                self._seen.clear()
+                self._tokenless_until = 0.0
+                self._generation = generation
         now = self._store.now()
         if token is None:
             raise Unauthenticated("This token is unknown: create one with `tula token create`.")
         if token.revoked_at is not None:
             raise Unauthenticated("This token was revoked: create one with `tula token create`.")
-        trusted_s = self._cache_s
+        trusted_s = TRUSTED_S
         if token.expires_at is not None:
             trusted_s = min(trusted_s, (token.expires_at - now).total_seconds())
             if trusted_s <= 0:
@@ -217,7 +235,7 @@ class Access:
         with self._store.reading() as tx:
             if tx.tokens.any_usable():
                 return None
-        self._tokenless_until = time.monotonic() + TOKENLESS_CHECK_S
+        self._tokenless_until = time.monotonic() + self._cache_s
         return ANONYMOUS
 
     def forget(self) -> None:

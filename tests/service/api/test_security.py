@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -15,7 +16,9 @@ from fastapi.routing import iter_route_contexts
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tests.support.server import command
 from tula_service.api.security.scopes import AGENT_MAY, OPEN
-from tula_service.usecases.access import digest
+from tula_service.store import Store
+from tula_service.store.access import Tokens
+from tula_service.usecases.access import ANONYMOUS, digest, issue_token
 from tula_wire import MEDIA_TYPE, ProblemType, routes
 
 UNGUARDED = {
@@ -168,6 +171,50 @@ def test_revocation_works_at_once_where_it_is_asked_for(service: Service) -> Non
         assert "revoked" in str(problem(client.get(routes.JOBS), 401)["detail"])
 
 
+def test_revocation_reaches_every_other_worker_soon(
+    database_url: str, start: Callable[..., Service], open_store: Callable[..., Store]
+) -> None:
+    """Another worker, another replica, `tula token revoke`: to each it is someone else who wrote to the database."""
+    worker, elsewhere = start(database_url, token_cache_s=0.2), open_store(database_url)
+    kept, ended = worker.token("user"), worker.token("user")
+    with worker.client(kept) as good, worker.client(ended) as bad:
+        assert (good.get(routes.JOBS).status_code, bad.get(routes.JOBS).status_code) == (200, 200)
+        with elsewhere.transaction() as tx:
+            found = tx.tokens.by_hash(digest(ended))
+            assert found is not None
+            tx.tokens.revoke(found.id)
+        revoked_at = time.monotonic()
+        while bad.get(routes.JOBS).status_code == 200:
+            assert time.monotonic() - revoked_at < 5, "a revoked token is trusted on and on"
+        assert good.get(routes.JOBS).status_code == 200
+
+
+def test_a_token_made_elsewhere_ends_the_first_start(sqlite_url: str, start: Callable[..., Service]) -> None:
+    """`tula token create` beside a running service closes it to everyone without a token."""
+    worker = start(sqlite_url, token_cache_s=0.2)
+    with worker.client() as stranger:
+        assert stranger.get(routes.JOBS).status_code == 200
+        issue_token(worker.store, ANONYMOUS, name="first", scope="admin")
+        made_at = time.monotonic()
+        while stranger.get(routes.JOBS).status_code == 200:
+            assert time.monotonic() - made_at < 5, "strangers are let in on and on"
+
+
+def test_a_remembered_token_costs_no_query_until_it_is_time_to_look(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look serves all tokens for a second: a thousand agents ask the database no more often than one."""
+    looks: list[object] = []
+    look = Tokens.generation
+    monkeypatch.setattr(Tokens, "generation", lambda tokens: looks.append(tokens) or look(tokens))
+    service.app.state.services.access._cache_s = 3600.0
+    secrets = [service.token("user") for _ in range(5)]
+    clients = [service.client(secret) for secret in secrets]
+    for client in clients * 4:
+        assert client.get(routes.JOBS).status_code == 200
+    assert len(looks) <= len(secrets) + 1
+
+
 def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Service) -> None:
     """A token is never trusted past its end."""
     admin = service.token("admin")
@@ -175,8 +222,6 @@ def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Servic
         made = boss.post(routes.TOKENS, json={"name": "n", "scope": "user", "expires_in_s": 0.3}).json()
     with service.client(made["secret"]) as client:
         assert client.get(routes.JOBS).status_code == 200
-        import time
-
         time.sleep(0.35)  # the claim is about time itself
         assert "expired" in str(problem(client.get(routes.JOBS), 401)["detail"])
 

@@ -38,7 +38,7 @@ def get_tokens(caller: Caller, have: Current) -> TokenList:
 
 @router.delete(routes.TOKEN)
 def delete_token(token_id: str, caller: Caller, have: Current) -> Token:
-    """Revoke a token: at once in this worker, within seconds in others."""
+    """Revoke a token: at once in this worker, within a second in others."""
     revoked = revoke_token(have.store, caller, token_id)
     have.access.forget()
     return _wire(revoked)
