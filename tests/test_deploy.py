@@ -7,6 +7,8 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
 SETTINGS = {PREFIX + field.name.upper() for field in dataclasses.fields(Settings)}
 AGENT_VARIABLES = {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN", "TULA_JOB_ID"}
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment in the repository."""
+    command = [str(Path(sys.executable).parent / name), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -56,6 +64,16 @@ def test_the_image_is_built_in_stages_pinned_and_ends_without_root() -> None:
     assert users == ["10001:10001"]
     assert not {"ADD", "MAINTAINER"} & {word for word, _ in steps}
     assert sum(word == "HEALTHCHECK" for word, _ in steps) == 1
+
+
+def test_the_image_is_written_as_a_linter_wants_it() -> None:
+    done = tool("hadolint", "Dockerfile")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_compose_follows_the_compose_specification() -> None:
+    done = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_image_copies_what_exists_and_the_context_lets_it_through() -> None:
