@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tula_agent.channel import connect
+from tula_agent.channel import CONNECT_WITHIN_S, connect
 
 if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
@@ -84,15 +84,24 @@ class OutOfMemoryWatch:
         self._caught_at: tuple[float, int] | None = None
         self._known = threading.Event()
         self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Begin to look out, on a daemon thread."""
-        threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True).start()
+        self._thread = threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop looking out: the run is over."""
+        """Stop looking out: the run is over.
+
+        Waits for a question to the store that is under way: a thread that comes back from C++ into an interpreter that
+        is being torn down ends the process with "terminate called without an active exception" (Python before 3.14).
+        """
         self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CONNECT_WITHIN_S)
+        self._channel = None
 
     def tell(self, message: str | None, local_batch_size: int | None = None) -> None:
         """This rank is out of memory: tell the others and the service, and see that all processes end."""

@@ -68,6 +68,7 @@ class Recorder:
         self._device_clock: DeviceClock | None = None
         self._begun = False
         self._in_step = False
+        self._handles: list[Any] = []  # of hooks on optimizers
         self._observers: list[Any] = []  # optimizers that probe with the batch
         self._scaled: list[tuple[Any, dict[str, float]]] = []  # optimizers with telemetry, and what they said last
         self._batch_size: int | None = None
@@ -102,7 +103,7 @@ class Recorder:
 
     def may_repeat(self) -> bool:
         """See `Profiling.may_repeat`."""
-        repeats = self.profiling.may_repeat(self.timer.step)
+        repeats = not self.finished and self.profiling.may_repeat(self.timer.step)
         self.reporter.training = self.plan is None
         return repeats
 
@@ -140,7 +141,7 @@ class Recorder:
             if self.leads and hasattr(optimizer, "telemetry"):
                 self._scaled.append((optimizer, {}))
             if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(self._before_step)
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
@@ -184,6 +185,8 @@ class Recorder:
 
     def want_batch(self) -> None:
         """The boundary between two micro-steps."""
+        if self.finished:
+            return
         self._in_step = False
         under_way = self.timer.step
         timing = self.timer.want_batch()
@@ -201,6 +204,8 @@ class Recorder:
 
     def batch_ready(self, batch: Any, loader: Any) -> None:
         """A batch has arrived."""
+        if self.finished:
+            return
         size = batch_size_of(batch, loader)
         self.timer.batch_ready(size)
         if self._device_clock is not None:
@@ -222,7 +227,7 @@ class Recorder:
 
     def log(self, values: dict[str, Any]) -> None:
         """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
-        if not self.leads:
+        if not self.leads or self.finished:
             return
         step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
         for name, value in values.items():
@@ -234,9 +239,23 @@ class Recorder:
         self.finished = True
         if self.timer.step:
             self._read_memory()
+        self._let_go()
         self.exporter.close(self.config.exit_deadline_s, self._last_words(state, message, failed_local_batch_size))
+        self.reporter.channel = None
+        self.profiling.together = Together(None, self.guard)
         if self.dropped:
             logger.warning("%d measurements were dropped", self.dropped)
+
+    def _let_go(self) -> None:
+        """Hold nothing of the job any more: a model that lives into the interpreter's end can abort it (gloo)."""
+        if self._splitting is not None:
+            self._splitting.end()
+        for handle in self._handles:
+            handle.remove()
+        self.models, self.optimizers = [], []
+        self._handles, self._observers, self._scaled = [], [], []
+        self._splitting = self._noise = self._device_clock = self._poller = None
+        self._gradients = GradientReader(self.reporter.rows.add_value)
 
     def _last_words(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[Envelope]:
         if not self.leads and state != "out_of_memory":
@@ -326,8 +345,9 @@ class Recorder:
     def _idle(self, transport: Transport) -> None:
         if not self._asked_for_plan:
             self._ask_for_plan(transport)
-        if self._poller is not None:
-            self._poller.poll(transport)
+        poller = self._poller
+        if poller is not None:
+            poller.poll(transport)
 
     def _ask_for_plan(self, transport: Transport) -> None:
         reply = transport.get(routes.RUN.format(run_id=self.config.run_id))

@@ -23,6 +23,8 @@ __all__ = ["Run", "init"]
 T = TypeVar("T")
 
 _current: Run | None = None
+_ends_in: int | None = None  # the process that `_process_ends` is registered in
+_watching = False
 
 
 def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_accum_steps: int | None = None) -> Run:
@@ -39,6 +41,7 @@ def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_a
     with guard("reading the environment"):
         config = read_config()
     _current = Run(config, guard, dataset_size=dataset_size, epochs=epochs, grad_accum_steps=grad_accum_steps)
+    _watch_the_end(_current.active)
     return _current
 
 
@@ -68,8 +71,6 @@ class Run:
             from tula_agent.recorder import Recorder  # brings an HTTP client: only where there is somewhere to send
 
             self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps)
-            atexit.register(self._process_ends)
-            _watch_exceptions(self)
         if config.stacks_at_s is not None:
             with self.guard("showing stacks at the time limit"):
                 from tula_agent.stacks import show_at
@@ -147,7 +148,7 @@ class Run:
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
         """The framework has a batch and begins to work on it; or on `micro_steps` of them, before its next report."""
-        if self.recorder is not None:
+        if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader)
                 self.recorder.timer.more_micro_steps(micro_steps - 1)
@@ -209,7 +210,10 @@ class Run:
                 self.recorder.log(values)
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
-        """Deliver what is left, within a few seconds, and say how the run ended. Called by itself at exit."""
+        """Deliver what is left, within a few seconds, and say how the run ended. Called by itself at exit.
+
+        Afterwards nothing of the job (model, optimizer, the ranks' store) is held here any more.
+        """
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("finishing"):
                 if self._memory_watch is not None:
@@ -246,24 +250,43 @@ class Run:
         """See `tula_agent.checkpoint.resume`."""
         return import_module("tula_agent.checkpoint").resume(self, *args, **kwargs)
 
-
-def _many(value: Any) -> list[Any]:
-    if value is None:
-        return []
     def roll_back(self, *args: Any, **kwargs: Any) -> bool:
         """See `tula_agent.checkpoint.roll_back`."""
         return bool(import_module("tula_agent.checkpoint").roll_back(self, *args, **kwargs))
 
+
+def _many(value: Any) -> list[Any]:
+    if value is None:
+        return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _watch_exceptions(run: Run) -> None:
+def _watch_the_end(active: bool) -> None:
+    """Be told of the end of this process and, where there is a run, of an exception that ends it. Once per process."""
+    global _ends_in, _watching
+    if _ends_in != os.getpid():
+        _ends_in = os.getpid()
+        atexit.register(_process_ends, _ends_in)
+    if active and not _watching:
+        _watching = True
+        _watch_exceptions()
+
+
+def _process_ends(pid: int) -> None:
+    """The interpreter is about to be torn down, and must find nothing of the job held here: see docs/limits.md."""
+    global _current
+    run, _current = _current, None
+    if run is not None and os.getpid() == pid:
+        run._process_ends()
+
+
+def _watch_exceptions() -> None:
     """An exception that ends the process is reported as such; the hook that was there still runs."""
-    before = sys.excepthook
-    pid = os.getpid()
+    before, leave = sys.excepthook, sys.exit
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        if os.getpid() == pid:
+        run = _current
+        if run is not None and os.getpid() == _ends_in:
             with run.guard("reporting a failure"):
                 from tula_agent.out_of_memory import is_out_of_memory
 
@@ -273,11 +296,10 @@ def _watch_exceptions(run: Run) -> None:
                     run.finish(succeeded=False, message=f"{kind.__name__}: {error}"[:2000])
         before(kind, error, at)
 
-    sys.excepthook = hook
-    leave = sys.exit
-
     def noted(status: Any = None, /) -> NoReturn:
-        run._exit_status = status  # no hook and no exit handler is told
+        if _current is not None:
+            _current._exit_status = status  # no hook and no exit handler is told
         leave(status)
 
+    sys.excepthook = hook
     sys.exit = noted

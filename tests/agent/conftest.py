@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,15 @@ def environment(sink: Sink, tmp_path: Path) -> dict[str, str]:
 
 @dataclass
 class Done:
-    """How a process ended: its exit status as `subprocess` has it, and what it printed."""
+    """How a process ended: its exit status as `subprocess` has it, and what it printed.
+
+    Of several ranks the outputs follow each other; `codes` are the exit statuses by rank.
+    """
 
     returncode: int
     stdout: str
     stderr: str
+    codes: list[int] = field(default_factory=list)
 
     def printed(self, word: str) -> list[str]:
         """Lines of the output that begin with `word`."""
@@ -65,21 +70,28 @@ class Zygote:
             [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def start(self, argv: list[str], env: dict[str, str], folder: Path) -> int:
-        """Fork a script; its process id."""
+    def start(self, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> list[int]:
+        """Fork a script, or all ranks of one that meet as under torchrun; the process ids."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._files = (folder / "stdout", folder / "stderr")
-        order = {"argv": argv, "env": env, "stdout": str(self._files[0]), "stderr": str(self._files[1])}
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._files = [(folder / f"stdout{rank}", folder / f"stderr{rank}") for rank in range(ranks or 1)]
+        places = places_of(ranks) or [{}]
+        processes = [
+            {"env": env | place, "stdout": str(out), "stderr": str(err)}
+            for place, (out, err) in zip(places, self._files, strict=True)
+        ]
+        self._process.stdin.write(json.dumps({"argv": argv, "processes": processes}) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return list(json.loads(self._process.stdout.readline()))
 
     def wait(self) -> Done:
-        """Wait for the script that was started last."""
+        """Wait for what was started last."""
         assert self._process.stdout is not None
-        status = os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
-        return Done(status, *(path.read_text(errors="replace") for path in self._files))
+        codes = [os.waitstatus_to_exitcode(status) for status in json.loads(self._process.stdout.readline())]
+        out, err = (
+            "".join(path.read_text(errors="replace") for path in paths) for paths in zip(*self._files, strict=True)
+        )
+        return Done(codes[0], out, err, codes)
 
     def close(self) -> None:
         """End it."""
@@ -98,24 +110,43 @@ def zygote() -> Iterator[Zygote]:
     made.close()
 
 
+def places_of(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each of `ranks` processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 Launch = Callable[..., Done]
 
 
 @pytest.fixture
 def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launch:
-    """Run a script of `scripts/` in a process of its own, or in several under torchrun; its output comes back."""
+    """Run a script of `scripts/` in a process of its own, or in several under torchrun; its output comes back.
 
-    def run(name: str, *arguments: str, ranks: int = 0, expect: int | None = 0, **variables: str) -> Done:
+    `forked`: ranks are forked as they are without torchrun, which takes seconds to start and ends one for another.
+    """
+
+    def run(
+        name: str, *arguments: str, ranks: int = 0, forked: bool = False, expect: int | None = 0, **variables: str
+    ) -> Done:
         script, env = str(SCRIPTS / name), environment | variables
-        if ranks:
+        if ranks and not forked:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             ended = subprocess.run([*torchrun, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
             done = Done(ended.returncode, ended.stdout, ended.stderr)
         else:
-            zygote.start([script, *arguments], env, tmp_path)
+            zygote.start([script, *arguments], env, tmp_path, ranks)
             done = zygote.wait()
         if expect is not None:
-            assert done.returncode == expect, done.stderr[-4000:]
+            assert {done.returncode, *done.codes} == {expect}, done.stderr[-4000:]
         return done
 
     return run

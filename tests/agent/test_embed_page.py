@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,7 @@ def test_the_block_runs_as_it_stands(
 ) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    zygote.start([str(script)], environment | (one_rank if "init_process_group" in code else {}), tmp_path)
+    zygote.start([str(script)], environment, tmp_path, ranks=int("init_process_group" in code))
     done = zygote.wait()
     assert done.returncode == 0, done.stderr[-3000:]
     assert not sink.invalid

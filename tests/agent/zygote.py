@@ -1,6 +1,7 @@
 """Starts Python scripts as processes of their own within milliseconds: a parent that has imported torch forks them.
 
-Reads one JSON object a line: argv, env, stdout, stderr (files). Answers the child's process id, then its exit status.
+Reads one JSON object a line: argv, and for each process to start its env, stdout, stderr (files). Answers the process
+ids, in one line, and their wait statuses, in another, once all have ended.
 Each child ends as an interpreter started afresh would: `atexit`, exit status and signals are the script's own.
 """
 
@@ -11,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -25,24 +27,26 @@ def main() -> None:
     gc.freeze()  # what a child never touches it never copies
     for line in sys.stdin:
         order = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            become(order)
-            return
-        print(child, flush=True)
-        _, status = os.waitpid(child, 0)
-        print(status, flush=True)
+        children = []
+        for wanted in order["processes"]:
+            child = os.fork()
+            if child == 0:
+                become(order["argv"], wanted)
+                return
+            children.append(child)
+        print(json.dumps(children), flush=True)
+        print(json.dumps([os.waitpid(child, 0)[1] for child in children]), flush=True)
 
 
-def become(order: dict[str, object]) -> None:
+def become(argv: list[str], wanted: dict[str, Any]) -> None:
     """Turn this fork into `python argv`, with a clean environment and its own files."""
     os.environ.clear()
-    os.environ.update(order["env"])  # type: ignore[call-overload]
+    os.environ.update(wanted["env"])
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(str(order[name]), flags), descriptor)
+        os.dup2(os.open(wanted[name], flags), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = list(order["argv"])  # type: ignore[call-overload]
+    sys.argv = argv
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

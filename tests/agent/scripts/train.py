@@ -1,14 +1,17 @@
 """A small, seeded training that prints the digest of its final weights; what happens at which step is an argument.
 
-train.py [--epochs N] [--at STEP:WHAT] with WHAT one of raise, oom, leave, exit, term, kill, clock, fork.
+train.py [--epochs N] [--at STEP:WHAT] with WHAT one of raise, oom, leave, exit, term, kill, torn, small-disk, clock,
+fork, full-queue. Of several ranks an end comes to one (`--who`), everything else to all.
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ parser.add_argument("--clip", action="store_true")
 parser.add_argument("--uneven", action="store_true")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--trace", action="store_true", help="print a digest of the weights after every step")
+parser.add_argument("--who", type=int, default=0, help="the rank that an end comes to")
+parser.add_argument("--cut-spool", action="store_true", help="cut the agent's spool file at every step, somewhere else")
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -48,10 +54,14 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
     if name == "kill":
         print_digest(model)
         os.kill(os.getpid(), signal.SIGKILL)
+    if name in ("torn", "small-disk"):
+        write_half(and_die=name == "torn")
+    if name in ("torn", "full-queue") and run.recorder is not None:
+        run.recorder.exporter._queue_limit = 1  # everything but the newest request goes to disk
     if name == "clock":
         real = time.time
         time.time = lambda: real() - 86_400
-    if name == "fork":
+    if name in ("fork", "full-queue"):
         child = os.fork()
         if child == 0:
             run.log(loss=1.0)
@@ -60,22 +70,45 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
+def write_half(and_die: bool) -> None:
+    """Records for the spool come to disk by half: the process is killed then, or has to live with a full disk."""
+    write = os.write
+
+    def half(descriptor: int, data: bytes) -> int:
+        if not data.startswith(b"TUL1"):
+            return write(descriptor, data)
+        written = write(descriptor, data[: len(data) // 2])
+        if and_die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    os.write = half
+
+
+def cut_spool(by: int) -> None:
+    """What a crash of the machine may leave: the file ends anywhere, and the agent does not know."""
+    for path in Path(os.environ.get("TULA_SPOOL_DIR", "/nonexistent")).glob(f"*-{RANK}-*.spool"):
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, max(0, path.stat().st_size - by))
+
+
 def say(line: str) -> None:
     """In one piece: under torchrun the ranks share an unbuffered stdout."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def print_digest(model: nn.Module) -> None:
+def print_digest(model: nn.Module, label: str = "weights") -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    say(f"weights {RANK} {digest.hexdigest()}")
+    say(f"{label} {RANK} {digest.hexdigest()}")
 
 
 def main() -> None:
     arguments = parser.parse_args()
     at, _, what = arguments.at.partition(":")
+    mine = arguments.who == RANK or what not in ("raise", "oom", "leave", "exit", "term", "kill", "torn")
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     torch.manual_seed(1)
@@ -96,7 +129,7 @@ def main() -> None:
     seen = 0
     for _epoch in range(arguments.epochs):
         for inputs, labels in run.steps(loader):
-            if at and seen == int(at):
+            if at and seen == int(at) and mine:
                 happen(what, model, run)
             last = (seen + 1) % arguments.accumulate == 0
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
@@ -115,6 +148,10 @@ def main() -> None:
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             run.log(loss=loss)
+            if arguments.trace:
+                print_digest(model, f"step {seen}")
+            if arguments.cut_spool:
+                cut_spool(seen)
             seen += 1
             if arguments.pause:
                 time.sleep(arguments.pause)
