@@ -34,4 +34,28 @@
     const named = (node) => node.textContent.trim() || node.ariaLabel || node.labels?.[0]?.textContent.trim();
     return controls.filter((node) => node.checkVisibility() && !named(node)).map((node) => node.outerHTML);
   },
+
+  // WCAG 2.1, 4.1.1 and 1.3.1: no id twice, no level of headings left out, every cell under a heading.
+  structure() {
+    const wrong = [], ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+    for (const id of new Set(ids.filter((each, at) => ids.indexOf(each) !== at))) wrong.push(`id ${id} twice`);
+    let level = 0;
+    for (const node of document.querySelectorAll("h1, h2, h3, h4")) {
+      const next = Number(node.tagName[1]);
+      if (next > level + 1) wrong.push(`h${level} is followed by ${node.outerHTML.slice(0, 60)}`);
+      level = next;
+    }
+    for (const table of document.querySelectorAll("table")) {
+      const heads = table.querySelectorAll("thead th[scope=col]").length;
+      for (const row of table.querySelectorAll("tbody tr")) if (row.cells.length !== heads) wrong.push(`${row.cells.length} cells under ${heads} headings: ${row.innerText.slice(0, 60)}`);
+    }
+    return wrong;
+  },
+
+  // WCAG 2.1, 2.1.1: what scrolls by itself can be reached, and so scrolled, with the keyboard, and has a name.
+  unreachable() {
+    const scrolls = (node) => node.scrollWidth > node.clientWidth + 1 && ["auto", "scroll"].includes(getComputedStyle(node).overflowX);
+    const holds = (node) => node.tabIndex >= 0 && (node.ariaLabel || node.getAttribute("aria-labelledby"));
+    return [...document.querySelectorAll("body *")].filter((node) => node.checkVisibility() && scrolls(node) && !holds(node)).map((node) => node.outerHTML.slice(0, 90));
+  },
 })

@@ -31,8 +31,8 @@ def draw_all(page: Page) -> None:
 def check(page: Page, name: str) -> None:
     """What holds for every page: no sideways scrolling, enough contrast, a name on every control; and a picture."""
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-    assert page.evaluate(f"{CHECKS.strip()}.contrast()") == []
-    assert page.evaluate(f"{CHECKS.strip()}.nameless()") == []
+    for wrong in ("contrast", "nameless", "structure", "unreachable"):
+        assert page.evaluate(f"{CHECKS.strip()}.{wrong}()") == [], wrong
     assert page.locator("h1").count() == 1
     assert picture(page, name).stat().st_size > 5000
 
@@ -102,6 +102,7 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
 def test_what_if_answers_as_one_types_and_explains_a_wrong_value(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/jobs/{seeded.job_id}")
     answer = page.locator("#whatif-answer")
+    expect(answer.locator("tbody tr")).to_have_text(re.compile("same"))  # the recommendation, before anything is typed
     page.get_by_role("textbox", name="Nodes").fill("2, 4")
     page.get_by_role("textbox", name="Global batch").fill("256")
     expect(answer.locator("tbody tr")).to_have_count(2)
@@ -122,12 +123,42 @@ def test_a_run_is_live_and_zoom_asks_for_more(visit: Visit, seeded: Seeded) -> N
     seeded.telemetry(run_id, 1, range(3000, 3010), {"loss": [0.5] * 10})
     expect(figure.locator(".subtitle")).to_contain_text("of 3,010 points")
     with page.expect_response(lambda answer: "charts/loss" in answer.url and "first_step=100" in answer.url) as zoomed:
-        figure.get_by_label("From step").fill("100")
-        figure.get_by_label("to", exact=True).fill("120")
-        figure.get_by_role("button", name="Show").press("Enter")
+        page.get_by_label("From step").fill("100")
+        page.get_by_label("to", exact=True).fill("120")
+        page.get_by_role("button", name="Show").press("Enter")
     assert [row["step"] for row in zoomed.value.json()["datasets"]["loss"]] == list(range(100, 121))
+    assert "first_step=100" in page.url, "the address keeps the view, so that it can be shared"
     with page.expect_response(lambda answer: "charts/loss" in answer.url and "first_step" not in answer.url):
-        figure.get_by_role("button", name="All steps").click()
+        page.get_by_role("button", name="All steps").click()
+
+
+def test_one_pointer_reads_every_chart_of_a_run(visit: Visit, seeded: Seeded) -> None:
+    page = visit(f"/runs/{seeded.runs['lars']}")
+    draw_all(page)
+    loss, norm = page.locator("[data-chart$='/loss']"), page.locator("[data-chart$='/gradient'] .readout")
+    loss.scroll_into_view_if_needed()
+    expect(loss.locator(".readout")).to_have_text(re.compile(r"^Last step 2,999: loss [\d.]+$"))
+    box = loss.locator("svg.marks").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.4)
+    expect(loss.locator(".readout")).to_have_text(re.compile(r"^At step 1,\d{3}: loss [\d.]+$"))
+    expect(norm).to_have_text(re.compile(r"^At step 1,\d{3}: grad norm [\d.]+, gradient variability [\d.]+$"))
+
+
+def test_a_job_is_archived_from_its_page_and_brought_back(visit: Visit, seeded: Seeded) -> None:
+    made = seeded.post(routes.JOBS, specification("to-archive"))["job"]["id"]
+    page = visit(f"/jobs/{made}")
+    page.get_by_role("button", name="Archive").click()
+    expect(page.locator("[data-live='head'] .state")).to_have_text("archived")
+    page.get_by_role("button", name="Bring back").click()
+    expect(page.locator("[data-live='head'] .state")).to_have_text("planning")
+
+
+def test_the_list_of_jobs_follows_what_happens(visit: Visit, seeded: Seeded) -> None:
+    page = visit("/?search=follows")
+    expect(page.get_by_role("heading", name="No job matches")).to_be_visible()
+    seeded.post(routes.JOBS, specification("follows"))
+    expect(page.get_by_role("link", name="follows")).to_be_visible(timeout=20_000)
 
 
 def test_dragging_over_a_chart_zooms(visit: Visit, seeded: Seeded) -> None:

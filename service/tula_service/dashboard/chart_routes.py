@@ -11,7 +11,7 @@ from tula_service.dashboard import charts
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.errors import NotFound
 from tula_service.usecases import ledger, recommend, register, runs, thresholds
-from tula_service.usecases.telemetry import read_series
+from tula_service.usecases.telemetry import memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, TelemetrySeries, read, routes
 
 __all__ = ["quality_runs", "router", "series_of"]
@@ -25,6 +25,7 @@ _ANSWER: Final[dict[int | str, dict[str, Any]]] = {
 }
 QUALITY_COLUMNS = ("validation_accuracy", "accuracy", "loss")
 MOST_QUALITY_RUNS = 24
+MOST_TRAININGS = 200
 
 
 @router.get(routes.JOB_CHART, response_class=Response, responses=_ANSWER)
@@ -44,7 +45,11 @@ def get_job_chart(
         raise NotFound(_unknown("job", name, (*charts.JOB_CHARTS, "quality")), field="name")
     recommendation = read(Recommendation, recommend.get(here.store, here.principal, job_id, objective))
     entries = ledger.entries(here.store, here.principal, job_id)
-    return _answer(charts.job_chart(name, job, recommendation, entries, quantity=quantity), format)
+    trainings = []
+    if name == "accuracy":
+        trainings = runs.list_runs(here.store, here.principal, job_id, kind="train", limit=MOST_TRAININGS).runs
+    spec = charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
+    return _answer(spec, format)
 
 
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
@@ -62,18 +67,22 @@ def get_run_chart(
     run = runs.get(here.store, here.principal, run_id)
     if name not in charts.RUN_CHARTS:
         raise NotFound(_unknown("run", name, charts.RUN_CHARTS), field="name")
-    found = {}
+    found, trends = {}, {}
     for column in charts.columns_of(name):
-        series = series_of(
+        series, trend = series_of(
             here, run_id, column, rank=rank, max_points=max_points, first_step=first_step, last_step=last_step
         )
         if series is not None:
             found[column] = series
+        if trend is not None:
+            trends[column] = trend
+    if name == "memory" and not found and (readings := memory_of(here.store, here.principal, run_id)):
+        return _answer(charts.rank_memory(run, readings), format)
     limits = None
     if name == "gradient":
         body = thresholds.current(here.store, here.principal, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
-    return _answer(charts.run_chart(name, run, found, limits), format)
+    return _answer(charts.run_chart(name, run, found, limits, trends), format)
 
 
 def series_of(
@@ -85,10 +94,10 @@ def series_of(
     max_points: int = 1200,
     first_step: int | None = None,
     last_step: int | None = None,
-) -> TelemetrySeries | None:
-    """A column, or None when the run never reported it."""
+) -> tuple[TelemetrySeries, TelemetrySeries | None] | tuple[None, None]:
+    """A column and its trend (None for a short one), or nothing when the run never reported it."""
     try:
-        return read_series(
+        return read_with_trend(
             here.store,
             here.principal,
             run_id,
@@ -101,15 +110,15 @@ def series_of(
     except NotFound as missing:
         if missing.field != "column":
             raise
-        return None
+        return None, None
 
 
 def quality_runs(here: Visitor, job_id: str) -> list[charts.QualityRun]:
     """Training runs with the first of accuracy on held-out data, accuracy, or loss that any of them reports."""
     listed = runs.list_runs(here.store, here.principal, job_id, kind="train", limit=MOST_QUALITY_RUNS).runs
     for column in QUALITY_COLUMNS:
-        series = [(run, series_of(here, run.id, column, max_points=400)) for run in listed]
-        found = [charts.QualityRun(run, each) for run, each in series if each is not None]
+        series = [(run, *series_of(here, run.id, column, max_points=400)) for run in listed]
+        found = [charts.QualityRun(run, trend or each) for run, each, trend in series if each is not None]
         if found:
             return found
     return []

@@ -57,6 +57,31 @@ def signed(share: float | None) -> str:
     return percent(share, signed=True)
 
 
+def saving(share: float | None) -> str:
+    """The share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
+    if share is None or not math.isfinite(share):
+        return NOTHING
+    if abs(share) < 0.005:
+        return "the same"
+    return (
+        f"{share * 100:.0f} % less"
+        if share > 0
+        else f"{1 - share:.3g} × as long"
+        if share < -0.5
+        else f"{-share * 100:.0f} % more"
+    )
+
+
+def against(value: float, other: float) -> str:
+    """`value` beside `other`, as a signed percentage; a factor where that says more."""
+    if not (other > 0 and math.isfinite(value)):
+        return NOTHING
+    ratio = value / other
+    if abs(ratio - 1) < 0.0005:
+        return "same"
+    return f"{ratio:.3g} ×" if ratio >= 2 else f"{(ratio - 1) * 100:+.1f} %"
+
+
 def _interval(estimate: Estimate | None, show: Callable[[float | None], str]) -> str:
     return NOTHING if estimate is None else f"{show(estimate.low)} to {show(estimate.high)}"
 
@@ -92,6 +117,8 @@ FILTERS: dict[str, Callable[..., str]] = {
     "size": size,
     "percent": percent,
     "signed": signed,
+    "saving": saving,
+    "against": against,
     "duration_interval": duration_interval,
     "money_interval": money_interval,
     "moment": moment,

@@ -11,12 +11,13 @@ from starlette.responses import HTMLResponse
 from tula_service.dashboard import charts
 from tula_service.dashboard.chart_routes import quality_runs
 from tula_service.dashboard.charts.quality import method_name
+from tula_service.dashboard.happenings import KINDS, happenings
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.dashboard.templating import render
-from tula_service.usecases import ledger, recommend, register, runs
+from tula_service.usecases import events, ledger, recommend, register, runs
 from tula_service.usecases.access import visible_tokens
 from tula_service.usecases.projects import visible_projects
-from tula_wire import JobState, Objective, Recommendation, read
+from tula_wire import Candidate, JobState, Objective, Recommendation, read
 
 __all__ = ["router"]
 
@@ -24,6 +25,7 @@ router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 PAGE = 50
 MOST_CANDIDATES = 60
+MOST_EVENTS = 12
 
 
 @router.get("/")
@@ -45,8 +47,10 @@ def jobs_page(
         cursor=cursor,
         limit=PAGE,
     )
-    kept = {"search": search, "state": state} | ({"archived": "true"} if archived else {})
+    kept = {"search": search, "state": wanted or ""} | ({"archived": "true"} if archived else {})
+    kept = {name: value for name, value in kept.items() if value}
     following = f"/?{urlencode({**kept, 'cursor': page.next_cursor})}" if page.next_cursor else None
+    newest = f"/?{urlencode(kept)}" if cursor is not None else None
     return _page(
         here,
         "jobs.html",
@@ -56,7 +60,7 @@ def jobs_page(
         archived=archived,
         states=get_args(JobState),
         following=following,
-        is_first=cursor is None,
+        newest=newest,
     )
 
 
@@ -65,7 +69,8 @@ def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTM
     """Everything about one job."""
     job = register.get(here.store, here.principal, job_id)
     recommendation = read(Recommendation, recommend.get(here.store, here.principal, job_id, objective))
-    ranked = sorted(recommendation.candidates, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
+    ranked = _ranked(recommendation)
+    listed = events.recent(here.store, here.principal, job_id, kinds=KINDS, limit=MOST_EVENTS)
     return _page(
         here,
         "job.html",
@@ -73,10 +78,12 @@ def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTM
         recommendation=recommendation,
         candidates=ranked[:MOST_CANDIDATES],
         left_out=max(0, len(ranked) - MOST_CANDIDATES),
+        landmarks=_landmarks(recommendation),
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
         trainings=runs.list_runs(here.store, here.principal, job_id, kind="train", limit=20).runs,
         ledger=ledger.entries(here.store, here.principal, job_id, limit=20).entries,
+        happenings=happenings(listed),
     )
 
 
@@ -84,15 +91,9 @@ def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTM
 def quality_page(job_id: str, here: Here) -> HTMLResponse:
     """Methods of large-batch training side by side."""
     job = register.get(here.store, here.principal, job_id)
-    compared: list[dict[str, Any]] = []
     found = quality_runs(here, job_id)
-    for each in found:
-        values = [value for value in each.series.values if value is not None]
-        if values:
-            best = min(values) if each.series.column == "loss" else max(values)
-            compared.append({"run": each.run, "method": method_name(each.run), "last": values[-1], "best": best})
     column = found[0].series.column if found else "accuracy"
-    compared.sort(key=lambda row: row["last"], reverse=column != "loss")
+    compared = _compared(found, column)
     return _page(here, "quality.html", job=job, compared=compared, column=column)
 
 
@@ -101,7 +102,8 @@ def run_page(run_id: str, here: Here) -> HTMLResponse:
     """One run, live while it lasts."""
     run = runs.get(here.store, here.principal, run_id)
     job = register.get(here.store, here.principal, run.job_id)
-    return _page(here, "run.html", run=run, job=job, names=charts.RUN_CHARTS)
+    listed = events.recent(here.store, here.principal, job.id, kinds=KINDS, run_id=run_id, limit=MOST_EVENTS)
+    return _page(here, "run.html", run=run, job=job, names=charts.RUN_CHARTS, happenings=happenings(listed))
 
 
 @router.get("/admin")
@@ -115,6 +117,48 @@ def admin_page(here: Here) -> HTMLResponse:
         projects=projects,
         project_names={project.id: project.name for project in projects},
     )
+
+
+def _ranked(recommendation: Recommendation) -> list[Candidate]:
+    """The chosen candidate, the runner-up, then the rest by what the objective looks at, excluded ones last."""
+    by_cost = recommendation.objective == "cost"
+
+    def place(each: Candidate) -> tuple[int, bool, float]:
+        estimate = each.cost_usd if by_cost and each.cost_usd is not None else each.total_time_s
+        first = 0 if each == recommendation.chosen else 1 if each == recommendation.runner_up else 2
+        return first, each.excluded_by is not None, estimate.value
+
+    return sorted(recommendation.candidates, key=place)
+
+
+def _landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
+    """Chosen, runner-up, least time and least cost, one row for those that coincide."""
+    named: list[tuple[str, Candidate]] = []
+    for name, candidate in charts.landmarks(recommendation):
+        at = next((row for row, (_, other) in enumerate(named) if other == candidate), None)
+        if at is None:
+            named.append((name, candidate))
+        else:
+            named[at] = (f"{named[at][0]}, {name}", candidate)
+    return named
+
+
+def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any]]:
+    """A row per run, best first; its distance from plain large batches where runs of those have the same batch."""
+    rows: list[dict[str, Any]] = []
+    for each in found:
+        values = [value for value in each.series.values if value is not None]
+        if values:
+            best = min(values) if column == "loss" else max(values)
+            rows.append({"run": each.run, "method": method_name(each.run), "last": values[-1], "best": best})
+    plain: dict[int, list[float]] = {}
+    for row in rows:
+        if row["run"].method == "lbt":
+            plain.setdefault(row["run"].configuration.global_batch_size, []).append(row["last"])
+    for row in rows:
+        base = plain.get(row["run"].configuration.global_batch_size, [])
+        row["gain"] = row["last"] - sum(base) / len(base) if base and row["run"].method != "lbt" else None
+    return sorted(rows, key=lambda row: row["last"], reverse=column != "loss")
 
 
 def _page(here: Visitor, name: str, **context: Any) -> HTMLResponse:

@@ -20,6 +20,7 @@ router = APIRouter(include_in_schema=False)
 _FILES: Final = {
     "app.css": "text/css; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",
+    "forms.js": "text/javascript; charset=utf-8",
     "theme.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
@@ -32,6 +33,18 @@ class Events(Repository):
         rows = self._rows(
             sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id).order_by(events.c.id).limit(limit)
         )
+        return [
+            EventRecord(row["id"], row["job_id"], row["run_id"], row["kind"], row["at"], row["data"]) for row in rows
+        ]
+
+    def recent(
+        self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20
+    ) -> list[EventRecord]:
+        """The newest events of these kinds, of one run if wanted, newest first."""
+        statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
+        if run_id is not None:
+            statement = statement.where(events.c.run_id == run_id)
+        rows = self._rows(statement.order_by(events.c.id.desc()).limit(limit))
         return [
             EventRecord(row["id"], row["job_id"], row["run_id"], row["kind"], row["at"], row["data"]) for row in rows
         ]

@@ -131,6 +131,21 @@ class Samples(Repository):
         statement = sa.select(*(table[name] for name in _MEMORY)).where(table.run_key == run_key)
         return [MemoryReading(**row) for row in self._rows(statement.order_by(table.peak_bytes.desc()))]
 
+    def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
+        """The reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
+        table, source = memory_readings.c, sample_sources.c
+        statement = (
+            sa.select(source.rank, *(table[name] for name in _MEMORY))
+            .join(sample_sources, source.key == table.source_key)
+            .where(table.run_key == run_key)
+            .order_by(table.peak_bytes.desc(), source.rank)
+        )
+        found: dict[int, MemoryReading] = {}
+        for row in self._rows(statement):
+            if len(found) < limit:
+                found.setdefault(row["rank"], MemoryReading(**{name: row[name] for name in _MEMORY}))
+        return found
+
     def summaries(self, job_id: str) -> list[RunSummary]:
         """One summary for each run of the job that has samples or ran out of memory, oldest run first.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import tula_wire as wire
 from tula_service.store import Store
 from tula_service.usecases import shown
 from tula_service.usecases.access import Principal, visible_job
 
-__all__ = ["last_id", "read_on"]
+__all__ = ["last_id", "read_on", "recent"]
 
 
 def last_id(store: Store, principal: Principal, job_id: str) -> int:
@@ -21,3 +24,18 @@ def read_on(store: Store, job_id: str, after: int, *, limit: int = 200) -> list[
     with store.reading() as tx:
         found = tx.events.after(job_id, after, limit=limit)
     return [(event.id, event.kind, shown.event(event).model_dump_json()) for event in found]
+
+
+def recent(
+    store: Store,
+    principal: Principal,
+    job_id: str,
+    *,
+    kinds: Sequence[wire.EventKind],
+    run_id: str | None = None,
+    limit: int = 20,
+) -> list[wire.Event]:
+    """The newest events of these kinds, of one run if wanted, newest first. Raises NotFound for an unknown job."""
+    with store.reading() as tx:
+        visible_job(tx, principal, job_id)
+        return [shown.event(event) for event in tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)]

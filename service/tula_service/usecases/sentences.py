@@ -30,6 +30,8 @@ def why(spec: wire.JobSpec, basis: Basis, choice: Choice, *, efficiency: Efficie
         parts.append(f"{name_of(chosen.configuration)}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
+        if choice.objective is Objective.KNEE and chosen is choice.knee:
+            parts.append(_knee(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded)
     if counts and chosen is not None:
         said = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
@@ -84,6 +86,25 @@ def name_of(c: Configuration) -> str:
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
     kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
     return f"{nodes}{kind} at a global batch of {c.global_batch_size}"
+
+
+def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
+    """What the knee is for, and what the larger batch that it forgoes would save or cost."""
+    purpose = "The knee keeps the batch small, since larger ones tend to generalise worse"
+    quick = choice.least_time
+    ratio = 1.0
+    if quick is not None:
+        ratio = quick.configuration.global_batch_size / chosen.configuration.global_batch_size
+    if quick is None or ratio <= 1.0:
+        return f"{purpose}."
+    remedy = "ask for time or cost where quality can bear it"
+    if choice.runner_up is quick:
+        return f"{purpose}: {remedy}."
+    effect = f"save {1.0 - quick.time_s.mean / chosen.time_s.mean:.0%} of the time"
+    if convert.has_prices(spec) and chosen.cost_usd.mean > 0:
+        cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
+        effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
+    return f"{purpose}: {name_of(quick.configuration)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
 
 
 def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:

@@ -245,6 +245,7 @@ class TestReadingBack:
         assert found["downsampled"]
         assert len(found["values"]) <= 100
         assert (max(found["values"]), min(found["values"])) == (50.0, -50.0)
+        assert (found["steps"][0], found["steps"][-1]) == (0, 8999), "the last value is the one that is read off"
         assert found["steps"] == sorted(found["steps"])
         assert found["total_points"] == 9000
         part = read(service, red, first_step=4300, last_step=4330)
@@ -255,6 +256,7 @@ class TestReadingBack:
     ) -> None:
         post(routes.RUN_SAMPLES, batch(3, step_time_s=[0.1, 0.2, 0.3]))
         assert read(service, red, "step_time_s")["values"] == [0.1, 0.2, 0.3]
+        assert read(service, red, "step_time_s", first_step=1, last_step=1)["values"] == [0.2]
 
     def test_a_column_that_is_not_there_says_which_are(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]

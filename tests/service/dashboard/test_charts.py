@@ -92,7 +92,7 @@ def test_no_knee_no_rule() -> None:
     without = charts.job_chart("tradeoff", models.job(), models.recommendation(knee=False), models.ledger())
     assert with_knee["datasets"]["knee"] == [{"batch": 900.0, "label": "knee"}]
     assert without["datasets"]["knee"] == []
-    assert len(without["layer"]) == len(with_knee["layer"]) - 2
+    assert len(without["layer"]) == len(with_knee["layer"]) - 3  # the rule, its label and the label's outline
 
 
 def test_cost_without_prices_is_explained_and_the_surface_shows_time() -> None:
@@ -112,6 +112,44 @@ def test_limits_are_shaded_only_where_they_bind() -> None:
     assert shades(models.job(deadline_s=500.0)) == 1
     assert shades(models.job(deadline_s=500.0, max_global_batch_size=512)) == 2
     assert shades(models.job(deadline_s=1e9, max_global_batch_size=10**6)) == 0
+
+
+def test_a_limit_outside_the_frame_shades_all_of_it_and_stretches_nothing() -> None:
+    spec = charts.job_chart("tradeoff", models.job(deadline_s=1.0), models.recommendation(), models.ledger())
+    shade = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "rect")
+    line = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "line")
+    assert shade["data"]["values"][0]["value"] == pytest.approx(line["encoding"]["y"]["scale"]["domain"][0])
+
+
+def test_no_two_lines_look_alike_and_equal_clusters_share_a_colour() -> None:
+    found = models.recommendation()
+    kinds = ("p3", "g5")
+    candidates = [
+        models.candidate(
+            nodes, 64, configuration=wire.Configuration(num_nodes=nodes, local_batch_size=64, instance_type=kind)
+        )
+        for kind in kinds
+        for nodes in (1, 2, 4, 8, 16)
+    ]
+    spec = charts.job_chart(
+        "tradeoff", models.job(), found.model_copy(update={"candidates": candidates}), models.ledger()
+    )
+    encoding = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "line")["encoding"]
+    names = encoding["color"]["scale"]["domain"]
+    colours, dashes = encoding["color"]["scale"]["range"], encoding["strokeDash"]["scale"]["range"]
+    assert len({(colour, tuple(dash)) for colour, dash in zip(colours, dashes, strict=True)}) == len(names) == 10
+    assert colours[names.index("4 × p3")] == colours[names.index("4 × g5")]
+
+
+def test_labels_of_landmarks_do_not_cover_each_other() -> None:
+    found = models.recommendation()
+    times = [wire.Estimate(value=value, low=value * 0.9, high=value * 1.1) for value in (400.0, 404.0, 408.0)]
+    near = [models.candidate(4, 64, total_time_s=time) for time in times]
+    close = found.model_copy(
+        update={"chosen": near[0], "runner_up": near[1], "least_time": near[2], "least_cost": None}
+    )
+    marks = charts.job_chart("tradeoff", models.job(), close, models.ledger())["datasets"]["landmarks"]
+    assert len(marks) == len({mark["place"] for mark in marks}) == 3
 
 
 def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
@@ -136,10 +174,31 @@ def test_accuracy_counts_a_run_once_and_keeps_its_error() -> None:
     assert [row["error"] for row in rows] == pytest.approx([0.025, 0.3, 0.05])
 
 
+def test_accuracy_counts_training_runs_and_says_why_there_are_none() -> None:
+    found, none = models.recommendation(), wire.Ledger(entries=[])
+    spec = charts.job_chart("accuracy", models.job(plan=[]), found, none, trainings=[models.run("run_9")])
+    assert [row["error"] for row in spec["datasets"]["runs"]] == pytest.approx([0.05])
+    early = models.run("run_1", predicted_step_time_s=None)
+    spec = charts.job_chart("accuracy", models.job(plan=[early]), found, none)
+    assert "before the first fit" in spec["usermeta"]["message"]
+
+
+def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
+    series, smooth = models.series("loss", points=1000, total=30_000), models.series("loss", points=150, total=30_000)
+    spec = charts.run_chart("loss", models.run(), {"loss": series}, None, {"loss": smooth})
+    pale, line = spec["layer"][:2]
+    assert (pale["data"]["name"], line["data"]["name"]) == ("loss", "loss_trend")
+    assert pale["mark"]["opacity"] < line["mark"]["opacity"]
+    assert "median of every 200" in spec["title"]["subtitle"]
+    compiles(spec)
+
+
 def test_delta_is_drawn_where_variability_is() -> None:
     found = {"gradient_variability": models.series("gradient_variability")}
     spec = charts.run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
-    assert "δ = 0.7" in json.dumps(spec, ensure_ascii=False)
+    assert "δ = 0.7:" in json.dumps(spec, ensure_ascii=False)
+    unset = charts.run_chart("gradient", models.run(), found, None)
+    assert "δ = 0.5 by default" in json.dumps(unset, ensure_ascii=False)
 
 
 def test_a_thinned_series_says_how_many_points_there_were() -> None:

@@ -37,6 +37,21 @@ def test_money_keeps_what_matters(usd: float | None, shown: str) -> None:
     assert format.money(usd) == shown
 
 
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(None, "–"), (0.583, "58 % less"), (0.002, "the same"), (-0.12, "12 % more"), (-1.27, "2.27 × as long")],
+)
+def test_a_negative_saving_is_told_as_what_it_is(share: float | None, shown: str) -> None:
+    assert format.saving(share) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "shown"), [(10, 10, "same"), (9, 10, "-10.0 %"), (34.1, 10, "3.41 ×"), (1, 0, "–")]
+)
+def test_what_is_far_apart_is_compared_by_a_factor(value: float, other: float, shown: str) -> None:
+    assert format.against(value, other) == shown
+
+
 @given(st.floats(min_value=1e-6, max_value=1e9))
 def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
     shown = format.duration(seconds).split()

@@ -117,6 +117,7 @@ def test_jobs_are_paged(browser: Browser) -> None:
     assert following is not None
     assert "search=job" in following[1]
     second = browser.page(following[1])
+    assert 'href="/?search=job">Newest jobs' in second
     assert ">job-00<" in second
     assert ">job-50<" not in second
 
@@ -147,6 +148,51 @@ def test_a_run_links_to_its_job_and_offers_every_chart(browser: Browser) -> None
         assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
 
 
+def test_what_happened_to_a_run_is_told_on_its_page_and_its_jobs(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id)
+    told = {"state": "failed", "message": "rank 3 vanished"}
+    assert browser("PATCH", wire.routes.RUN.format(run_id=run_id), json=told).status_code == 200
+    for path in (f"/runs/{run_id}", f"/jobs/{job_id}"):
+        happened = browser.page(path).split('data-live="happened"')[1]
+        assert 'class="warns"' in happened
+        assert "Run failed: rank 3 vanished" in happened
+
+
+def test_the_specification_and_the_way_to_archive_stand_on_the_jobs_page(browser: Browser) -> None:
+    job_id = register(browser, limits={"deadline_s": 7200})
+    page = browser.page(f"/jobs/{job_id}")
+    assert "deadline 2 h" in page
+    assert "1 to 8 nodes" in page or "1 to 16 nodes" in page
+    assert """data-body='{"archived": true}'""" in page
+    browser("PATCH", wire.routes.JOB.format(job_id=job_id), json={"archived": True})
+    assert "Bring back" in browser.page(f"/jobs/{job_id}")
+
+
+def test_memory_of_a_run_is_drawn_from_its_readings_where_no_series_was_sent(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id, columns=("loss",))
+    path = wire.routes.RUN_CHART.format(run_id=run_id, name="memory")
+    assert browser("GET", path).json()["usermeta"]["empty"]
+    for rank, peak in ((0, 2 * 2**30), (1, 3 * 2**30)):
+        reading = {"method": "cuda_allocator", "peak_bytes": peak, "parameter_bytes": 2**30, "capacity_bytes": 2**34}
+        body = {
+            "rank": rank,
+            "boot_id": f"b{rank}",
+            "world_size": 2,
+            "sequence": [0],
+            "step": [0],
+            "step_time_s": [0.1],
+        }
+        answer = browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run_id), json=body | {"memory": reading})
+        assert answer.status_code == 202, answer.text
+    spec = browser("GET", path).json()
+    parts = {(row["rank"], row["part"]): row["value"] for row in spec["datasets"]["ranks"]}
+    assert parts["rank 1", "parameters"] == pytest.approx(1)
+    assert parts["rank 1", "not told apart"] == pytest.approx(2)
+    assert spec["datasets"]["capacity"][0]["value"] == pytest.approx(16)
+
+
 def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) -> None:
     job_id = register(browser)
     assert "Nothing to compare yet" in browser.page(f"/jobs/{job_id}/quality")
@@ -156,7 +202,7 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     page = browser.page(f"/jobs/{job_id}/quality")
     assert "by validation accuracy" in page
     assert "AGS" in page
-    assert "LBT" not in page.split("<table>")[1].split("</table>")[0]
+    assert "LBT" not in page.split("<tbody>")[1].split("</tbody>")[0]
 
 
 def test_markup_in_a_name_is_text(browser: Browser) -> None:

@@ -6,8 +6,10 @@ database or a clock; `api` answers `GET .../charts/{name}` from `dashboard.chart
 
 from __future__ import annotations
 
+from tula_service.dashboard.charts.candidates import landmarks
 from tula_service.dashboard.charts.jobs import JOB_CHARTS, job_chart
 from tula_service.dashboard.charts.quality import QualityRun, quality_chart
+from tula_service.dashboard.charts.rank_memory import rank_memory
 from tula_service.dashboard.charts.render import javascript, png, svg
 from tula_service.dashboard.charts.series import RUN_CHARTS, columns_of, run_chart
 from tula_service.dashboard.charts.spec import PALETTE, Spec
@@ -21,8 +23,10 @@ __all__ = [
     "columns_of",
     "javascript",
     "job_chart",
+    "landmarks",
     "png",
     "quality_chart",
+    "rank_memory",
     "run_chart",
     "svg",
 ]

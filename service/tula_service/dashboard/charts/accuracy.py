@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.spec import FAINT, HEIGHT, PALETTE, Row, Spec, finish, message, time_unit
-from tula_wire import Job, Ledger
+from tula_wire import Job, Ledger, Run
 
 __all__ = ["accuracy"]
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
+_SHAPES = ("circle", "diamond", "square")
 
 
-def accuracy(job: Job, ledger: Ledger) -> Spec:
-    """Step time measured against step time predicted before the run; on the diagonal the prediction was right."""
+def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
+    """Step time measured against step time predicted before the run; on the diagonal the prediction was right.
+
+    Runs of the plan and `trainings` count, where a prediction preceded the measurement.
+    """
     title = f"{job.name}: predicted against measured"
-    rows = _rows(job, ledger)
+    rows = _rows(ledger, [*job.plan, *trainings])
     if not rows:
-        return message(title, "No run with a prediction has finished yet.")
+        return message(title, _nothing([*job.plan, *trainings]))
     unit = time_unit(max(row["measured"], row["predicted"]) for row in rows)
     for row in rows:
         for name in ("measured", "predicted", "low", "high"):
             row[name] = None if row[name] is None else row[name] / unit.size
+    kinds = {row["kind"] for row in rows}
     values = [row[name] for row in rows for name in ("measured", "predicted")]
     least, most = min(values) * 0.9, max(values) * 1.1
     x = (
@@ -30,7 +37,11 @@ def accuracy(job: Job, ledger: Ledger) -> Spec:
         .scale(type="log", domain=[least, most], nice=False)
         .title(f"Predicted step time ({unit.name})")
     )
-    y = alt.Y("measured:Q").scale(type="log", domain=[least, most], nice=False).title(f"Measured ({unit.name})")
+    y = (
+        alt.Y("measured:Q")
+        .scale(type="log", domain=[least, most], nice=False)
+        .title(f"Measured step time ({unit.name})")
+    )
     x, y = x.axis(tickCount=5), y.axis(tickCount=5)
     tips = [
         alt.Tooltip("configuration:N", title="Configuration"),
@@ -38,29 +49,42 @@ def accuracy(job: Job, ledger: Ledger) -> Spec:
         alt.Tooltip("measured:Q", format=",.3~g", title="Measured"),
         alt.Tooltip("error:Q", format="+.1%", title="Error"),
     ]
-    colour = alt.Color("kind:N").scale(domain=list(_KINDS), range=[PALETTE[2], PALETTE[1], PALETTE[0]])
+    looks = [
+        look for look in zip(_KINDS, (PALETTE[2], PALETTE[1], PALETTE[0]), _SHAPES, strict=True) if look[0] in kinds
+    ]
+    names, colours, shapes = (list(each) for each in zip(*looks, strict=True))
+    colour = alt.Color("kind:N").scale(domain=names, range=colours)
     points = alt.Chart(alt.NamedData("runs"))
     layers = [
         alt.Chart(alt.NamedData("agreement")).mark_line(strokeDash=[5, 4], color=FAINT).encode(x=x, y=y),
         points.transform_filter("datum.low !== null")
         .mark_rule(strokeWidth=1.5, opacity=0.6)
         .encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=colour),
-        points.mark_point(filled=True, size=70).encode(
+        points.mark_point(filled=True, size=70, opacity=1).encode(
             x=x,
             y=y,
-            color=colour.legend(title=None, orient="top"),
-            shape=alt.Shape("kind:N").scale(domain=list(_KINDS), range=["circle", "diamond", "square"]),
+            color=colour.legend(title=None, orient="top", columns=2, symbolOpacity=1),
+            shape=alt.Shape("kind:N").scale(domain=names, range=shapes),
             tooltip=tips,
         ),
     ]
     chart = alt.layer(*layers).properties(width=HEIGHT + 60, height=HEIGHT)
     errors = sorted(abs(row["error"]) for row in rows)
-    subtitle = f"{len(rows)} runs, median error {errors[len(errors) // 2]:.1%}"
+    runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
+    subtitle = f"{runs}, median error {errors[len(errors) // 2]:.1%}; on the dashed line the prediction was right"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
     return finish(chart, title, subtitle, {"runs": rows, "agreement": line})
 
 
-def _rows(job: Job, ledger: Ledger) -> list[Row]:
+def _nothing(runs: Sequence[Run]) -> str:
+    if not any(run.step_time_s for run in runs):
+        return "No run has been measured yet."
+    if any(run.predicted_step_time_s for run in runs):
+        return "The runs that have a prediction are not measured yet."
+    return "The runs measured so far came before the first fit:\nthere was no prediction to compare them with."
+
+
+def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
     rows: list[Row] = []
     told = set()
     for entry in ledger.entries:
@@ -79,7 +103,7 @@ def _rows(job: Job, ledger: Ledger) -> list[Row]:
                 "kind": _KINDS[0 if entry.within_interval else 1],
             }
         )
-    for run in job.plan:
+    for run in runs:
         if run.id in told or run.step_time_s is None or not run.predicted_step_time_s:
             continue
         rows.append(

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from tula_service.dashboard.charts.spec import DASHES, PALETTE
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
 
-__all__ = ["Quantity", "cluster_name", "clusters", "configuration_name", "estimate_of", "landmarks", "points"]
+__all__ = [
+    "Quantity",
+    "cluster_name",
+    "clusters",
+    "configuration_name",
+    "estimate_of",
+    "landmarks",
+    "line_styles",
+    "points",
+]
 
 Quantity = Literal["time", "cost"]
 
@@ -33,6 +43,23 @@ def clusters(candidates: Iterable[Candidate]) -> list[str]:
     """Cluster names in order of instance type and size: the order of lines and colours."""
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     return [cluster_name(seen[key]) for key in sorted(seen)]
+
+
+def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names of the clusters as `clusters` orders them, each with its colour and its dash.
+
+    The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
+    instance types compete: then it says which type.
+    """
+    seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
+    types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
+    names, colours, dashes = [], [], []
+    for kind, size in sorted(seen):
+        place = sizes.index(size)
+        names.append(cluster_name(seen[kind, size]))
+        colours.append(PALETTE[place % len(PALETTE)])
+        dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
+    return names, colours, dashes
 
 
 def estimate_of(candidate: Candidate, quantity: Quantity) -> Estimate | None:

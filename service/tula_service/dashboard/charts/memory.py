@@ -6,7 +6,18 @@ from typing import Any
 
 import altair as alt
 
-from tula_service.dashboard.charts.spec import HEIGHT, PALETTE, WIDTH, Row, Spec, bytes_unit, finish, message
+from tula_service.dashboard.charts.spec import (
+    HEIGHT,
+    PALETTE,
+    WIDTH,
+    Row,
+    Spec,
+    bytes_unit,
+    finish,
+    legend,
+    message,
+    outlined,
+)
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation
 
 __all__ = ["memory"]
@@ -56,9 +67,10 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         .title("Local batch size (examples a rank and micro-step)")
     )
     x = x.axis(values=sorted({row["batch"] for row in curve}), format="d", labelOverlap=True)
-    y = alt.Y("value:Q").title(f"Peak memory ({unit.name})").scale(zero=True)
-    legend = None if len(kinds) == 1 else alt.Legend(title="Instance type", orient="top")
-    colour = alt.Color("type:N", legend=legend).scale(domain=kinds, range=list(PALETTE[: len(kinds)]))
+    y = alt.Y("value:Q").title(f"Peak memory ({unit.name})").scale(zero=True).axis(tickCount=6)
+    colour = alt.Color("type:N", legend=None if len(kinds) == 1 else legend(kinds)).scale(
+        domain=kinds, range=list(PALETTE[: len(kinds)])
+    )
     base = alt.Chart(alt.NamedData("curve"))
     tips = [alt.Tooltip(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
     layers: list[Any] = [
@@ -68,8 +80,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     if limits:
         line = alt.Chart(alt.NamedData("ceiling"))
         layers.append(line.mark_rule(strokeDash=[6, 3], strokeWidth=2, color=ALARM).encode(y="value:Q"))
-        text = line.mark_text(align="left", x=4, dy=-7, fontStyle="italic")
-        layers.append(text.encode(y="value:Q", text="label:N"))
+        layers += outlined(line.encode(y="value:Q", text="label:N"), align="left", x=4, dy=-7, fontStyle="italic")
     if crashes:
         cross = alt.Chart(alt.NamedData("crashes")).mark_point(
             shape="cross", angle=45, size=130, filled=True, color=ALARM

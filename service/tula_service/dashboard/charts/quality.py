@@ -8,7 +8,18 @@ from typing import Final
 
 import altair as alt
 
-from tula_service.dashboard.charts.spec import HEIGHT, PALETTE, WIDTH, Row, Spec, finish, message, one_at_a_time
+from tula_service.dashboard.charts.spec import (
+    DASHES,
+    HEIGHT,
+    PALETTE,
+    WIDTH,
+    Row,
+    Spec,
+    finish,
+    legend,
+    message,
+    one_at_a_time,
+)
 from tula_wire import Job, Run, TelemetrySeries
 
 __all__ = ["METHOD_NAMES", "QualityRun", "method_name", "quality_chart"]
@@ -21,7 +32,6 @@ METHOD_NAMES: Final = {
     "ags": "AGS",
     "gain": "gain scaling",
 }
-_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 2, 1, 2], [1, 3], [10, 2, 2, 2])
 
 
 @dataclass(frozen=True)
@@ -56,16 +66,16 @@ def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
     methods = sorted({row["method"] for row in rows})
     lines = (
         alt.Chart(alt.NamedData("runs"), width=WIDTH, height=HEIGHT)
-        .mark_line(strokeWidth=2)
+        .mark_line(strokeWidth=2, point={"opacity": 0, "size": 90})
         .encode(
             x=alt.X("epoch:Q").title("Epoch").scale(nice=False).axis(tickCount=10),
             y=alt.Y("value:Q").title(column.replace("_", " ").capitalize()).scale(zero=False),
             color=alt.Color("method:N")
             .scale(domain=methods, range=[PALETTE[i % 8] for i in range(len(methods))])
-            .legend(title=None, orient="top", columns=3, symbolStrokeWidth=3),
+            .legend(legend(methods)),
             strokeDash=alt.StrokeDash("method:N")
-            .scale(domain=methods, range=[_DASHES[i % 8] for i in range(len(methods))])
-            .legend(title=None, orient="top", columns=3, symbolStrokeWidth=3),
+            .scale(domain=methods, range=[list(DASHES[i % 8]) for i in range(len(methods))])
+            .legend(legend(methods)),
             detail="run:N",
             tooltip=[
                 alt.Tooltip("method:N", title="Method"),
@@ -76,4 +86,6 @@ def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
             ],
         )
     )
-    return finish(lines, title, f"{column.replace('_', ' ')} of {len(shown)} training runs", {"runs": rows})
+    count = "1 training run" if len(shown) == 1 else f"{len(shown)} training runs"
+    smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in shown) else ""
+    return finish(lines, title, f"{column.replace('_', ' ').capitalize()} of {count}{smooth}", {"runs": rows})

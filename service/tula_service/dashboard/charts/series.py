@@ -19,8 +19,10 @@ from tula_service.dashboard.charts.spec import (
     Unit,
     bytes_unit,
     finish,
+    legend,
     message,
     one_at_a_time,
+    outlined,
     time_unit,
 )
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
@@ -44,21 +46,42 @@ class _Panel:
 
 
 _PANELS: Final[dict[str, tuple[str, tuple[_Panel, ...]]]] = {
-    "step_time": ("step time", (_Panel(("step_time_s",), "Step time"),)),
+    "step_time": (
+        "step time",
+        (_Panel(("step_time_s",), "Step time"), _Panel(("skew_s",), "Wait for the slowest rank")),
+    ),
     "memory": ("memory of a rank", (_Panel(("memory_bytes",), "Memory"),)),
     "gradient": (
         "gradient",
         (
             _Panel(("grad_norm",), "Norm"),
             _Panel(("gradient_variability",), "Variability Δ(G)", logarithmic=True),
-            _Panel(("scaled_share",), "Share scaled"),
         ),
     ),
-    "scale": ("gradient scale factors", (_Panel(("scale",), "Scale factor"),)),
+    "scale": (
+        "gradient scaling",
+        (_Panel(("scale",), "Scale factor"), _Panel(("scaled_share",), "Share of scaled steps")),
+    ),
     "loss": ("loss", (_Panel(("loss",), "Loss"),)),
     "accuracy": ("accuracy", (_Panel(("accuracy", "validation_accuracy"), "Accuracy"),)),
 }
 RUN_CHARTS: Final = tuple(_PANELS)
+
+_FROM: Final = {
+    "step_time": "The agent reports every step once training runs.",
+    "memory": "The agent reports each rank's peak within the first steps.",
+    "gradient": "run.watch(model, optimizer) lets the agent measure it.",
+    "scale": "An optimizer made by tula_agent.large_batch or TulaOptimizer reports it.",
+    "loss": "run.log(loss=...) in the training script reports it.",
+    "accuracy": "run.log(validation_accuracy=...) in the training script reports it.",
+}
+"""Where a chart's columns come from, told while there are none."""
+
+_DELTA: Final = 0.5
+"""What the agent takes where neither the service nor the script names one (section 5 of the paper)."""
+_TREND: Final = "_trend"
+_STEP_LABEL: Final = "format(datum.value, '~s')"
+"""For each tick by itself: the axis' own format would write 0 as 0k beside 200k."""
 
 
 def columns_of(name: str) -> tuple[str, ...]:
@@ -68,28 +91,43 @@ def columns_of(name: str) -> tuple[str, ...]:
 
 @one_at_a_time
 def run_chart(
-    name: str, run: Run, series: Mapping[str, TelemetrySeries], thresholds: ScalingThresholds | None = None
+    name: str,
+    run: Run,
+    series: Mapping[str, TelemetrySeries],
+    thresholds: ScalingThresholds | None = None,
+    trends: Mapping[str, TelemetrySeries] | None = None,
 ) -> Spec:
-    """One of `RUN_CHARTS`; columns missing from `series` are left out. Raises KeyError for another name."""
+    """One of `RUN_CHARTS`; columns missing from `series` are left out. Raises KeyError for another name.
+
+    A column with a trend is drawn pale, the trend over it.
+    """
+    trends = trends or {}
     noun, panels = _PANELS[name]
-    title = f"Run {run.id}: {noun}"
+    title = f"Run {run.id}, {configuration_name(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
-        wanted = " or ".join(columns_of(name))
-        return message(title, f"Nothing received yet: this chart draws {wanted}.")
+        return message(title, _nothing(name))
     datasets: dict[str, list[Row]] = {}
+    read: list[dict[str, str]] = []
     areas = []
     for panel in drawn:
         columns = [column for column in panel.columns if _has(series, column)]
         unit = _unit(panel, [series[column] for column in columns])
         for column in columns:
             datasets[column] = _rows(series[column], unit)
+            name = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+            read.append({"column": column, "name": name, "unit": unit.name})
+            if column in trends:
+                datasets[column + _TREND] = _rows(trends[column], unit)
         points = max(len(datasets[column]) for column in columns)
         height = HEIGHT - 80 if len(drawn) == 1 else 130
-        areas.append(_area(panel, columns, unit, points, run, thresholds).properties(width=WIDTH, height=height))
+        areas.append(
+            _area(panel, columns, unit, points, run, thresholds, trends).properties(width=WIDTH, height=height)
+        )
     # The selection comes last, so that it exists once however many panels there are.
     chart = areas[0] if len(areas) == 1 else alt.vconcat(*areas).resolve_scale(x="shared")
-    spec = finish(chart, title, _subtitle(run, list(series.values())), datasets)
+    spec = finish(chart, title, _subtitle(list(series.values()), list(trends.values())), datasets)
+    spec["usermeta"] = {"readout": read}
     first = spec["vconcat"][0] if "vconcat" in spec else spec
     first["layer"][0].setdefault("params", []).append(
         {"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}
@@ -98,10 +136,17 @@ def run_chart(
 
 
 def _area(
-    panel: _Panel, columns: Sequence[str], unit: Unit, points: int, run: Run, thresholds: ScalingThresholds | None
+    panel: _Panel,
+    columns: Sequence[str],
+    unit: Unit,
+    points: int,
+    run: Run,
+    thresholds: ScalingThresholds | None,
+    trends: Mapping[str, TelemetrySeries],
 ) -> alt.LayerChart:
     suffix = f" ({unit.name})" if unit.name else ""
-    x = alt.X("step:Q").title("Step").axis(format="~s", tickMinStep=1, tickCount=8).scale(zero=False, nice=False)
+    x = alt.X("step:Q").title("Step").axis(labelExpr=_STEP_LABEL, tickMinStep=1, tickCount=8)
+    x = x.scale(zero=False, nice=False)
     y = alt.Y("value:Q").title(panel.title + suffix).axis(tickCount=5)
     y = (
         y.scale(type="symlog", constant=0.05)
@@ -113,35 +158,50 @@ def _area(
     layers: list[Any] = []
     for place, column in enumerate(columns):
         dash = [1, 0] if place == 0 else [6, 3]
-        base = alt.Chart(alt.NamedData(column)).transform_calculate(series=f"'{column}'")
-        mark = base.mark_line(strokeWidth=1.4, strokeDash=dash, clip=True, point=sparse)
-        if len(columns) == 1:
-            mark = mark.encode(color=alt.value(PALETTE[0]))
-        else:
-            scale = alt.Scale(domain=list(columns), range=list(PALETTE[: len(columns)]))
-            mark = mark.encode(color=alt.Color("series:N", scale=scale).legend(title=None, orient="top"))
-        tips = [alt.Tooltip("step:Q", title="Step", format=",d"), alt.Tooltip("value:Q", title=column, format=",.4~g")]
-        layers.append(mark.encode(x=x, y=y, tooltip=tips))
+        names = [column, column + _TREND] if column in trends else [column]
+        for name in names:
+            base = alt.Chart(alt.NamedData(name)).transform_calculate(series=f"'{column}'")
+            pale = name == column and len(names) > 1
+            mark = base.mark_line(
+                strokeWidth=1 if pale else 2,
+                opacity=0.35 if pale else 1,
+                strokeDash=dash,
+                clip=True,
+                point=sparse,
+                tooltip=None,
+            )
+            if len(columns) == 1:
+                mark = mark.encode(color=alt.value(PALETTE[0]))
+            else:
+                scale = alt.Scale(domain=list(columns), range=list(PALETTE[: len(columns)]))
+                mark = mark.encode(color=alt.Color("series:N", scale=scale).legend(legend(columns)))
+            layers.append(mark.encode(x=x, y=y))
     for label, level in _levels(panel, unit, run, thresholds):
         data = alt.Data(values=[{"value": level, "label": label}])
         layers.append(alt.Chart(data).mark_rule(strokeDash=[5, 4], color=FAINT, strokeWidth=1.5).encode(y="value:Q"))
-        layers.append(
-            alt.Chart(data).mark_text(align="left", x=4, dy=-7, fontStyle="italic").encode(y="value:Q", text="label:N")
-        )
+        text = alt.Chart(data).encode(y="value:Q", text="label:N")
+        layers += outlined(text, align="left", x=4, dy=-7, fontStyle="italic")
     return alt.layer(*layers)
 
 
 def _levels(panel: _Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> list[tuple[str, float]]:
     if "step_time_s" in panel.columns and run.predicted_step_time_s:
-        return [("predicted", run.predicted_step_time_s / unit.size)]
-    if "gradient_variability" in panel.columns and thresholds is not None:
-        return [(f"δ = {thresholds.delta:g}: sensitive above", thresholds.delta)]
+        return [
+            (
+                f"predicted {run.predicted_step_time_s / unit.size:.3g} {unit.name}",
+                run.predicted_step_time_s / unit.size,
+            )
+        ]
+    if "gradient_variability" in panel.columns:
+        asked = None if thresholds is None else thresholds.delta
+        delta = _DELTA if asked is None else asked
+        return [(f"δ = {delta:g}{' by default' if asked is None else ''}: sensitive above", delta)]
     return []
 
 
 def _unit(panel: _Panel, found: Sequence[TelemetrySeries]) -> Unit:
     values = [value for each in found for value in each.values if value is not None]
-    if panel.columns == ("step_time_s",):
+    if panel.columns in (("step_time_s",), ("skew_s",)):
         return time_unit(values)
     if panel.columns == ("memory_bytes",):
         return bytes_unit(values)
@@ -149,9 +209,10 @@ def _unit(panel: _Panel, found: Sequence[TelemetrySeries]) -> Unit:
 
 
 def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
+    """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits."""
     size = unit.size
     return [
-        {"step": step, "value": None if value is None else value / size}
+        {"step": step, "value": None if value is None else float(f"{value / size:.6g}")}
         for step, value in zip(found.steps, found.values, strict=True)
     ]
 
@@ -160,9 +221,17 @@ def _has(series: Mapping[str, TelemetrySeries], column: str) -> bool:
     return column in series and any(value is not None for value in series[column].values)
 
 
-def _subtitle(run: Run, found: Sequence[TelemetrySeries]) -> str:
-    told = configuration_name(run.configuration)
+def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
     thinned = [each for each in found if each.downsampled]
+    told = []
     if thinned:
-        told += f"; {len(thinned[0].steps):,} of {thinned[0].total_points:,} points, peaks and dips kept"
-    return told
+        told.append(f"{len(thinned[0].steps):,} of {thinned[0].total_points:,} points, peaks and dips kept")
+    if trends:
+        told.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,}")
+    text = "; ".join(told)
+    return text[:1].upper() + text[1:]
+
+
+def _nothing(name: str) -> str:
+    wanted = " or ".join(columns_of(name))
+    return f"Nothing received yet. {_FROM[name]}\nThis chart draws {wanted}."

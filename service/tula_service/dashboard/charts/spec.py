@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import altair as alt
 
 __all__ = [
+    "DASHES",
     "FAINT",
     "HEIGHT",
     "PALETTE",
@@ -20,8 +21,10 @@ __all__ = [
     "Unit",
     "bytes_unit",
     "finish",
+    "legend",
     "message",
     "one_at_a_time",
+    "outlined",
     "time_unit",
 ]
 
@@ -36,6 +39,9 @@ HEIGHT: Final = 340
 FAINT: Final = "#7f8894"
 PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d8", "#cf4f4f", "#5b8a8f")
 """Luminance between 0.13 and 0.30: each holds 3:1 against the light and the dark page (WCAG 2.1, 1.4.11)."""
+
+DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1, 3), (10, 2, 2, 2))
+"""Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,26 @@ def bytes_unit(sizes: Iterable[float]) -> Unit:
     return _fitting(_BYTES, sizes)
 
 
+def legend(names: Sequence[str]) -> alt.Legend:
+    """A legend above the chart whose samples are lines, in as many columns as such names leave room for."""
+    longest = max((len(name) for name in names), default=0)
+    columns = max(1, min(6, 75 // (longest + 7)))
+    return alt.Legend(
+        title=None,
+        orient="top",
+        columns=columns,
+        symbolType="stroke",
+        symbolSize=400,
+        symbolStrokeWidth=2.5,
+        symbolOpacity=1,
+    )
+
+
+def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
+    """Text that stays readable across lines: behind it the same text, thick, in the colour of the ground."""
+    return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]
+
+
 def finish(chart: alt.TopLevelMixin, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
     """The chart as a validated specification that carries its data.
 
@@ -90,6 +116,7 @@ def finish(chart: alt.TopLevelMixin, title: str, subtitle: str, datasets: Mappin
     spec["config"] = {
         "view": {"continuousWidth": WIDTH, "continuousHeight": HEIGHT, "stroke": None},
         "axis": {"labelLimit": 260},
+        "style": {"halo": {"fill": "white", "stroke": "white", "strokeWidth": 4, "strokeJoin": "round"}},
     }
     return spec
 

@@ -37,8 +37,6 @@ def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
                 "chosen": chosen is not None and chosen.configuration == candidate.configuration,
             }
         )
-    allowed = sorted(row["value"] for row in rows if not row["excluded"]) or [row["value"] for row in rows]
-    middle = allowed[len(allowed) // 2]
     names = clusters(recommendation.candidates)
     base = alt.Chart(alt.NamedData("candidates")).encode(
         x=alt.X("batch:O").title("Global batch size").axis(labelAngle=0, labelOverlap=True),
@@ -51,18 +49,22 @@ def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
             alt.Tooltip("excluded:N", title="Excluded"),
         ],
     )
-    logarithmic = min(row["value"] for row in rows) > 0
+    least, most = min(row["value"] for row in rows), max(row["value"] for row in rows)
+    logarithmic = least > 0
+    # Where viridis, reversed, turns too dark for dark text and dark enough for white (4.5:1).
+    turn = least * (most / least) ** 0.57 if logarithmic else least + 0.57 * (most - least)
     scale = {"type": "log" if logarithmic else "linear", "scheme": "viridis", "reverse": True}
     cells = base.mark_rect(cornerRadius=2).encode(
         color=alt.Color("value:Q").scale(**scale).legend(None),
         opacity=alt.condition("datum.excluded !== ''", alt.value(0.25), alt.value(1)),
     )
     frame = base.transform_filter("datum.chosen").mark_rect(filled=False, strokeWidth=3, stroke="#d1670c", tooltip=None)
-    numbers = base.mark_text(fontSize=11).encode(
-        text=alt.Text("value:Q").format(",.3~r"),
-        color=alt.condition(f"datum.excluded !== '' || datum.value < {middle!r}", alt.value("#111"), alt.value("#fff")),
+    numbers = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q").format(",.3~r"))
+    allowed = numbers.transform_filter("datum.excluded === ''").encode(
+        color=alt.condition(f"datum.value < {turn!r}", alt.value("#111"), alt.value("#fff"))
     )
-    unexcluded = numbers.transform_filter("datum.excluded === ''")
-    chart = alt.layer(cells, frame, unexcluded).properties(width=WIDTH, height=alt.Step(34))
-    subtitle = f"{unit.name}; the frame is the recommendation, pale cells are excluded"
+    excluded = numbers.transform_filter("datum.excluded !== ''")
+    tall = max(34, min(62, 300 // len(names)))
+    chart = alt.layer(cells, frame, allowed, excluded).properties(width=WIDTH, height=alt.Step(tall))
+    subtitle = f"Predicted total {quantity} in {unit.name}; the frame is the recommendation, pale cells are excluded"
     return finish(chart, title, subtitle, {"candidates": rows})

@@ -10,30 +10,34 @@ import altair as alt
 from tula_service.dashboard.charts.candidates import (
     Quantity,
     cluster_name,
-    clusters,
     configuration_name,
     estimate_of,
     landmarks,
+    line_styles,
     points,
 )
 from tula_service.dashboard.charts.spec import (
     FAINT,
     HEIGHT,
-    PALETTE,
     WIDTH,
     Row,
     Spec,
     Unit,
     finish,
+    legend,
     message,
+    outlined,
     time_unit,
 )
 from tula_wire import Candidate, Job, Recommendation
 
 __all__ = ["tradeoff"]
 
-_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 2, 1, 2], [1, 3], [10, 2, 2, 2])
-"""Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
+_CROSS = "M-1,-1L1,1M1,-1L-1,1"
+_FRAME = 440.0
+"""Width for which labels are placed, points: a chart of the page is about as wide."""
+_PLACES = (("left", 12, -11), ("right", -12, -11), ("left", 12, 15), ("right", -12, 15))
+"""Where a label may stand beside its point: alignment, dx and dy, the best place first."""
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
@@ -45,31 +49,26 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         return message(title, _nothing(recommendation, quantity))
     unit = _unit(shown, quantity)
     rows = [_row(candidate, quantity, unit) for candidate in shown]
-    names = clusters(recommendation.candidates)
+    names, colours, dashes = line_styles(recommendation.candidates)
     positive = all(row["low"] > 0 for row in rows)
     x = alt.X("batch:Q").scale(type="log", base=2, nice=False).title("Global batch size (examples a step)")
     x = x.axis(values=sorted({row["batch"] for row in rows}), format="d", labelOverlap=True)
     y = alt.Y("value:Q").title(f"Total {noun} ({unit.name})")
     y = y.scale(_scale(rows, positive)).axis(labelOverlap=True, grid=True, tickCount=6)
-    colour = (
-        alt.Color("cluster:N")
-        .scale(domain=names, range=[PALETTE[i % len(PALETTE)] for i in range(len(names))])
-        .legend(title=None, orient="top", columns=6, symbolOpacity=1, symbolSize=90)
-    )
-    dash = (
-        alt.StrokeDash("cluster:N")
-        .scale(domain=names, range=[_DASHES[i % 8] for i in range(len(names))])
-        .legend(title=None, orient="top", columns=6, symbolOpacity=1, symbolSize=90)
-    )
+    colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(legend(names))
+    dash = alt.StrokeDash("cluster:N").scale(domain=names, range=dashes).legend(legend(names))
     allowed = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded === ''")
     refused = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded !== ''")
     tooltip = _tooltip(unit)
+    marked = _landmark_rows(recommendation, quantity, unit, rows)
     layers = [
         *_limits(job, quantity, rows, unit),
         allowed.mark_area(opacity=0.14, tooltip=None)
         .encode(x=x, y=y, y2="high:Q", color=colour)
         .transform_calculate(value="datum.low"),
-        refused.mark_point(shape="cross", size=45, color=FAINT, opacity=0.75).encode(x=x, y=y, tooltip=tooltip),
+        refused.mark_point(shape=_CROSS, size=30, strokeWidth=1.6, color=FAINT, filled=False).encode(
+            x=x, y=y, tooltip=tooltip
+        ),
         allowed.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour, strokeDash=dash),
         allowed.mark_point(size=50, strokeWidth=1.8, filled=False).encode(
             x=x,
@@ -78,12 +77,12 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
             fill=alt.condition("datum.profiled", colour, alt.value("transparent")),
             tooltip=tooltip,
         ),
-        *_landmark_layers(recommendation),
+        *_landmark_layers(recommendation, marked),
     ]
     chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
     datasets = {
         "candidates": rows,
-        "landmarks": _landmark_rows(recommendation, quantity, unit),
+        "landmarks": marked,
         "knee": _knee_rows(recommendation),
     }
     return finish(chart, title, _subtitle(recommendation), datasets)
@@ -93,8 +92,13 @@ def _scale(rows: list[Row], positive: bool) -> alt.Scale:
     if not positive:
         return alt.Scale(type="linear", zero=False)
     # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
+    return alt.Scale(type="log", domain=list(_reach(rows)), nice=False)
+
+
+def _reach(rows: list[Row]) -> tuple[float, float]:
+    """Both ends of the y axis."""
     least, most = min(row["low"] for row in rows), max(row["high"] for row in rows)
-    return alt.Scale(type="log", domain=[least * 0.9, most * 1.15], nice=False)
+    return (least * 0.9, most * 1.15) if least > 0 else (least, most)
 
 
 def _row(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
@@ -110,7 +114,7 @@ def _row(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
         "low": estimate.low / unit.size,
         "high": estimate.high / unit.size,
         "profiled": candidate.profiled,
-        "basis": basis,
+        "basis": f"{basis}, spot price" if candidate.spot else basis,
         "excluded": candidate.excluded_by or "",
     }
 
@@ -131,62 +135,100 @@ def _limits(job: Job, quantity: Quantity, rows: list[Row], unit: Unit) -> list[A
     """Shaded regions that the job's limits forbid; drawn behind everything."""
     limits = job.spec.limits
     shades: list[Any] = []
-    top = max(row["high"] for row in rows)
+    bottom, top = _reach(rows)
     limit = limits.deadline_s if quantity == "time" else limits.budget_usd
     shade = {"opacity": 0.13, "color": FAINT, "tooltip": None}
     if limit is not None and limit / unit.size < top:
         what = "beyond the deadline" if quantity == "time" else "over budget"
-        data = alt.Data(values=[{"value": limit / unit.size, "top": top, "label": what}])
+        data = alt.Data(values=[{"value": max(limit / unit.size, bottom), "top": top, "label": what}])
         shades.append(alt.Chart(data).mark_rect(**shade).encode(y="value:Q", y2="top:Q"))
-        text = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-4, x=0, fontStyle="italic")
-        shades.append(text.encode(y="value:Q", text="label:N"))
+        text = alt.Chart(data).encode(y="value:Q", text="label:N")
+        shades += outlined(text, align="left", baseline="bottom", dx=4, dy=-4, x=0, fontStyle="italic")
     most = max(row["batch"] for row in rows)
     ceiling = limits.max_global_batch_size
     if ceiling is not None and ceiling < most:
-        data = alt.Data(values=[{"batch": ceiling, "most": most}])
+        label = f"batch over {ceiling:,}"
+        data = alt.Data(
+            values=[{"batch": max(ceiling, min(row["batch"] for row in rows)), "most": most, "label": label}]
+        )
         shades.append(alt.Chart(data).mark_rect(**shade).encode(x="batch:Q", x2="most:Q"))
+        text = alt.Chart(data).encode(x="most:Q", text="label:N")
+        shades += outlined(text, align="right", baseline="bottom", dx=-4, y=HEIGHT - 4, fontStyle="italic")
     return shades
 
 
-def _landmark_layers(recommendation: Recommendation) -> list[Any]:
+def _landmark_layers(recommendation: Recommendation, marked: list[Row]) -> list[Any]:
     base = alt.Chart(alt.NamedData("landmarks"))
     knee = alt.Chart(alt.NamedData("knee"))
-    layers = [
-        base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q"),
-        *(
-            base.transform_filter(f"datum.side === '{side}'")
-            .mark_text(align=side, dx=shift, dy=-11, fontWeight="bold", fontSize=12)
-            .encode(x="batch:Q", y="value:Q", text="label:N")
-            for side, shift in (("left", 11), ("right", -11))
-        ),
-    ]
+    layers: list[Any] = []
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         layers.append(knee.mark_rule(strokeDash=[4, 4], strokeWidth=1.5, color=FAINT).encode(x="batch:Q"))
-        layers.append(
-            knee.mark_text(align="left", baseline="top", dx=5, y=2, fontStyle="italic").encode(
-                x="batch:Q", text="label:N"
-            )
-        )
+        text = knee.encode(x="batch:Q", text="label:N")
+        layers += outlined(text, align="left", baseline="top", dx=5, y=2, fontStyle="italic")
+    layers.append(
+        base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q")
+    )
+    for place in sorted({row["place"] for row in marked}):
+        align, dx, dy = _PLACES[place]
+        text = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q", y="value:Q", text="label:N")
+        layers += outlined(text, align=align, dx=dx, dy=dy, fontWeight="bold", fontSize=12)
     return layers
 
 
-def _landmark_rows(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> list[Row]:
-    merged: dict[tuple[int, float], Row] = {}
+def _landmark_rows(recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row]) -> list[Row]:
+    merged: dict[tuple[int, float, bool], list[str]] = {}
+    mixed = quantity == "cost" and any(candidate.spot for candidate in recommendation.candidates)
     for name, candidate in landmarks(recommendation):
         estimate = estimate_of(candidate, quantity)
-        if estimate is None:
-            continue
-        place = (candidate.global_batch_size, estimate.value / unit.size)
-        if place in merged:
-            merged[place]["label"] += f", {name}"
-        else:
-            merged[place] = {"batch": place[0], "value": place[1], "label": name}
-    batches = [candidate.global_batch_size for candidate in recommendation.candidates]
-    middle = math.sqrt(min(batches) * max(batches)) if batches else 0.0
-    for row in merged.values():
-        # Text beyond the right edge would be cut off, or would shrink the plot.
-        row["side"] = "left" if row["batch"] <= middle else "right"
-    return list(merged.values())
+        if estimate is not None:
+            place = (candidate.global_batch_size, estimate.value / unit.size, candidate.spot)
+            merged.setdefault(place, []).append(name)
+    marked: list[Row] = []
+    for (batch, value, spot), names in merged.items():
+        price = (" (spot)" if spot else " (on demand)") if mixed else ""
+        marked.append({"batch": batch, "value": value, "label": ", ".join(names) + price})
+    _place(marked, rows)
+    return marked
+
+
+def _place(marked: list[Row], rows: list[Row]) -> None:
+    """Give each label a place inside the frame where it covers no other label and no other landmark."""
+    left, right = (math.log2(end(row["batch"] for row in rows)) for end in (min, max))
+    bottom, top = _reach(rows)
+    height = math.log if bottom > 0 else float
+    spots = [
+        (
+            _FRAME * (math.log2(row["batch"]) - left) / max(right - left, 1e-9),
+            HEIGHT * (height(top) - height(row["value"])) / max(height(top) - height(bottom), 1e-9),
+        )
+        for row in marked
+    ]
+    taken: list[tuple[float, float, float, float]] = []
+    for row, (x, y) in zip(marked, spots, strict=True):
+        wide = 6.6 * len(row["label"])
+        boxes = [
+            (
+                x + dx - (wide if align == "right" else 0),
+                y + dy - 7,
+                x + dx + (0 if align == "right" else wide),
+                y + dy + 7,
+            )
+            for align, dx, dy in _PLACES
+        ]
+        others = [(a - 8, b - 8, a + 8, b + 8) for a, b in spots if (a, b) != (x, y)]
+        faults = [
+            (box[0] < 0)
+            + (box[2] > _FRAME)
+            + (box[3] > HEIGHT)
+            + sum(_overlap(box, other) for other in (*taken, *others))
+            for box in boxes
+        ]
+        row["place"] = faults.index(min(faults))
+        taken.append(boxes[row["place"]])
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _knee_rows(recommendation: Recommendation) -> list[Row]:

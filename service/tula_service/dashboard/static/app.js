@@ -1,5 +1,5 @@
 "use strict";
-// Charts, live updates, what-if and access forms. Everything shown without it is in the page already.
+// Charts and live updates; forms.js has what-if and access. Everything shown without them is in the page already.
 
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -8,6 +8,8 @@ function later(work, wait_ms) {
   let timer = 0;
   return (...given) => { clearTimeout(timer); timer = setTimeout(() => work(...given), wait_ms); };
 }
+
+const number = (value, digits = 3) => value.toLocaleString("en", { maximumSignificantDigits: digits });
 
 function element(name, text = "", attributes = {}) {
   const made = document.createElement(name);
@@ -50,16 +52,17 @@ function nameScheme() {
 
 // Charts: one specification from the service, dressed for the page
 
-function narrowLegends(part) {
+function fitLegends(part, width) {
   if (!part || typeof part !== "object") return;
-  if (part.legend && part.legend.columns) part.legend.columns = Math.min(2, part.legend.columns);
-  for (const [key, inner] of Object.entries(part)) if (key !== "datasets") narrowLegends(inner);
+  // The service chose the columns for a chart of about 520 pixels.
+  if (part.legend && part.legend.columns) part.legend.columns = Math.max(1, Math.min(part.legend.columns, Math.floor(part.legend.columns * width / 520)));
+  for (const [key, inner] of Object.entries(part)) if (key !== "datasets") fitLegends(inner, width);
 }
 
 function dressed(spec, width) {
   const style = getComputedStyle(document.documentElement);
   const ink = style.getPropertyValue("--ink").trim(), muted = style.getPropertyValue("--muted").trim();
-  const line = style.getPropertyValue("--line").trim();
+  const line = style.getPropertyValue("--line").trim(), ground = style.getPropertyValue("--ground").trim();
   const page = structuredClone(spec);
   delete page.title;
   page.background = "transparent";
@@ -68,10 +71,11 @@ function dressed(spec, width) {
     font: "system-ui, sans-serif",
     axis: { ...page.config.axis, labelColor: muted, titleColor: muted, gridColor: line, domainColor: line, tickColor: line, labelLimit: width < 480 ? 130 : 260, titleFontWeight: 500 },
     legend: { labelColor: ink, titleColor: muted },
+    style: { ...page.config.style, halo: { ...page.config.style?.halo, fill: ground, stroke: ground } },
     text: { color: ink },
     rule: { color: muted },
   };
-  if (width < 480) narrowLegends(page);
+  fitLegends(page, width);
   if (page.vconcat) for (const part of page.vconcat) part.width = Math.max(160, width - 70);
   else { page.width = width; page.autosize = { type: "fit-x", contains: "padding" }; }
   return page;
@@ -79,34 +83,54 @@ function dressed(spec, width) {
 
 const drawn = new Map();
 
+function shapeOf(spec, width) {
+  return JSON.stringify([{ ...spec, datasets: Object.keys(spec.datasets || {}), title: 0, description: 0 }, width, isDark()]);
+}
+
 async function draw(figure) {
   const box = $(".canvas", figure), known = drawn.get(figure);
   if (!known || !known.spec) return;
   const { spec } = known;
   $(".subtitle", figure).textContent = spec.title?.subtitle || "";
-  known.view?.finalize();
-  known.view = null;
-  const steps = $(".zoom", figure);
-  if (steps) steps.hidden = Boolean(spec.usermeta?.empty) && !known.zoom;
   if (spec.usermeta?.empty) {
+    known.view?.finalize();
+    known.view = null;
+    figure.classList.add("none");
     box.replaceChildren(element("p", spec.usermeta.message, { class: "waiting" }));
     return;
   }
-  const holder = element("div");
-  box.replaceChildren(holder);
-  // ast: expressions are interpreted, so that the page's security policy may forbid eval.
-  const made = await vegaEmbed(holder, dressed(spec, box.clientWidth), { actions: false, ast: true, renderer: "svg", defaultStyle: false, logLevel: 1 });
-  if ($("svg", holder)) $("svg", holder).setAttribute("aria-hidden", "true");
-  known.view = made.view;
+  figure.classList.remove("none");
+  const shape = shapeOf(spec, box.clientWidth);
+  if (known.view && known.shape === shape && box.contains(known.view.container())) {
+    // Only numbers changed: no flicker, and half the work.
+    for (const [name, rows] of Object.entries(spec.datasets)) if (known.names.has(name)) known.view.data(name, rows);
+    await known.view.runAsync();
+  } else {
+    known.view?.finalize();
+    known.view = null;
+    const holder = element("div");
+    box.replaceChildren(holder);
+    // ast: expressions are interpreted, so that the page's security policy may forbid eval.
+    const made = await vegaEmbed(holder, dressed(spec, box.clientWidth), { actions: false, ast: true, renderer: "svg", defaultStyle: false, logLevel: 1 });
+    known.view = made.view;
+    known.shape = shape;
+    known.names = new Set(made.vgSpec.data.map((each) => each.name));
+    if ("zoom" in figure.dataset) { watchBrush(figure, made.view); watchPointer(figure, made.view); }
+  }
+  if ($("svg", box)) $("svg", box).setAttribute("aria-hidden", "true");
   figure.dataset.drawn = String(Number(figure.dataset.drawn || 0) + 1);
-  if ("zoom" in figure.dataset) watchBrush(figure, made.view);
+  if ("zoom" in figure.dataset) tell(figure, null);
 }
 
 async function load(figure) {
   const box = $(".canvas", figure), known = drawn.get(figure) || {};
   drawn.set(figure, known);
   const address = new URL(figure.dataset.chart, location.href);
-  for (const [name, step] of Object.entries(known.zoom || {})) address.searchParams.set(name, step);
+  if ("zoom" in figure.dataset) {
+    for (const [name, value] of Object.entries(wanted)) address.searchParams.set(name, value);
+    // As many points as can be seen: peaks and dips stay, and a phone loads less.
+    address.searchParams.set("max_points", String(Math.min(1200, Math.max(300, 2 * Math.round(box.clientWidth)))));
+  }
   known.turn = (known.turn || 0) + 1;
   const turn = known.turn;
   box.setAttribute("aria-busy", "true");
@@ -127,12 +151,68 @@ async function load(figure) {
   }
 }
 
-function zoomTo(figure, zoom) {
-  drawn.get(figure).zoom = zoom;
-  const form = $(".zoom", figure);
-  for (const name of ["first_step", "last_step"]) form.elements[name].value = zoom?.[name] ?? "";
-  $("[type=reset]", form).hidden = !zoom;
-  load(figure);
+// Steps and rank: one choice for every chart of a run, kept in the address
+
+const STEPS = ["first_step", "last_step", "rank"];
+let wanted = {};
+
+function show(asked) {
+  const before = JSON.stringify(wanted);
+  wanted = Object.fromEntries(Object.entries(asked).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const form = $("#zoom"), address = new URL(location.href);
+  for (const name of STEPS) {
+    form.elements[name].value = wanted[name] ?? "";
+    if (name in wanted) address.searchParams.set(name, wanted[name]);
+    else address.searchParams.delete(name);
+  }
+  history.replaceState(null, "", address);
+  $("[type=reset]", form).hidden = !("first_step" in wanted || "last_step" in wanted);
+  for (const [figure, known] of drawn) {
+    if (JSON.stringify(wanted) !== before) known.shape = null;  // drawn anew, so that no brush stays
+    load(figure);
+  }
+}
+
+function startZoom() {
+  const form = $("#zoom");
+  if (!form) return;
+  const asked = new URLSearchParams(location.search);
+  show(Object.fromEntries(STEPS.map((name) => [name, asked.get(name)])));
+  form.addEventListener("submit", (event) => { event.preventDefault(); show(Object.fromEntries(new FormData(form))); });
+  form.addEventListener("reset", (event) => { event.preventDefault(); show({ rank: wanted.rank }); });
+}
+
+// What a chart says at the step under the pointer, in every chart of the run at once; the last values otherwise
+
+function tell(figure, step) {
+  const known = drawn.get(figure), readout = $(".readout", figure);
+  if (!known?.spec?.usermeta?.readout || !known.view) { readout.textContent = ""; return; }
+  const told = [];
+  let at = step;
+  for (const { column, name, unit } of known.spec.usermeta.readout) {
+    const rows = known.spec.datasets[column];
+    let low = 0, high = rows.length - 1;
+    while (step !== null && low < high) { const middle = (low + high) >> 1; if (rows[middle].step < step) low = middle + 1; else high = middle; }
+    if (step === null) low = high;
+    if (low > 0 && step !== null && step - rows[low - 1].step < rows[low].step - step) low -= 1;
+    while (low > 0 && rows[low].value === null) low -= 1;
+    at = rows[low].step;
+    told.push(`${name} ${rows[low].value === null ? "–" : number(rows[low].value, 4)}${unit && ` ${unit}`}`);
+  }
+  readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${told.join(", ")}`;
+}
+
+function watchPointer(figure, view) {
+  const box = $(".canvas", figure);
+  const everywhere = (step) => { for (const [each, known] of drawn) if (known.view && "zoom" in each.dataset) tell(each, step); };
+  view.addEventListener("pointermove", (event, item) => {
+    let x = event.clientX - $("svg", box).getBoundingClientRect().left - view.origin()[0];
+    for (let at = item; at; at = at.mark?.group) if (at.items) x -= at.x || 0;
+    let scale = null;
+    try { scale = view.scale("x"); } catch { scale = view.scale("concat_0_x"); }
+    everywhere(Math.max(0, Math.round(scale.invert(x))));
+  });
+  box.onpointerleave = () => everywhere(null);
 }
 
 function watchBrush(figure, view) {
@@ -142,7 +222,7 @@ function watchBrush(figure, view) {
   // Vega tells of the last movement only after the button is up.
   $(".canvas", figure).onpointerup = () => setTimeout(() => {
     if (!chosen || !(chosen[1] - chosen[0] >= 1)) return;
-    zoomTo(figure, { first_step: Math.max(0, Math.floor(chosen[0])), last_step: Math.ceil(chosen[1]) });
+    show({ ...wanted, first_step: Math.max(0, Math.floor(chosen[0])), last_step: Math.ceil(chosen[1]) });
     chosen = null;
   }, 80);
 }
@@ -155,16 +235,7 @@ function startCharts() {
       load(entry.target);
     }
   }, { rootMargin: "300px" });
-  for (const figure of $$("[data-chart]")) {
-    seen.observe(figure);
-    const form = $(".zoom", figure);
-    form?.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const wanted = Object.fromEntries([...new FormData(form)].filter(([, step]) => step !== ""));
-      zoomTo(figure, Object.keys(wanted).length ? wanted : null);
-    });
-    form?.addEventListener("reset", () => zoomTo(figure, null));
-  }
+  for (const figure of $$("[data-chart]")) seen.observe(figure);
   let width = innerWidth;
   addEventListener("resize", later(() => { if (innerWidth !== width) { width = innerWidth; redrawAll(); } }, 200));
   systemDark.addEventListener("change", redrawAll);
@@ -174,13 +245,22 @@ function redrawAll() { for (const figure of drawn.keys()) draw(figure); }
 
 // Live: the event stream says that something changed; the server renders it again
 
+const served = new Map();
+
 const refreshParts = later(async () => {
-  const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
-  if (!answer.ok) return;
+  const answer = await fetch(location.href, { headers: { Accept: "text/html" } }).catch(() => null);
+  if (!answer?.ok || answer.redirected) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const part of $$("[data-live]")) {
-    const replacement = $(`[data-live="${part.dataset.live}"]`, fresh);
-    if (replacement && replacement.innerHTML !== part.innerHTML) part.replaceChildren(...replacement.childNodes);
+    const name = part.dataset.live, replacement = $(`[data-live="${name}"]`, fresh);
+    if (!replacement || replacement.innerHTML === served.get(name)) continue;
+    served.set(name, replacement.innerHTML);
+    // What the reader opened stays open, and a link that has the keyboard keeps it.
+    const open = $$("details[open]", part).map((each) => each.dataset.kept), at = document.activeElement;
+    const held = part.contains(at) ? at.getAttribute("href") : null;
+    part.replaceChildren(...replacement.childNodes);
+    for (const each of $$("details", part)) each.open = open.includes(each.dataset.kept);
+    if (held) $$("a", part).find((link) => link.getAttribute("href") === held)?.focus({ preventScroll: true });
   }
   localTimes();
 }, 400);
@@ -195,7 +275,9 @@ const refreshCharts = (() => {
 })();
 
 function listen() {
-  const { events, run } = document.body.dataset;
+  const { events, run, refresh } = document.body.dataset;
+  for (const part of $$("[data-live]")) served.set(part.dataset.live, part.innerHTML);
+  if (refresh) setInterval(() => { if (!document.hidden) refreshParts(); }, Number(refresh) * 1000);
   if (!events) return;
   const live = $("#live");
   const say = (text, lost) => { live.hidden = false; live.textContent = text; live.classList.toggle("lost", lost); };
@@ -222,81 +304,6 @@ function listen() {
   addEventListener("pagehide", () => source.close());
 }
 
-// What if: answers as one types
-
-const number = (value, digits = 3) => value.toLocaleString("en", { maximumSignificantDigits: digits });
-
-function duration(seconds) {
-  for (const [size, name] of [[86400, "days"], [3600, "h"], [60, "min"], [1, "s"]]) if (seconds >= size) return `${number(seconds / size)} ${name}`;
-  return `${number(seconds * 1000)} ms`;
-}
-
-function answerTable(predictions) {
-  const table = element("table"), head = element("tr"), body = element("tbody");
-  for (const name of ["Nodes", "Global batch", "Time", "90 % interval", "Cost", "Step", "Notes"]) head.append(element("th", name, { scope: "col" }));
-  const shown = [...predictions.candidates].sort((a, b) => Boolean(a.excluded_by) - Boolean(b.excluded_by) || a.total_time_s.value - b.total_time_s.value).slice(0, 12);
-  for (const each of shown) {
-    const row = element("tr", "", each.excluded_by ? { class: "excluded" } : {}), time = each.total_time_s;
-    const notes = [each.profiled && "profiled", each.extrapolated && "extrapolated", each.excluded_by && `excluded: ${each.excluded_by}`];
-    for (const cell of [each.configuration.num_nodes, each.global_batch_size, duration(time.value), `${duration(time.low)} to ${duration(time.high)}`,
-      each.cost_usd ? `$${number(each.cost_usd.value)}` : "–", duration(each.step_time_s.value), notes.filter(Boolean).join(", ")]) row.append(element("td", String(cell)));
-    body.append(row);
-  }
-  const top = element("thead");
-  top.append(head);
-  table.append(top, body);
-  return table;
-}
-
-function startWhatIf() {
-  const form = $("#whatif"), answer = $("#whatif-answer");
-  if (!form) return;
-  let turn = 0;
-  const predict = later(async () => {
-    const asked = new URLSearchParams(), mine = ++turn;
-    for (const name of ["num_nodes", "global_batch_size"]) for (const value of form.elements[name].value.split(/[\s,;]+/)) if (value) asked.append(name, value);
-    const price = form.elements.usd_per_node_hour.value.trim(), deadline = form.elements.deadline_h.value.trim();
-    if (price) asked.set("usd_per_node_hour", price);
-    if (deadline) asked.set("deadline_s", Number.isFinite(Number(deadline)) ? String(Number(deadline) * 3600) : deadline);
-    try {
-      const predictions = await ask(`${form.dataset.source}?${asked}`);
-      if (mine === turn) answer.replaceChildren(answerTable(predictions));
-    } catch (error) {
-      if (mine === turn) answer.replaceChildren(element("p", error.message, { class: "warning" }));
-    }
-  }, 150);
-  form.addEventListener("input", predict);
-  form.addEventListener("submit", (event) => { event.preventDefault(); predict(); });
-}
-
-// Access: tokens and projects
-
-function startAccess() {
-  const problem = $("#problem");
-  const tried = async (work) => {
-    problem.hidden = true;
-    try { await work(); } catch (error) { problem.textContent = error.message; problem.hidden = false; }
-  };
-  for (const form of $$("[data-post]")) form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    tried(async () => {
-      const given = Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
-      if ("expires_in_days" in given) { given.expires_in_s = Number(given.expires_in_days) * 86400; delete given.expires_in_days; }
-      if (given.scope && given.scope !== "user") delete given.project;
-      const made = await ask(form.dataset.post, { method: "POST", headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(given) });
-      if (!made.secret) { location.reload(); return; }
-      $("#secret code").textContent = made.secret;
-      $("#secret").hidden = false;
-      form.reset();
-    });
-  });
-  for (const button of $$("[data-delete]")) button.addEventListener("click", () => tried(async () => {
-    if (!confirm(button.dataset.what)) return;
-    await ask(button.dataset.delete, { method: "DELETE" });
-    location.reload();
-  }));
-}
-
 function localTimes() {
   for (const time of $$("time[datetime]")) {
     const at = new Date(time.dateTime);
@@ -306,8 +313,7 @@ function localTimes() {
 
 $("#theme").addEventListener("click", nextScheme);
 nameScheme();
+startZoom();
+listen();
 localTimes();
 startCharts();
-listen();
-startWhatIf();
-startAccess();

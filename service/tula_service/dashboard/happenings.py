@@ -1,0 +1,49 @@
+"""What happened to a job, an event a line, as people read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.format import words
+from tula_wire import Configuration, Event, EventKind
+
+__all__ = ["KINDS", "Happening", "happenings"]
+
+KINDS: Final[tuple[EventKind, ...]] = ("job", "run", "recommendation", "scaling", "drift", "advice")
+"""All but `samples`, of which there are thousands."""
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event and its sentence; `warns` is set where somebody may want to act."""
+
+    event: Event
+    sentence: str
+    warns: bool
+
+
+def happenings(events: list[Event]) -> list[Happening]:
+    """In the order given."""
+    return [Happening(event, _sentence(event), _warns(event)) for event in events]
+
+
+def _warns(event: Event) -> bool:
+    bad = event.data.get("state") in ("failed", "out_of_memory") or event.data.get("kind") == "reconfigure"
+    limits = event.kind == "advice" and event.data.get("kind") in ("deadline", "budget")
+    return bad or limits or (event.kind == "drift" and event.data.get("alarm") != "recovered")
+
+
+def _sentence(event: Event) -> str:
+    told: dict[str, Any] = event.data
+    if isinstance(told.get("sentence"), str):
+        return str(told["sentence"])
+    if event.kind == "recommendation":
+        chosen = told.get("configuration")
+        name = configuration_name(Configuration.model_validate(chosen)) if isinstance(chosen, dict) else "nothing"
+        return f"Recommends {name} ({words(str(told.get('objective', '')))}, {told.get('basis', '')})."
+    state = words(str(told.get("state", "changed")))
+    noun = "Job" if event.kind == "job" else "Run" if event.kind == "run" else "Thresholds of gradient scaling"
+    why = next((told[name] for name in ("message", "plan_reason", "purpose", "reason") if told.get(name)), "")
+    return f"{noun} {state}{f': {why}' if why else ''}"
