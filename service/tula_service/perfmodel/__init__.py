@@ -20,8 +20,9 @@ Arrays and dataclasses in, arrays and dataclasses out; everything is determinist
 `recommend` is `price` + `tradeoff_curve` + `find_knee` + `choose`; each may be called alone.
 
 Before any run, pass no observations: `fit_step_time(None, prior=prior_from_hardware(facts, hardware))` has
-`model.basis is Basis.PRIOR`; `prior_from_jobs(models)` makes it `Basis.TRANSFER`. With observations the basis is
-`Basis.PROFILED`. `model.notes` are sentences about what cannot be said from the data (one cluster size only, ...).
+`model.basis is Basis.PRIOR`; `prior_from_jobs(models)` makes it `Basis.TRANSFER`. Several instance types go in as
+`Priors(believed={type: prior}, hardware={type: facts})`. With observations the basis is `Basis.PROFILED`.
+`model.notes` are sentences about what cannot be said from the data (one cluster size only, ...).
 
 While a run measures: `measured_precisely_enough(step_times, precision)` ends it early. Once training runs:
 `watch_drift(state, step_times_s)` folds live steps into a `DriftState` (start from `DriftState.expecting(low, high)`);
@@ -48,10 +49,12 @@ from tula_service.perfmodel.predict.physical import PARAMETERS, Parameter
 from tula_service.perfmodel.predict.priors import (
     Hardware,
     ModelFacts,
+    Priors,
     StepTimePrior,
     generic_prior,
     prior_from_hardware,
     prior_from_jobs,
+    prior_from_other_type,
 )
 from tula_service.perfmodel.predict.step_time import Form, StepTimeModel, StepTimePredictions, fit_step_time
 from tula_service.perfmodel.search.plan import Plan, PlanBudget, PlannedRun, plan
@@ -83,6 +86,7 @@ __all__ = [
     "PlanBudget",
     "PlannedRun",
     "Points",
+    "Priors",
     "Recommendation",
     "SearchSpace",
     "Spot",
@@ -106,6 +110,7 @@ __all__ = [
     "price",
     "prior_from_hardware",
     "prior_from_jobs",
+    "prior_from_other_type",
     "recommend",
     "spot_slowdown",
     "summarise_steps",

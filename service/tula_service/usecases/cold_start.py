@@ -1,40 +1,35 @@
-"""What is believed of a job before its first run: earlier jobs on the same hardware, else hardware figures."""
+"""What is believed of a job before its first run, by instance type: earlier jobs on its hardware, else its figures."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Collective, Configuration
+from tula_service.domain import Basis, Collective, Configuration
 from tula_service.perfmodel import (
     Hardware,
     ModelFacts,
+    Priors,
     StepTimeModel,
     StepTimePrior,
     prior_from_hardware,
     prior_from_jobs,
+    prior_from_other_type,
 )
 from tula_service.store import JobRecord, Transaction
+from tula_service.usecases.devices import hardware_of
 
 __all__ = ["Lessons", "lessons_of", "prior_of", "remember", "remember_outcome", "warnings_of"]
 
-_PEAK_TFLOPS = {
-    "K80": 4.1, "P100": 9.3, "V100": 15.7, "T4": 8.1, "2080": 13.4, "RTX6000": 16.3, "A10": 31.2, "A40": 37.4,
-    "A6000": 38.7, "L4": 30.3, "L40": 90.5, "4090": 82.6, "A100": 156.0, "H100": 495.0, "H200": 495.0, "CPU": 0.1,
-}  # fmt: skip
-"""Dense peak per device from the vendors' data sheets, teraflop/s: fp32 up to Turing, TF32 tensor cores after it."""
-
-_UNKNOWN_TFLOPS = 20.0
-_UNKNOWN_GBPS = 10.0
 _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
-_UNKNOWN_SD = 1.0
+_UNKNOWN_FLOPS_SD = 1.0
 _MOST_JOBS = 200
 _MOST_PRIORS = 10
 _MOST_PAIRS = 100
@@ -44,56 +39,113 @@ _LESSON_VERSION = "1"
 
 @dataclass(frozen=True)
 class Lessons:
-    """What earlier jobs of the project learnt on this hardware: of the same network, and of others.
+    """What earlier jobs of the project learnt, by instance type of this job.
 
-    `pairs` holds (predicted, low, high, measured) step times of trainings, those of the job itself among them.
+    `same` network on the same hardware, `related` networks on it; `elsewhere` is the same network on hardware that this
+    job does not have. `pairs` holds (predicted, low, high, measured) step times of trainings on this hardware, those of
+    the job itself among them.
     """
 
-    same: tuple[StepTimePrior, ...]
-    related: tuple[StepTimePrior, ...]
+    same: Mapping[str, tuple[StepTimePrior, ...]]
+    related: Mapping[str, tuple[StepTimePrior, ...]]
+    elsewhere: tuple[tuple[StepTimePrior, Hardware], ...]
     pairs: tuple[tuple[float, float, float, float], ...]
 
 
 def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
     """Read what may be learnt for this job; bounded, however many jobs the project has."""
     here = {(cluster.instance_type, cluster.accelerator, cluster.network_gbps) for cluster in spec.cluster}
-    same: list[StepTimePrior] = []
-    related: list[StepTimePrior] = []
+    same: dict[str, list[StepTimePrior]] = {}
+    related: dict[str, list[StepTimePrior]] = {}
+    elsewhere: list[tuple[StepTimePrior, Hardware]] = []
     pairs = [*_kept(tx, job.id)["pairs"]]
     for other, body in tx.fits.of_earlier_jobs(
         job.project_id, _KEPT, before=job.cursor, model_version=_LESSON_VERSION, limit=_MOST_JOBS
     ):
-        there = {
-            cluster["instance_type"]
-            for cluster in other["cluster"]
-            if (cluster["instance_type"], cluster.get("accelerator"), cluster.get("network_gbps")) in here
-        }
-        if not there or other.get("collective", "ring") != spec.collective:
+        if other.get("collective", "ring") != spec.collective:
             continue
-        model = other["model"]
+        model, lesson = other["model"], json.loads(body)
         known = (model["name"], model.get("parameters")) == (spec.model.name, spec.model.parameters)
-        lesson = json.loads(body)
-        pairs += lesson["pairs"]
-        for name, learnt in lesson["types"].items():
-            if name in there:
-                (same if known else related).append(_read(learnt))
+        ran_here = False
+        for cluster in (wire.read(wire.ClusterSpec, each) for each in other["cluster"]):
+            name = cluster.instance_type
+            on_this = (name, cluster.accelerator, cluster.network_gbps) in here
+            ran_here |= on_this
+            learnt = lesson["types"].get(name)
+            if learnt is None:
+                continue
+            if on_this:
+                (same if known else related).setdefault(name, []).append(_read(learnt))
+            elif known:
+                elsewhere.append((_read(learnt), hardware_of(cluster)))
+        if ran_here:
+            pairs += lesson["pairs"]
     return Lessons(
-        tuple(same[:_MOST_PRIORS]), tuple(related[:_MOST_PRIORS]), tuple(tuple(pair) for pair in pairs[:_MOST_PAIRS])
+        same={name: tuple(found[:_MOST_PRIORS]) for name, found in same.items()},
+        related={name: tuple(found[:_MOST_PRIORS]) for name, found in related.items()},
+        elsewhere=tuple(elsewhere[:_MOST_PRIORS]),
+        pairs=tuple(tuple(pair) for pair in pairs[:_MOST_PAIRS]),
     )
 
 
-def prior_of(
-    lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configuration], *, measured: bool
+def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configuration], *, measured: bool) -> Priors:
+    """The priors of a job's fit, each instance type its own; generic ones once runs were measured and no earlier job on
+    that hardware has anything to add."""
+    hardware = {cluster.instance_type: hardware_of(cluster) for cluster in spec.cluster}
+    believed: dict[str, StepTimePrior] = {}
+    for name in sorted(hardware):
+        batches = [c.local_batch_size for c in candidates if c.instance_type == name]
+        reference = float(max(batches or [c.local_batch_size for c in candidates]))
+        found = _believed(lessons, spec, name, hardware, reference, measured=measured)
+        if found is not None:
+            believed[name] = found
+    return Priors(believed, hardware)
+
+
+def _believed(
+    lessons: Lessons,
+    spec: wire.JobSpec,
+    name: str,
+    hardware: Mapping[str, Hardware],
+    reference: float,
+    *,
+    measured: bool,
 ) -> StepTimePrior | None:
-    """The prior of a job's fit; None once runs were measured and no earlier job has anything to add."""
+    """What is believed of one instance type; the most telling source goes first."""
     collective = Collective(spec.collective)
-    reference = float(max(c.local_batch_size for c in candidates))
-    if lessons.same:
-        return prior_from_jobs(lessons.same, collective=collective)
-    hardware = _from_hardware(spec, reference, collective)
-    if lessons.related:
-        return prior_from_jobs(lessons.related, scale=hardware, collective=collective)
-    return None if measured else hardware
+    if name in lessons.same:
+        return prior_from_jobs(lessons.same[name], collective=collective)
+    scale = _scale(lessons, spec, name, hardware, reference)
+    if name in lessons.related:
+        return prior_from_jobs(lessons.related[name], scale=scale, collective=collective)
+    return None if measured else scale
+
+
+def _scale(
+    lessons: Lessons, spec: wire.JobSpec, name: str, hardware: Mapping[str, Hardware], reference: float
+) -> StepTimePrior:
+    """The same network on other hardware, moved by what the two differ in; without one, hardware figures alone.
+
+    Either way it is a guess: its basis is `prior`, and only lessons on the same hardware make a transfer.
+    """
+    collective = Collective(spec.collective)
+    near = [(prior, hardware[other]) for other, found in sorted(lessons.same.items()) for prior in found]
+    for learnt, there in (*near, *lessons.elsewhere):
+        if there.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None:
+            moved = prior_from_other_type(learnt, there, hardware[name], collective=collective)
+            return replace(moved, basis=Basis.PRIOR)
+    parameters = float(spec.model.parameters or _UNKNOWN_PARAMETERS)
+    flops = spec.model.flops_per_sample or 3.0 * _FLOPS_PER_PARAMETER * parameters
+    prior = prior_from_hardware(
+        # The wire counts forward and backward together, the model one forward pass.
+        ModelFacts(parameter_count=parameters, flops_per_sample=flops / 3.0),
+        hardware[name],
+        reference_batch_size=reference,
+        collective=collective,
+    )
+    sd = prior.sd.copy()
+    sd[0] = math.hypot(float(sd[0]), _UNKNOWN_FLOPS_SD * (spec.model.flops_per_sample is None))
+    return replace(prior, sd=sd)
 
 
 def remember(tx: Transaction, job: JobRecord, model: StepTimeModel) -> None:
@@ -132,7 +184,7 @@ def warnings_of(spec: wire.JobSpec) -> list[str]:
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
     for cluster in spec.cluster:
-        if cluster.accelerator is None or _peak(cluster.accelerator) is None:
+        if hardware_of(cluster).peak_tflops is None:
             sentences.append(
                 f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
                 "give cluster.accelerator, for example V100-16GB."
@@ -149,29 +201,3 @@ def _read(learnt: dict[str, Any]) -> StepTimePrior:
         absolute=True,
         reference_batch_size=float(learnt["reference_batch_size"]),
     )
-
-
-def _from_hardware(spec: wire.JobSpec, reference: float, collective: Collective) -> StepTimePrior:
-    cluster = spec.cluster[0]
-    parameters = float(spec.model.parameters or _UNKNOWN_PARAMETERS)
-    flops = spec.model.flops_per_sample or 3.0 * _FLOPS_PER_PARAMETER * parameters
-    peak = _peak(cluster.accelerator)
-    prior = prior_from_hardware(
-        # The wire counts forward and backward together, the model one forward pass.
-        ModelFacts(parameter_count=parameters, flops_per_sample=flops / 3.0),
-        Hardware(peak_tflops=peak or _UNKNOWN_TFLOPS, inter_node_gbps=cluster.network_gbps or _UNKNOWN_GBPS),
-        reference_batch_size=reference,
-        collective=collective,
-    )
-    guesses = (spec.model.flops_per_sample is None) + (peak is None)
-    sd = prior.sd.copy()
-    sd[0] = math.hypot(float(sd[0]), _UNKNOWN_SD * guesses)
-    return replace(prior, sd=sd)
-
-
-def _peak(accelerator: str | None) -> float | None:
-    if accelerator is None:
-        return None
-    wanted = accelerator.upper().replace(" ", "").replace("-", "")
-    names = sorted(_PEAK_TFLOPS, key=len, reverse=True)
-    return next((_PEAK_TFLOPS[name] for name in names if name in wanted), None)

@@ -176,7 +176,36 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
 
     assert error(warm) < 0.25 * error(cold)
     elsewhere = {"cluster": {"max_nodes": 8, "ranks_per_node": 2, "accelerator": "T4"}}
-    assert cluster.register(spec(**elsewhere)).recommendation.basis == "prior"
+    moved = cluster.register(spec(**elsewhere)).recommendation
+    assert moved.basis == "prior", "jobs on other hardware are no measurement of this one"
+    pairs = zip(moved.candidates, warm.candidates, strict=True)
+    slower = np.median([t4.step_time_s.value / v100.step_time_s.value for t4, v100 in pairs])
+    assert 1.5 < slower < 900.0 / 320.0 * 1.2, "the same network, moved by what the data sheets differ in"
+
+
+def test_each_instance_type_of_a_job_that_never_ran_has_a_guess_of_its_own(cluster: Cluster) -> None:
+    types = [
+        {"instance_type": "new", "max_nodes": 2, "accelerator": "A100-40GB", "network_gbps": 100},
+        {"instance_type": "old", "max_nodes": 2, "accelerator": "T4", "network_gbps": 10},
+    ]
+    answer = cluster.register(spec(cluster=types, model={"name": "net", "flops_per_sample": 12e9})).recommendation
+    at = {(c.configuration.instance_type, c.configuration.local_batch_size): c.step_time_s for c in answer.candidates}
+    assert at["old", 256].value > 3 * at["new", 256].value
+    assert answer.basis == "prior"
+
+
+def test_a_type_with_lessons_does_not_lend_its_certainty_to_one_without(cluster: Cluster) -> None:
+    known = {"instance_type": "known", "max_nodes": 4, "ranks_per_node": 2, "accelerator": "V100-16GB"}
+    cluster.work(cluster.register(spec(cluster=known)).job.id)
+    strange = {"instance_type": "strange", "max_nodes": 4, "ranks_per_node": 2, "accelerator": "Q9"}
+    answer = cluster.register(spec(cluster=[known, strange])).recommendation
+    width = {
+        c.configuration.instance_type: c.step_time_s.high / c.step_time_s.low
+        for c in answer.candidates
+        if c.configuration.local_batch_size == 256
+    }
+    assert answer.basis == "prior", "one of the two rests on a guess"
+    assert width["strange"] > 1.5 * width["known"]
 
 
 def test_the_ledger_keeps_every_recommendation_and_cannot_be_changed(profiled: tuple[Cluster, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,16 @@ from tula_service.perfmodel.predict.observations import FloatArray, ObservationE
 from tula_service.perfmodel.predict.physical import PARAMETERS
 from tula_service.perfmodel.predict.residual import ResidualScales
 
-__all__ = ["Hardware", "ModelFacts", "StepTimePrior", "generic_prior", "prior_from_hardware", "prior_from_jobs"]
+__all__ = [
+    "Hardware",
+    "ModelFacts",
+    "Priors",
+    "StepTimePrior",
+    "generic_prior",
+    "prior_from_hardware",
+    "prior_from_jobs",
+    "prior_from_other_type",
+]
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.35
@@ -21,6 +30,10 @@ _SUSTAINED_SHARE_SD = 0.7
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
 _BETWEEN_JOBS_SD = 0.25
+_FLOPS_PER_BYTE = 6.0
+_UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
+_UNKNOWN_GBPS = 10.0
+_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -60,18 +73,44 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is known of an instance type; bandwidths in gigabits per second, peak in teraflop per second of one rank."""
+    """What is known of an instance type; None where it is not.
 
-    peak_tflops: float
-    inter_node_gbps: float
+    Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
+    both of one rank's device.
+    """
+
+    peak_tflops: float | None = None
+    inter_node_gbps: float | None = None
     intra_node_gbps: float | None = None
+    memory_gb_per_s: float | None = None
     launch_overhead_s: float = 0.005
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless everything is positive and finite."""
-        for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "launch_overhead_s"):
+        """Raise ObservationError unless everything that is known is positive and finite."""
+        for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
             if getattr(self, name) is not None:
                 column(name, [getattr(self, name)], above=0.0)
+
+
+@dataclass(frozen=True)
+class Priors:
+    """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
+
+    `hardware` carries what was measured on one type over to another that was not. `anywhere` stands for every type.
+    """
+
+    believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    anywhere: StepTimePrior | None = None
+
+    @classmethod
+    def of(cls, prior: StepTimePrior | Priors | None) -> Priors:
+        """One prior for all types, as priors by type."""
+        return prior if isinstance(prior, Priors) else cls(anywhere=prior)
+
+    def of_type(self, name: str) -> StepTimePrior | None:
+        """The prior of one instance type, None for the generic one."""
+        return self.believed.get(name, self.anywhere)
 
 
 def generic_prior(collective: Collective = Collective.RING) -> StepTimePrior:
@@ -103,22 +142,61 @@ def prior_from_hardware(
 ) -> StepTimePrior:
     """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
 
-    c = 3 * FLOPs per sample * b_ref / (0.35 * peak), a = launch overhead / c, and for each level of the network
-    s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants).
+    c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and for each level of the network
+    s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants). Sustained is
+    0.35 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 6 FLOP per byte * W: half-way
+    between networks bound by arithmetic and by memory. What is not known of the hardware is guessed, and c is wider.
     """
     base = generic_prior(collective)
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
     log_flops = math.log(_BACKWARD_AND_FORWARD) + math.log(facts.flops_per_sample) + math.log(b_ref)
-    log_compute = log_flops - math.log(_SUSTAINED_SHARE * hardware.peak_tflops * 1e12)
+    log_sustained = math.log(_SUSTAINED_SHARE * (hardware.peak_tflops or _UNKNOWN_TFLOPS) * 1e12)
+    if hardware.memory_gb_per_s is not None:
+        log_sustained = 0.5 * (log_sustained + math.log(_FLOPS_PER_BYTE * hardware.memory_gb_per_s * 1e9))
+    log_compute = log_flops - log_sustained
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
     mean, sd = base.mean.copy(), base.sd.copy()
-    mean[0], sd[0] = log_compute, _SUSTAINED_SHARE_SD
+    mean[0] = log_compute
+    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, _UNKNOWN_TFLOPS_SD if hardware.peak_tflops is None else 0.0)
     mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
     if hardware.intra_node_gbps is not None:
         mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute
-    mean[6] = log_bits - math.log(_LINK_SHARE * hardware.inter_node_gbps * 1e9) - log_compute
+    mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
+
+
+def prior_from_other_type(
+    learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None, *, collective: Collective
+) -> StepTimePrior:
+    """What the runs of a network on one instance type teach about it on another, basis `transfer`.
+
+    The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
+    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
+    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider.
+    """
+    shape = prior_from_jobs([learnt], collective=collective)
+    mean, sd = shape.mean.copy(), shape.sd.copy()
+    compute = _log_ratio(measured, wanted, "memory_gb_per_s")
+    if compute is None:
+        compute = _log_ratio(measured, wanted, "peak_tflops")
+    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD)
+    faster = compute or 0.0
+    mean[0] -= faster
+    mean[1] += faster
+    for entry, link in ((4, "intra_node_gbps"), (6, "inter_node_gbps")):
+        ratio = _log_ratio(measured, wanted, link)
+        mean[entry] += faster - (ratio or 0.0)
+        sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
+    return StepTimePrior(
+        mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
+    )
+
+
+def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
+    """log(wanted / measured) of one figure; None where either is not known."""
+    before, after = getattr(measured, name, None), getattr(wanted, name, None)
+    return None if before is None or after is None else math.log(after / before)
 
 
 def prior_from_jobs(

@@ -15,7 +15,7 @@ from tula_service.perfmodel.predict.fit import Posterior, fit_posterior, prior_p
 from tula_service.perfmodel.predict.intervals import Interval, log_interval
 from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.predict.physical import PARAMETERS, log_terms
-from tula_service.perfmodel.predict.priors import StepTimePrior, generic_prior, prior_from_jobs
+from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_service.perfmodel.predict.repeats import merge_repeats, statements
 
 __all__ = ["Form", "StepTimeModel", "StepTimePredictions", "fit_step_time", "unmeasured_model"]
@@ -83,6 +83,7 @@ class StepTimeModel:
     observations: StepTimeObservations | None
     posteriors: Mapping[str, Posterior] = field(repr=False)
     baselines: Mapping[str, BaselineFit] = field(repr=False)
+    unmeasured: Mapping[str, Posterior] = field(repr=False)
     fallback: Posterior | None = field(repr=False)
     interval_scale: float = 1.0
 
@@ -135,10 +136,13 @@ class StepTimeModel:
 
     def posterior_of(self, instance_type: str) -> Posterior:
         """The posterior behind the predictions for an instance type; what planning reads its uncertainty from."""
-        found = self.posteriors.get(instance_type, self.fallback)
+        found = self._posterior(instance_type)
         if found is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
         return found
+
+    def _posterior(self, instance_type: str) -> Posterior | None:
+        return self.posteriors.get(instance_type) or self.unmeasured.get(instance_type) or self.fallback
 
     def posterior(self, instance_type: str) -> StepTimePrior:
         """What was learnt about one instance type, as a prior for later jobs; ObservationError if nothing was."""
@@ -157,7 +161,7 @@ class StepTimeModel:
 
     def parameters(self, instance_type: str) -> Mapping[str, float]:
         """The fitted parameters by symbol, decoded into the units that `PARAMETERS` states."""
-        found = self.posteriors.get(instance_type, self.fallback)
+        found = self._posterior(instance_type)
         if found is None:
             return {}
         return {p.symbol: p.decode(float(value)) for p, value in zip(PARAMETERS, found.leading.theta, strict=True)}
@@ -190,21 +194,24 @@ def fit_step_time(
     *,
     form: Form = Form.PHYSICAL,
     collective: Collective = Collective.RING,
-    prior: StepTimePrior | None = None,
+    prior: StepTimePrior | Priors | None = None,
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """Fit the step time of every instance type that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
-    after the largest batch is profiled. A type that was not measured borrows the shape of those that were. Raises
-    ObservationError when there is neither a measurement nor a prior with a scale.
+    after the largest batch is profiled. A type that was measured less, or not at all, starts from the one that was
+    measured most, moved by what the hardware of the two differs in. Raises ObservationError when there is neither a
+    measurement nor a prior with a scale.
     """
+    priors = Priors.of(prior)
     empty = observations is None or len(observations) == 0
     if empty or observations is None:
-        if prior is None or not prior.absolute or form is not Form.PHYSICAL:
+        known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
+        if not known or not all(p.absolute for p in known) or form is not Form.PHYSICAL:
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
-        return unmeasured_model(prior, candidates, interval_scale=interval_scale)
+        return unmeasured_model(priors, candidates, interval_scale=interval_scale)
     merged, notes = merge_repeats(observations)
     notes = (*notes, *statements(merged.observations.points))
     types = np.array(merged.observations.points.instance_type, dtype=object)
@@ -215,41 +222,58 @@ def fit_step_time(
             name: fit_baseline(merged.observations.take(types == name), servers=form is Form.PARAMETER_SERVER)
             for name in by_count
         }
-        return StepTimeModel(form, Basis.PROFILED, notes, observations, {}, baselines, None, interval_scale)
-    base = prior or generic_prior(collective)
-    reference = base.reference_batch_size or _largest_batch(observations, candidates)
+        return StepTimeModel(form, Basis.PROFILED, notes, observations, {}, baselines, {}, None, interval_scale)
+    largest = _largest_batch(observations, candidates)
     posteriors: dict[str, Posterior] = {}
-    shape = base
     for name in by_count:
-        targets = merged.targets(types == name, base.scales)
-        posteriors[name] = fit_posterior(targets, shape, reference)
-        if len(posteriors) == 1:
-            shape = _borrowed(posteriors[name], collective)
-    fallback = prior_posterior(shape, reference) if shape is not base else None
-    return StepTimeModel(form, Basis.PROFILED, notes, observations, posteriors, {}, fallback, interval_scale)
+        start = priors.of_type(name) or generic_prior(collective)
+        if posteriors:
+            start = _carried(posteriors[by_count[0]], by_count[0], name, priors, collective)
+        targets = merged.targets(types == name, start.scales)
+        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
+    first = by_count[0]
+    unmeasured = {
+        name: _from_prior(_carried(posteriors[first], first, name, priors, collective), largest)
+        for name in sorted({*priors.believed, *priors.hardware} - set(posteriors))
+    }
+    fallback = _from_prior(_carried(posteriors[first], first, None, priors, collective), largest)
+    return StepTimeModel(
+        form, Basis.PROFILED, notes, observations, posteriors, {}, unmeasured, fallback, interval_scale
+    )
 
 
 def unmeasured_model(
-    prior: StepTimePrior, candidates: Points | Sequence[Configuration] | None, *, interval_scale: float = 1.0
+    prior: StepTimePrior | Priors,
+    candidates: Points | Sequence[Configuration] | None,
+    *,
+    interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
-    fallback = prior_posterior(prior, prior.reference_batch_size or _largest_batch(None, candidates))
+    priors, largest = Priors.of(prior), _largest_batch(None, candidates)
+    unmeasured = {name: _from_prior(believed, largest) for name, believed in sorted(priors.believed.items())}
+    fallback = None if priors.anywhere is None else _from_prior(priors.anywhere, largest)
+    given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
+    basis = Basis.TRANSFER if given and all(p.basis is Basis.TRANSFER for p in given) else Basis.PRIOR
     note = "Nothing was measured: every figure comes from hardware data or from other jobs."
-    return StepTimeModel(Form.PHYSICAL, prior.basis, (note,), None, {}, {}, fallback, interval_scale)
+    return StepTimeModel(Form.PHYSICAL, basis, (note,), None, {}, {}, unmeasured, fallback, interval_scale)
 
 
-def _borrowed(posterior: Posterior, collective: Collective) -> StepTimePrior:
-    """The shape of one instance type as a prior for another, with a free compute scale."""
-    mean, sd = posterior.moments()
+def _from_prior(prior: StepTimePrior, largest: float) -> Posterior:
+    return prior_posterior(prior, prior.reference_batch_size or largest)
+
+
+def _carried(
+    measured: Posterior, measured_type: str, wanted: str | None, priors: Priors, collective: Collective
+) -> StepTimePrior:
+    """The prior of another type: this job's own runs on the measured one, unless earlier jobs know the scale better."""
+    mean, sd = measured.moments()
     learnt = StepTimePrior(
-        mean, sd, posterior.prior.scales, absolute=True, reference_batch_size=posterior.reference_batch_size
+        mean, sd, measured.prior.scales, absolute=True, reference_batch_size=measured.reference_batch_size
     )
-    shape = prior_from_jobs([learnt], collective=collective)
-    wide = shape.sd.copy()
-    wide[0] = 1.0
-    return StepTimePrior(
-        shape.mean, wide, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
-    )
+    hardware = priors.hardware.get(measured_type), None if wanted is None else priors.hardware.get(wanted)
+    carried = prior_from_other_type(learnt, *hardware, collective=collective)
+    own = None if wanted is None else priors.believed.get(wanted)
+    return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
 
 
 def _largest_batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import special
@@ -16,7 +16,7 @@ from tula_service.perfmodel.choose.recommend import Goal, recommend
 from tula_service.perfmodel.predict.intervals import Interval
 from tula_service.perfmodel.predict.memory import MemoryModel
 from tula_service.perfmodel.predict.observations import ObservationError, StepTimeObservations
-from tula_service.perfmodel.predict.priors import StepTimePrior, generic_prior
+from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.predict.step_time import StepTimeModel, fit_step_time, unmeasured_model
 from tula_service.perfmodel.search.design import corner_design, greedy_design, uncertainty
 
@@ -87,7 +87,7 @@ def plan(
     *,
     goal: Goal | None = None,
     budget: PlanBudget | None = None,
-    prior: StepTimePrior | None = None,
+    prior: StepTimePrior | Priors | None = None,
     collective: Collective = Collective.RING,
     memory: dict[str, MemoryModel] | None = None,
     pending: Collection[Configuration] = (),
@@ -126,7 +126,7 @@ def _situation(
     candidates: tuple[Configuration, ...],
     observations: StepTimeObservations | None,
     budget: PlanBudget,
-    prior: StepTimePrior | None,
+    prior: StepTimePrior | Priors | None,
     collective: Collective,
     pending: frozenset[Configuration],
 ) -> _Situation:
@@ -161,7 +161,7 @@ def _partial(now: _Situation) -> Plan:
 def _adaptive(
     now: _Situation,
     goal: Goal | None,
-    prior: StepTimePrior | None,
+    prior: StepTimePrior | Priors | None,
     collective: Collective,
     memory: dict[str, MemoryModel] | None,
 ) -> Plan:
@@ -182,13 +182,13 @@ def _adaptive(
 
 
 def _informative(
-    now: _Situation, wanted: int, prior: StepTimePrior | None, collective: Collective
+    now: _Situation, wanted: int, prior: StepTimePrior | Priors | None, collective: Collective
 ) -> tuple[PlannedRun, ...]:
     """The most informative open candidates; the largest cluster of a type comes before anything else of it."""
-    base = prior or generic_prior(collective)
+    given, generic = Priors.of(prior), generic_prior(collective)
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and every run of it may go in parallel.
-    model = unmeasured_model(base, now.candidates)
+    model = unmeasured_model(replace(given, anywhere=given.anywhere or generic), now.candidates)
     taken = {*now.measured, *now.pending}
     groups = []
     for name in sorted({c.instance_type for c in now.candidates}):
@@ -198,7 +198,7 @@ def _informative(
             groups.append([row for row in group if row in now.affordable])
     known = [row for row, c in enumerate(now.candidates) if c in taken]
     covariance = uncertainty(model, now.candidates)
-    rows = greedy_design(covariance, base.scales.noise**2, wanted, allowed=now.affordable, known=known, first=groups)
+    rows = greedy_design(covariance, generic.scales.noise**2, wanted, allowed=now.affordable, known=known, first=groups)
     return tuple(PlannedRun(now.candidates[row], _purpose(now.candidates[row], now.candidates)) for row in rows)
 
 

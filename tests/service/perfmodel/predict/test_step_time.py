@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from tula_service.perfmodel import (
     ModelFacts,
     ObservationError,
     Points,
+    Priors,
     StepTimeObservations,
     fit_step_time,
     prior_from_hardware,
@@ -197,6 +200,67 @@ def test_an_instance_type_that_was_not_profiled_borrows_the_shape_of_one_that_wa
     times = [overlap_time(c) for c in GRID] + [0.5 * overlap_time(other[0])]
     informed = fit_step_time(StepTimeObservations.at(one, times), candidates=one).predict(other)
     assert informed.mean_s[4] == pytest.approx(0.5 * overlap_time(GRID[4]), rel=0.25)
+
+
+V100 = Hardware(peak_tflops=15.7, inter_node_gbps=25.0, memory_gb_per_s=900.0)
+T4 = Hardware(peak_tflops=8.1, inter_node_gbps=25.0, memory_gb_per_s=320.0)
+
+
+def test_what_one_instance_type_showed_is_moved_to_another_by_what_their_hardware_differs_in():
+    slower = 900.0 / 320.0
+    other = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "t4") for c in GRID]
+    seen = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
+    observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
+
+    def missed(**hardware):
+        found = fit_step_time(observed, prior=Priors(hardware=hardware), candidates=[*seen, *other]).predict(other)
+        # The device is slower; the links, and what it takes to launch a kernel, are the same.
+        truth = np.array([overlap_time(c, slope=0.001 * slower) for c in other])
+        return float(np.median(np.abs(np.log(found.mean_s / truth)))), found
+
+    known, informed = missed(v100=V100, t4=T4)
+    unknown, blind = missed(v100=V100)
+    assert known < 0.15 < unknown
+    assert np.all(informed.log_sd < blind.log_sd)
+    assert informed.log_sd.min() > 0.4, "carried over is not measured"
+    assert informed.extrapolated.all()
+
+
+def test_each_instance_type_starts_from_its_own_prior():
+    facts = ModelFacts(parameter_count=25.6e6, flops_per_sample=4.1e9)
+    believed = {
+        name: prior_from_hardware(facts, hardware, reference_batch_size=128)
+        for name, hardware in {"v100": V100, "t4": T4}.items()
+    }
+    model = fit_step_time(None, prior=Priors(believed))
+    fast, slow = model.predict([Configuration(1, 1, 128, 1, name) for name in ("v100", "t4")]).mean_s
+    assert model.basis is Basis.PRIOR
+    assert slow / fast == pytest.approx((15.7 * 900 / (8.1 * 320)) ** 0.5, rel=0.05)
+    # ResNet-50 at fp32 trains at 300-400 images/s on the first and at 110-140 on the second.
+    predicted = model.predict([Configuration(1, 1, 128, 1, name) for name in ("v100", "t4")])
+    assert np.all(predicted.low_s < [0.37, 1.0])
+    assert np.all(predicted.high_s > [0.37, 1.0])
+    with pytest.raises(ObservationError, match="'tpu'"):
+        model.predict([Configuration(1, 1, 128, 1, "tpu")])
+
+
+def test_hardware_that_nobody_knows_is_guessed_and_said_to_be_uncertain():
+    facts = ModelFacts(parameter_count=25.6e6, flops_per_sample=4.1e9)
+    known = prior_from_hardware(facts, V100, reference_batch_size=128)
+    guessed = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
+    assert guessed.sd[0] > known.sd[0] + 0.3
+
+
+def test_a_prior_of_earlier_jobs_goes_before_what_is_carried_over_when_it_knows_the_scale_better():
+    seen = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
+    observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
+    earlier = fit_step_time(observe(GRID, lambda c: overlap_time(c, speed=5.0)), candidates=GRID).posterior("default")
+    sharp = replace(prior_from_jobs([earlier]), sd=np.full(10, 0.1))
+    other = [replace(c, instance_type="t4") for c in GRID]
+    priors = Priors({"t4": sharp}, {"v100": V100, "t4": T4})
+    predicted = fit_step_time(observed, prior=priors, candidates=[*seen, *other]).predict(other)
+    truth = np.array([overlap_time(c, speed=5.0) for c in other])
+    assert np.median(np.abs(np.log(predicted.mean_s / truth))) < 0.1
 
 
 def test_measured_compute_teaches_the_split():

@@ -1,0 +1,30 @@
+"""What vendors' data sheets say of accelerators, by the part of their name that tells them apart."""
+
+from __future__ import annotations
+
+import tula_wire as wire
+from tula_service.perfmodel import Hardware
+
+__all__ = ["hardware_of"]
+
+_DEVICES: dict[str, tuple[float, float]] = {
+    "K80": (4.1, 240.0), "P100": (9.3, 732.0), "V100": (15.7, 900.0), "T4": (8.1, 320.0), "2080": (13.4, 616.0),
+    "RTX6000": (16.3, 672.0), "A10": (31.2, 600.0), "A40": (37.4, 696.0), "A6000": (38.7, 768.0), "L4": (30.3, 300.0),
+    "L40": (90.5, 864.0), "4090": (82.6, 1008.0), "A100": (156.0, 1555.0), "H100": (495.0, 3350.0),
+    "H200": (495.0, 4800.0), "CPU": (0.1, 50.0),
+}  # fmt: skip
+"""Dense peak in teraflop/s (fp32 up to Turing, TF32 tensor cores after it) and memory bandwidth in gigabyte/s."""
+
+
+def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
+    """The figures of an instance type; None where the specification and the data sheets leave them open."""
+    peak, memory = _device(cluster.accelerator) or (None, None)
+    return Hardware(peak_tflops=peak, inter_node_gbps=cluster.network_gbps, memory_gb_per_s=memory)
+
+
+def _device(accelerator: str | None) -> tuple[float, float] | None:
+    if accelerator is None:
+        return None
+    wanted = accelerator.upper().replace(" ", "").replace("-", "")
+    names = sorted(_DEVICES, key=len, reverse=True)
+    return next((_DEVICES[name] for name in names if name in wanted), None)
