@@ -36,6 +36,7 @@ from tula_wire import (
     RunList,
     RunPatch,
     SampleBatch,
+    SamplePage,
     SamplesAccepted,
     ScalingPatch,
     ScalingPolicy,
@@ -181,6 +182,30 @@ def send_telemetry(run_id: str, chunk: TelemetryChunk) -> Call[TelemetryAccepted
     return Call(request, _model(TelemetryAccepted))
 
 
+def samples(
+    job_id: str,
+    *,
+    run_id: str | None = None,
+    rank: int | None = None,
+    warmup: bool | None = None,
+    first_step: int | None = None,
+    last_step: int | None = None,
+    cursor: str | None = None,
+    limit: int | None = None,
+) -> Call[SamplePage]:
+    """Measured steps of a job as they are stored, a page at a time; `warmup` picks what the fit discards, or uses."""
+    query: Query = {
+        "run_id": run_id,
+        "rank": rank,
+        "warmup": warmup,
+        "first_step": first_step,
+        "last_step": last_step,
+        "cursor": cursor,
+        "limit": limit,
+    }
+    return Call(_request("GET", _path(routes.JOB_SAMPLES, job_id=job_id), query=query), _model(SamplePage))
+
+
 def series(
     run_id: str,
     column: str,
@@ -245,9 +270,13 @@ def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:
     return Call(_request("GET", _path(routes.JOB_LEDGER, job_id=job_id), query={"limit": limit}), _model(Ledger))
 
 
-def chart(job_id: str, name: str) -> Call[dict[str, Any]]:
-    """A Vega-Lite specification of a job's chart, with its data."""
-    return Call(_request("GET", _path(routes.JOB_CHART, job_id=job_id, name=name)), _object)
+def chart(
+    job_id: str, name: str, *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
+) -> Call[dict[str, Any]]:
+    """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
+    path = _path(routes.JOB_CHART, job_id=job_id, name=name)
+    asked: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
+    return Call(_request("GET", path, query=asked), _object)
 
 
 def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:

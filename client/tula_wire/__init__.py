@@ -48,7 +48,7 @@ from tula_wire.runs import (
     RunPatch,
     RunState,
 )
-from tula_wire.samples import MAX_STEPS, MemoryBreakdown, SampleBatch, SamplesAccepted
+from tula_wire.samples import MAX_STEPS, MemoryBreakdown, SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire.scaling import ScalingPatch, ScalingPolicy, ScalingThresholds
 from tula_wire.telemetry import COLUMNS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 
@@ -101,6 +101,7 @@ __all__ = [
     "RunPatch",
     "RunState",
     "SampleBatch",
+    "SamplePage",
     "SamplesAccepted",
     "ScalingPatch",
     "ScalingPolicy",
@@ -108,6 +109,7 @@ __all__ = [
     "Scope",
     "Search",
     "SpotPrice",
+    "StepSample",
     "TelemetryAccepted",
     "TelemetryChunk",
     "TelemetrySeries",

@@ -15,6 +15,7 @@ __all__ = [
     "JOB_PREDICTIONS",
     "JOB_RECOMMENDATION",
     "JOB_RUNS",
+    "JOB_SAMPLES",
     "JOB_SCALING",
     "METRICS",
     "PROJECTS",
@@ -34,6 +35,7 @@ JOBS: Final = "/v1/jobs"
 JOB: Final = "/v1/jobs/{job_id}"
 JOB_CLAIM: Final = "/v1/jobs/{job_id}/runs:claim"
 JOB_RUNS: Final = "/v1/jobs/{job_id}/runs"
+JOB_SAMPLES: Final = "/v1/jobs/{job_id}/samples"
 JOB_RECOMMENDATION: Final = "/v1/jobs/{job_id}/recommendation"
 JOB_PREDICTIONS: Final = "/v1/jobs/{job_id}/predictions"
 JOB_SCALING: Final = "/v1/jobs/{job_id}/scaling"

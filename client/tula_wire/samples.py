@@ -9,7 +9,16 @@ from typing_extensions import Self
 
 from tula_wire._base import Bytes, Count, Name, WireModel
 
-__all__ = ["MAX_STEPS", "MemoryBreakdown", "MemoryMethod", "SampleBatch", "SamplesAccepted", "TimingMethod"]
+__all__ = [
+    "MAX_STEPS",
+    "MemoryBreakdown",
+    "MemoryMethod",
+    "SampleBatch",
+    "SamplePage",
+    "SamplesAccepted",
+    "StepSample",
+    "TimingMethod",
+]
 
 MAX_STEPS = 10_000
 
@@ -83,3 +92,28 @@ class SamplesAccepted(WireModel):
     duplicates: int
     stop: bool = Field(False, description="True: the run is known precisely enough, or was cancelled; end it.")
     reason: str | None = None
+
+
+class StepSample(WireModel):
+    """One step of one rank as it is stored; None where nothing was measured."""
+
+    run_id: str
+    rank: int
+    boot_id: str
+    sequence: int
+    step: int
+    warmup: bool
+    step_time_s: float
+    compute_time_s: float | None = None
+    comm_time_s: float | None = None
+    exposed_comm_time_s: float | None = None
+    input_time_s: float | None = None
+    skew_s: float | None = None
+    straggler_rank: int | None = None
+
+
+class SamplePage(WireModel):
+    """Samples of a job, process after process; `next_cursor` is None on the last page."""
+
+    samples: list[StepSample]
+    next_cursor: str | None = None

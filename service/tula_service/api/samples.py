@@ -1,12 +1,15 @@
-"""`POST /v1/runs/{run_id}/samples`: step samples of one rank."""
+"""`/v1/runs/{run_id}/samples` and `/v1/jobs/{job_id}/samples`: step samples of one rank in, those of a job out."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 
 from tula_service.api.bodies import RawBody, parse, request_body
 from tula_service.api.deps import Caller, Current
-from tula_wire import SampleBatch, SamplesAccepted, routes
+from tula_service.usecases.samples import list_samples
+from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
 __all__ = ["router"]
 
@@ -20,3 +23,31 @@ def post_samples(run_id: str, body: RawBody, caller: Caller, have: Current) -> S
     have.metrics.samples.inc(accepted.stored)
     have.metrics.duplicates.inc(accepted.duplicates)
     return accepted
+
+
+@router.get(routes.JOB_SAMPLES)
+def get_samples(
+    job_id: str,
+    caller: Caller,
+    have: Current,
+    run_id: Annotated[str | None, Query(max_length=200, description="Of this run only.")] = None,
+    rank: Annotated[int | None, Query(ge=0, le=2**20)] = None,
+    warmup: Annotated[bool | None, Query(description="Only what the fit discards, or only what it uses.")] = None,
+    first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    limit: Annotated[int, Query(ge=1, le=5000)] = 500,
+) -> SamplePage:
+    """Samples of a job as they were stored, process after process."""
+    return list_samples(
+        have.store,
+        caller,
+        job_id,
+        run_id=run_id,
+        rank=rank,
+        warmup=warmup,
+        first_step=first_step,
+        last_step=last_step,
+        cursor=cursor,
+        limit=limit,
+    )

@@ -8,9 +8,9 @@
         page = tx.jobs.list(project_id=..., limit=50)
         summaries = tx.samples.summaries(job.id)   # what a fit needs, one record per run
 
-Repositories: tx.jobs, tx.runs, tx.samples, tx.chunks, tx.ledger, tx.fits, tx.scaling, tx.events, tx.projects,
-tx.tokens, tx.audit. They take and give the frozen records of `store/records.py`, and raise `errors.NotFound` and
-`errors.Conflict`. Creating a run, moving its state or storing a sample bumps the job's `data_version` by itself.
+Repositories: tx.jobs, tx.runs, tx.samples, tx.sample_pages, tx.chunks, tx.ledger, tx.fits, tx.scaling, tx.events,
+tx.projects, tx.tokens, tx.audit. They take and give the frozen records of `store/records.py`, and raise
+`errors.NotFound` and `errors.Conflict`. Creating a run, moving its state or storing a sample bumps the job's `data_version` by itself.
 """
 
 from tula_service.store.access import DEFAULT_PROJECT_ID

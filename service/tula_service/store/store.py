@@ -19,6 +19,7 @@ from tula_service.store.fits import Fits, Scaling
 from tula_service.store.jobs import Jobs
 from tula_service.store.ledger import Ledger
 from tula_service.store.runs import Runs
+from tula_service.store.sample_pages import SamplePages
 from tula_service.store.samples import Samples
 
 __all__ = ["Store", "Transaction", "utc_now"]
@@ -38,6 +39,7 @@ class Transaction:
         self.jobs = Jobs(connection, now)
         self.runs = Runs(connection, now)
         self.samples = Samples(connection, now, writable=writable)
+        self.sample_pages = SamplePages(connection, now)
         self.chunks = Chunks(connection, now)
         self.ledger = Ledger(connection, now)
         self.fits = Fits(connection, now)

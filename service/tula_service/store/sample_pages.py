@@ -1,0 +1,78 @@
+"""Step samples of a job as they were stored, a page at a time, however many there are."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sqlalchemy as sa
+
+from tula_service.store._base import Repository, RowMap
+from tula_service.store.tables import runs, sample_sources, step_samples
+
+__all__ = ["SampleCursor", "SamplePages"]
+
+SampleCursor: TypeAlias = tuple[int, int]
+"""The last row of a page: its process and its sequence number, which is the order of the table itself."""
+
+
+class SamplePages(Repository):
+    """Rows of `step_samples` with the run and the process that they came from."""
+
+    def page(
+        self,
+        job_id: str,
+        *,
+        run_id: str | None = None,
+        rank: int | None = None,
+        warmup: bool | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        cursor: SampleCursor | None = None,
+        limit: int = 500,
+    ) -> tuple[list[RowMap], SampleCursor | None]:
+        """Rows of a job, process after process, each in its order; and the cursor of the next page, None on the last.
+
+        Every page is read along the primary key, one process at a time, and so costs the same as the first.
+        """
+        found: list[RowMap] = []
+        for source, sequence in self._sources(job_id, run_id, rank, cursor):
+            table = step_samples.c
+            statement = (
+                sa.select(step_samples, runs.c.id.label("run_id"), sample_sources.c.boot_id)
+                .join(sample_sources, sample_sources.c.key == table.source_key)
+                .join(runs, runs.c.key == table.run_key)
+                .where(table.source_key == source, table.sequence > sequence)
+                .order_by(table.sequence)
+                .limit(limit + 1 - len(found))
+            )
+            if warmup is not None:
+                statement = statement.where(table.warmup == warmup)
+            if first_step is not None:
+                statement = statement.where(table.step >= first_step)
+            if last_step is not None:
+                statement = statement.where(table.step <= last_step)
+            found += self._rows(statement)
+            if len(found) > limit:
+                last = found[limit - 1]
+                return found[:limit], (int(last["source_key"]), int(last["sequence"]))
+        return found, None
+
+    def _sources(
+        self, job_id: str, run_id: str | None, rank: int | None, cursor: SampleCursor | None
+    ) -> list[SampleCursor]:
+        """Processes of the job from the cursor's on, each with the sequence number after which to read."""
+        key = sample_sources.c.key
+        statement = (
+            sa.select(key)
+            .join(runs, runs.c.key == sample_sources.c.run_key)
+            .where(runs.c.job_id == job_id)
+            .order_by(key)
+        )
+        if run_id is not None:
+            statement = statement.where(runs.c.id == run_id)
+        if rank is not None:
+            statement = statement.where(sample_sources.c.rank == rank)
+        if cursor is not None:
+            statement = statement.where(key >= cursor[0])
+        keys = self._connection.execute(statement).scalars().all()
+        return [(int(one), cursor[1] if cursor is not None and one == cursor[0] else -1) for one in keys]
