@@ -23,6 +23,7 @@ from tests.conftest import migrate
 from tests.service.api.prepared import Prepared, prepare
 from tests.support.postgres import PostgresServer
 from tests.support.server import Server, serving
+from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes
 
@@ -206,37 +207,43 @@ def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> 
     assert sorted(prepared.stored()[0]) == [(0, 0), (0, 1)]
 
 
-def test_workers_never_give_one_run_to_two_claimants(postgres_url: str) -> None:
-    """Eight claimants against two workers: every run of the plan goes to exactly one."""
-    prepared = prepare(postgres_url, profile_runs=24)
-    claimed: list[str] = []
+def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
+    """Eight launchers ask two workers over HTTP, all at once: every run of the plan is leased to exactly one."""
+    prepared = prepare(database_url, profile_runs=24)
+    claims: list[tuple[str, str]] = []
+    headers = {"Authorization": f"Bearer {prepared.token}"}
+    begin = threading.Barrier(8)
 
     def claim_all(url: str, holder: str) -> None:
-        headers = {"Authorization": f"Bearer {prepared.token}"}
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
-            store = Store.open(postgres_url)
-            while True:
-                client.get("/healthz")
-                with store.transaction() as tx:
-                    run = tx.runs.claim(prepared.job_id, holder=holder, lease_s=60)
-                if run is None:
-                    store.close()
-                    return
-                claimed.append(run.id)
+        begin.wait()
+        while True:  # a connection for each request, so that both workers are met
+            path = url + routes.JOB_CLAIM.format(job_id=prepared.job_id)
+            answer = httpx.post(path, json={"holder": holder, "lease_s": 600}, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            run = answer.json()["run"]
+            if run is None:
+                return
+            claims.append((run["id"], holder))
 
-    with serving(postgres_url, workers=2) as server:
+    with serving(database_url, workers=2) as server:
         threads = [threading.Thread(target=claim_all, args=(server.url, f"h{number}")) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(claimed) == len(set(claimed)) == 24
+    store = Store.open(database_url)
+    with store.reading() as tx:
+        held = {(run.id, run.holder) for run in tx.runs.list(prepared.job_id, kind=RunKind.PROFILE)}
+    store.close()
+    assert len(claims) == len({run_id for run_id, _ in claims}) == 24
+    assert len({holder for _, holder in claims}) > 1, "they competed"
+    assert held == set(claims), "the database names the one who was told so"
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
-    """200 connections send batch after batch for a while: every one is acknowledged or told when to come back."""
+    """200 agents send batch after batch for a minute: every one is acknowledged or told when to come back."""
     prepared = prepare(sqlite_url)
-    seconds, statuses = 4.0, []
+    seconds, statuses = 60.0, []
     with serving(sqlite_url, max_in_flight=150) as server:
         start = threading.Barrier(200)
 
