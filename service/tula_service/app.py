@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -61,13 +61,14 @@ def create_app(settings: Settings) -> FastAPI:
         ingest=Ingest(store, observers=(watch.observe,)),
     )
 
+    at_end: list[Callable[[], None]] = [services.ingest.close, services.limiter.close, store.close]
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
         yield
-        services.ingest.close()
-        services.limiter.close()
-        store.close()
+        for finish in at_end:
+            finish()
 
     app = FastAPI(
         title="Tula",
@@ -87,7 +88,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(health.router)
     app.include_router(dashboard.open_router)
     if settings.trace:
-        tracing.trace(app)
+        at_end.append(tracing.trace(app))
     return app
 
 

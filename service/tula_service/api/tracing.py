@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI
 
 from tula_service.settings import SettingsError
@@ -9,8 +11,11 @@ from tula_service.settings import SettingsError
 __all__ = ["trace"]
 
 
-def trace(app: FastAPI) -> None:
-    """A span for each request, sent as the `OTEL_` variables say. Raises SettingsError without the extra."""
+def trace(app: FastAPI) -> Callable[[], None]:
+    """A span for each request, sent as the `OTEL_` variables say; the answer sends what is left, at shutdown.
+
+    Raises SettingsError without the extra.
+    """
     try:
         from opentelemetry import trace as api
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,3 +29,4 @@ def trace(app: FastAPI) -> None:
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     api.set_tracer_provider(provider)
     FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, excluded_urls="healthz,readyz,metrics")
+    return provider.shutdown

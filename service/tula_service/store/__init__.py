@@ -10,7 +10,8 @@
 
 Repositories: tx.jobs, tx.runs, tx.samples, tx.sample_pages, tx.chunks, tx.ledger, tx.fits, tx.scaling, tx.events,
 tx.projects, tx.tokens, tx.audit. They take and give the frozen records of `store/records.py`, and raise
-`errors.NotFound` and `errors.Conflict`. Creating a run, moving its state or storing a sample bumps the job's `data_version` by itself.
+`errors.NotFound` and `errors.Conflict`. Creating a run, moving its state or storing a sample bumps the job's
+`data_version` by itself.
 """
 
 from tula_service.store.access import DEFAULT_PROJECT_ID
