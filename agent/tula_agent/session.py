@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -218,6 +219,7 @@ class Run:
             with self.guard("finishing"):
                 if self._memory_watch is not None:
                     self._memory_watch.close()
+                    self._memory_watch = None
                 self.recorder.finish("succeeded" if succeeded else "failed", message)
 
     def _process_ends(self) -> None:
@@ -278,6 +280,9 @@ def _process_ends(pid: int) -> None:
     run, _current = _current, None
     if run is not None and os.getpid() == pid:
         run._process_ends()
+        if run.recorder is not None:
+            del run
+            gc.collect()  # a process's first DDP model dies no earlier: an import in its constructor keeps frames
 
 
 def _watch_exceptions() -> None:

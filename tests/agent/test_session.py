@@ -111,6 +111,16 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
     assert not sink.invalid
 
 
+@pytest.mark.parametrize("ends", ["finish", "leave"])
+def test_nothing_of_the_job_is_held_once_the_run_is_over(sink: Sink, launch: Launch, ends: str) -> None:
+    """A model that we kept until the interpreter is torn down would keep gloo's threads, which abort the process."""
+    done = launch("lets_go.py", ends, ranks=2, forked=True)
+    assert sink.column("gradient_noise_scale")
+    assert done.printed("alive at exit") == ["alive at exit 0 ", "alive at exit 1 "]
+    if ends == "finish":  # the place in the data stays, for a checkpoint
+        assert done.printed("alive after") == ["alive after 0 DataLoader", "alive after 1 DataLoader"]
+
+
 def test_a_batch_other_than_the_one_told_is_reported_as_it_is(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
     assert "batches of 8 per rank but was told 32" in done.stderr

@@ -33,6 +33,8 @@ def train(finish: bool) -> list[weakref.ref]:
         run.log(loss=loss)
     if finish:
         run.finish()
+    else:
+        model.cycle = [model]  # as PyTorch's own: DDP imports in its constructor, and frames of that stay
     return [weakref.ref(thing) for thing in (model, optimizer, inner, loader)]
 
 
