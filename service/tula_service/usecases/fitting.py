@@ -21,7 +21,7 @@ from tula_service.perfmodel import (
 from tula_service.store import JobRecord, RunSummary, Transaction
 from tula_service.usecases import cold_start, convert, memory_bounds
 
-__all__ = ["MODEL_VERSION", "Evidence", "evidence_of", "fit", "spec_of"]
+__all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 
 MODEL_VERSION = "physical-1"
 """Names the equations and priors; part of every cache key and ledger entry, so it moves whenever they do."""
@@ -146,7 +146,7 @@ def fit(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence)
         collective=Collective(spec.collective),
         prior=prior,
         candidates=evidence.candidates,
-        interval_scale=_calibration(lessons),
+        interval_scale=calibration(lessons),
     )
 
 
@@ -212,7 +212,7 @@ def _column(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[n
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _calibration(lessons: cold_start.Lessons) -> float:
+def calibration(lessons: cold_start.Lessons) -> float:
     """How much wider intervals must be, going by what training on this hardware measured after predictions."""
     if len(lessons.pairs) < _LEAST_PAIRS_TO_CALIBRATE:
         return 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.domain import Basis
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
-from tula_service.usecases import cold_start, convert
+from tula_service.usecases import cold_start, convert, fitting
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
@@ -38,8 +38,15 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
         return
     value, low, high = entry.predicted_step_time_s
     if entry.basis == Basis.PROFILED.value:
-        cold_start.remember_outcome(tx, run.job_id, entry.predicted_step_time_s, measured)
+        cold_start.remember_outcome(tx, run.job_id, _uncalibrated(tx, run.job_id, value, low, high), measured)
     tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
+
+
+def _uncalibrated(tx: Transaction, job_id: str, value: float, low: float, high: float) -> tuple[float, float, float]:
+    """The interval as the model alone gave it: a width that was widened already must not be taken for its own."""
+    job = tx.jobs.get(job_id)
+    scale = fitting.calibration(cold_start.lessons_of(tx, job, fitting.spec_of(job)))
+    return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
 def enter(tx: Transaction, job: JobRecord, spec: wire.JobSpec, found: Answer | None, objective: str) -> LedgerRecord:

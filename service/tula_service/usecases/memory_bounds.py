@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,10 @@ __all__ = ["fitted", "safety_of", "why_not"]
 
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
+_COUNTING_SD = 0.1
+# Context, kernels and libraries of a process on a device, where nobody read them: half to one and a quarter GB on
+# accelerators, and never much of what is there.
+_CONTEXT_BYTES, _MOST_OF_CAPACITY, _CONTEXT_SD = 0.75e9, 0.1, 0.7
 
 
 def safety_of(spec: wire.JobSpec) -> float:
@@ -30,7 +35,6 @@ def fitted(
     bounds: dict[str, int] = {}
     capacities: dict[str, float] = {}
     sentences: list[str] = []
-    prior = _memory_prior(spec.model)
     for cluster in spec.cluster:
         name = cluster.instance_type
         read = [(c, s.memory) for c, s in rows if c.instance_type == name and s.memory is not None]
@@ -41,16 +45,20 @@ def fitted(
         ]
         reported = [m.capacity_bytes for _, m in read if m.capacity_bytes and m.method == "cuda_allocator"]
         capacity = cluster.memory_bytes_per_rank or (min(reported) if reported else None)
+        context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _MOST_OF_CAPACITY * capacity)
+        prior = _memory_prior(spec.model, context)
         static = [m for _, m in read if m.parameter_bytes is not None and m.optimizer_bytes is not None]
         usable = [(c, m) for c, m in read if m.peak_bytes > 0]
         try:
             model = fit_memory(
                 MemoryObservations(
                     np.array([float(c.local_batch_size) for c, _ in usable]),
-                    np.array([float(m.peak_bytes) for _, m in usable]),
+                    np.array([_on_device(m, context, capacity) for _, m in usable]),
                     np.array([float(batch) for batch in failed]),
                     capacity_bytes=None if capacity is None else float(capacity),
-                    static_bytes=_static_bytes(static[0]) if static and static[0].method == "cuda_allocator" else None,
+                    static_bytes=_static_bytes(static[0], context)
+                    if static and static[0].method == "cuda_allocator"
+                    else None,
                 ),
                 prior=prior,
             )
@@ -85,16 +93,35 @@ def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, batches: int) -> float 
     return _AS_LIKELY_AS_NOT if prior.static_bytes is not None else None
 
 
-def _memory_prior(model: wire.ModelSpec) -> MemoryPrior:
-    static = None
-    if model.parameters is not None:
-        static = float(model.parameters * (8 + _OPTIMIZER_BYTES[model.optimizer]))
-    return MemoryPrior(bytes_per_sample=model.activation_bytes_per_sample or None, static_bytes=static)
+def _memory_prior(model: wire.ModelSpec, context: float) -> MemoryPrior:
+    """What the specification says: parameters, gradients and optimizer state in single precision, and a context."""
+    slope = model.activation_bytes_per_sample or None
+    if model.parameters is None:
+        return MemoryPrior(bytes_per_sample=slope)
+    counted = float(model.parameters * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+    static = counted + context
+    sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static
+    return MemoryPrior(bytes_per_sample=slope, static_bytes=static, static_sd=sd)
 
 
-def _static_bytes(reading: MemoryReading) -> float | None:
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "context_bytes")
-    return float(sum(getattr(reading, part) or 0 for part in parts)) or None
+def _context_of(reading: MemoryReading, assumed: float) -> float:
+    """What the process holds on the device beside the allocator's own count, which other methods include."""
+    if reading.method != "cuda_allocator":
+        return 0.0
+    return assumed if reading.context_bytes is None else float(reading.context_bytes)
+
+
+def _on_device(reading: MemoryReading, assumed: float, capacity: float | None) -> float:
+    """The peak as capacity sees it; a context beside it never makes what did fit too large."""
+    peak = float(reading.peak_bytes)
+    whole = peak + _context_of(reading, assumed)
+    return whole if capacity is None or peak > capacity else min(whole, float(capacity))
+
+
+def _static_bytes(reading: MemoryReading, assumed: float) -> float | None:
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    counted = float(sum(getattr(reading, part) or 0 for part in parts))
+    return counted + _context_of(reading, assumed) if counted else None
 
 
 def why_not(c: Configuration, bound: Mapping[str, int], summaries: Sequence[RunSummary]) -> str:

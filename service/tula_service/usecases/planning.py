@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import tula_wire as wire
 from tula_service.domain import Collective, Objective, RunKind, RunState, Search
@@ -29,7 +29,8 @@ def goal_of(spec: wire.JobSpec, objective: str | None = None) -> Goal:
 class Draft:
     """What planning decided from one version of a job's data; nothing of it holds before `commit`.
 
-    `learnt` and `checked` are there when the plan is done: the model to remember, the error of leaving runs out.
+    `expected` is what each run that waits is now expected to measure, seconds by run id. `learnt` and `checked` are
+    there when the plan is done: the model to remember, the error of leaving runs out.
     """
 
     data_version: int
@@ -37,6 +38,7 @@ class Draft:
     new: tuple[NewRun, ...]
     waiting: bool
     reason: str
+    expected: Mapping[str, float] = field(default_factory=dict)
     learnt: StepTimeModel | None = None
     checked: str | None = None
 
@@ -82,6 +84,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
         new=_new_runs(spec, found, model, position),
         waiting=waiting,
         reason=found.stop_reason or _progress(len(found.runs), len(pending)),
+        expected=_expected(model, [run for run in active if run.state is RunState.PENDING and run.id not in set(lost)]),
         learnt=model if over else None,
         checked=validation.error_of(tx, job, spec, evidence) if over else None,
     )
@@ -90,6 +93,8 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
 def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:
     """Make a draft the plan. The caller holds the job's lock and has seen that its version is still the draft's."""
     tx.runs.cancel_pending(job.id, decided.lost)
+    for run_id, step_time_s in decided.expected.items():
+        tx.runs.update(run_id, predicted_step_time_s=step_time_s)
     for new in decided.new:
         run = tx.runs.create(job.id, new)
         tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
@@ -132,6 +137,13 @@ def _new_runs(spec: wire.JobSpec, found: Plan, model: StepTimeModel | None, posi
         )
         for offset, planned in enumerate(found.runs)
     )
+
+
+def _expected(model: StepTimeModel | None, runs: Sequence[RunRecord]) -> dict[str, float]:
+    if model is None or not runs:
+        return {}
+    predicted = model.predict([run.configuration for run in runs]).mean_s
+    return {run.id: float(value) for run, value in zip(runs, predicted, strict=True)}
 
 
 def _publish(tx: Transaction, job: JobRecord, state: str, reason: str) -> JobRecord:

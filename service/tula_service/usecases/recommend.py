@@ -95,9 +95,16 @@ def expectation(
         predicted = fitting.fit(tx, job, spec, evidence).predict([configuration])
     except ObservationError:
         return None, None
-    entry = tx.ledger.latest(job.id)
-    followed = entry.id if entry is not None and entry.configuration == configuration else None
-    return convert.wire_estimate(predicted.intervals()[0]), followed
+    return convert.wire_estimate(predicted.intervals()[0]), _followed(tx, job, configuration)
+
+
+def _followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
+    """The recommendation that stands and says this configuration: that of the job's own objective before others."""
+    for objective in sorted((each.value for each in Objective), key=lambda value: value != job.objective):
+        entry = tx.ledger.latest(job.id, objective)
+        if entry is not None and entry.configuration == configuration:
+            return entry.id
+    return None
 
 
 def _wanted(job: JobRecord, objective: str | None) -> str:
