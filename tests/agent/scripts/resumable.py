@@ -3,6 +3,8 @@
 import argparse
 import hashlib
 import os
+import shutil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,13 +15,22 @@ import tula_agent
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stop-after", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="copy what is on disk at step 13 there, as a crash would leave it")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--policies", nargs="+", default=["gain"], help="one training after the other")
     args = parser.parse_args()
-
-    distributed = "RANK" in os.environ
-    if distributed:
+    if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    for policy in args.policies:
+        train(policy, Path(os.environ["TULA_CHECKPOINT_DIR"]), args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(policy: str, root: Path, args: argparse.Namespace) -> None:
+    """One training, with checkpoints in a folder of its own below `root`."""
+    distributed = dist.is_initialized()
+    rank = dist.get_rank() if distributed else 0
     torch.manual_seed(7)
     generator = torch.Generator().manual_seed(5)
     data = torch.utils.data.TensorDataset(
@@ -34,13 +45,13 @@ def main() -> None:
     if distributed:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = tula_agent.TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), policy="gain", global_batch_size=8
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), policy=policy, global_batch_size=8
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 
     run = tula_agent.init()
     run.watch(model, optimizer)
-    start = run.resume(model, optimizer, loader=loader, scheduler=scheduler)
+    start = run.resume(model, optimizer, loader=loader, scheduler=scheduler, directory=root / policy)
     if start.found:
         print(f"resumed at step {start.step}", flush=True)
     for epoch in range(start.epoch, 4):
@@ -52,13 +63,11 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             if run.position.step % 4 == 0:
-                run.checkpoint(model, optimizer, scheduler=scheduler)
-            if run.position.step == args.stop_after:
-                os._exit(9)
+                run.checkpoint(model, optimizer, scheduler=scheduler, directory=root / policy)
+            if run.position.step == 13 and args.keep is not None and rank == 0:
+                shutil.copytree(root / policy, args.keep / policy)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    print(f"weights {digest} rank {dist.get_rank() if distributed else 0}", flush=True)
-    if distributed:
-        dist.destroy_process_group()
+    print(f"weights {digest} rank {rank} policy {policy}", flush=True)
 
 
 if __name__ == "__main__":
