@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tula_client._errors import MissingExtraError, NotFoundError, TulaError
 from tula_client.plots import altair_chart, save
@@ -77,13 +77,22 @@ class JobHandle:
             raise MissingExtraError("a data frame", "notebook") from None
         return pandas.DataFrame(self.rows(table))
 
-    def chart(self, name: str = "tradeoff") -> dict[str, Any]:
-        """A chart's Vega-Lite specification with its data."""
-        return self.client.chart(self.id, name)
+    def chart(
+        self, name: str = "tradeoff", *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
+    ) -> dict[str, Any]:
+        """A chart's Vega-Lite specification with its data; `quantity` is what `tradeoff` draws."""
+        return self.client.chart(self.id, name, quantity=quantity, objective=objective)
 
-    def plot(self, name: str = "tradeoff", output: str | Path | None = None) -> Any:
+    def plot(
+        self,
+        name: str = "tradeoff",
+        output: str | Path | None = None,
+        *,
+        quantity: Literal["time", "cost"] = "time",
+        objective: Objective | None = None,
+    ) -> Any:
         """The chart as an Altair object, which a notebook shows; with `output`, written as PNG, SVG or JSON instead."""
-        spec = self.chart(name)
+        spec = self.chart(name, quantity=quantity, objective=objective)
         if output is None:
             return altair_chart(spec)
         save(spec, Path(output))

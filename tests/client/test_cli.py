@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.client.test_client import profile
-from tula_client import Client
-from tula_client.cli import commands, watch
+from tests.client.test_client import profile, steps
+from tula_client import Client, ServiceUnreachableError
+from tula_client.cli import commands, units, watch
 from tula_client.cli.app import run
-from tula_wire import Configuration, JobSpec, RunCreate, RunPatch, TelemetryChunk
+from tula_wire import Configuration, Event, Job, JobSpec, RunCreate, RunPatch, TelemetryChunk
 
 Tula = Callable[..., tuple[int, str, str]]
 
@@ -71,10 +71,37 @@ def test_jobs_are_listed_and_shown(tula: Tula, job: str, spec: JobSpec) -> None:
     _, out, _ = tula("jobs", "show", job)
     assert job in out
     assert "profile" in out
+    assert "the smallest batch" in out
+    assert "the largest" in out
     _, out, _ = tula("jobs", "list", "--search", spec.name, "--limit", "1")
     assert job in out
     _, out, _ = tula("jobs", "list", "--search", "no such name")
     assert "tula tune" in out
+
+
+def test_a_job_shows_what_was_promised_beside_what_came(tula: Tula, job: str, address: str) -> None:
+    with Client(address, token="") as client:
+        answer_ = client.recommendation(job)
+        assert answer_.chosen is not None
+        wanted = RunCreate(kind="train", configuration=answer_.chosen.configuration, holder="test")
+        training = client.create_run(job, wanted)
+        client.patch_run(training.id, RunPatch(state="running", holder="test"))
+        client.send_samples(training.id, steps(training))
+        client.patch_run(training.id, RunPatch(state="succeeded", holder="test"))
+    shown = answer(tula("jobs", "show", job, "--json"))
+    (kept,) = [entry for entry in shown["ledger"] if entry["run_id"] == training.id]
+    promised, measured = kept["predicted_step_time_s"], kept["measured_step_time_s"]
+    assert kept["recommendation_id"] == answer_.id
+    assert kept["error"] == pytest.approx(measured / promised["value"] - 1)
+    assert kept["within_interval"] is (promised["low"] <= measured <= promised["high"])
+    # The first run stood before any fit; each that was claimed after one carries the prediction of that moment.
+    profiled = sorted((run for run in shown["runs"] if run["kind"] == "profile"), key=lambda run: run["finished_at"])
+    assert [run["predicted_step_time_s"] is None for run in profiled] == [True] + [False] * (len(profiled) - 1)
+    _, out, _ = tula("jobs", "show", job)
+    assert "against the prediction" in out
+    line = next(line for line in out.splitlines() if answer_.id in line)
+    assert training.id in line
+    assert units.percent(kept["error"], signed=True) in line
 
 
 def test_archive_and_delete(tula: Tula, job: str) -> None:
@@ -90,6 +117,8 @@ def test_plots_are_pictures(tula: Tula, job: str, tmp_path: Path) -> None:
     for name, begins in (("a.png", b"\x89PNG"), ("a.svg", b"<svg"), ("a.json", b"{")):
         assert answer(tula("plot", job, "--output", str(tmp_path / name), "--json"))["written"]
         assert (tmp_path / name).read_bytes().startswith(begins)
+    assert tula("plot", job, "--quantity", "cost", "--output", str(tmp_path / "cost.json"))[0] == 0
+    assert "cost" in json.loads((tmp_path / "cost.json").read_text())["title"]["text"]
     code, _, err = tula("plot", job, "--output", str(tmp_path / "a.gif"))
     assert code == 2
     assert ".png, .svg, .json" in err
@@ -137,6 +166,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: 'nan'"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s must be above 0"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is no number"),
+        ("num_nodes,local_batch_size,step_time\n1,32,1\n", "'step_time' (did you mean step_time_s?)"),
         ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "has twice 'num_nodes'"),
     ],
 )
@@ -177,6 +207,35 @@ def test_watch_ends_with_its_job(tula: Tula, address: str, job: str) -> None:
     assert (code, err) == (0, "")
     assert run.id in out
     assert "█▃▁  0.5 at step 2" in out, out
+
+
+def test_watch_stays_while_the_service_is_away(
+    address: str, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first time it asks after the break it is refused; the view says so, and then ends with its job."""
+    with Client(address, token="") as client:
+        client.archive_job(job)
+        answers = [client.job, _away, client.job, client.job]
+        monkeypatch.setattr(client, "job", lambda job_id: answers.pop(0)(job_id), raising=False)
+        watch._live(client, job, quiet_s=0.01)
+    assert answers == []
+    assert "archived" in capsys.readouterr().out
+
+
+def _away(_job_id: str) -> Job:
+    raise ServiceUnreachableError("the service does not answer")
+
+
+def test_an_event_is_told_by_its_sentence() -> None:
+    drift = {"alarm": "slower", "step": 39, "sentence": "Training has become slower than predicted."}
+    for kind, data, told in (
+        ("drift", drift, "drift: Training has become slower than predicted."),
+        ("job", {"state": "ready", "plan_reason": "The choice is stable."}, "job: ready: The choice is stable."),
+        ("samples", {"num_samples": 40}, "samples: num samples 40"),
+        ("run", {"state": "out_of_memory"}, "run: out of memory"),
+    ):
+        event = Event.model_validate({"id": 1, "kind": kind, "job_id": "j", "at": "2026-01-01T00:00:00Z", "data": data})
+        assert watch._sentence(event).endswith(told)
 
 
 def test_version_is_told(tula: Tula) -> None:

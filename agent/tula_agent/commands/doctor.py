@@ -73,7 +73,12 @@ def _torch() -> Iterator[Finding]:
         yield Finding("distributed", "wrong", "torch was built without it", "install a build with torch.distributed")
         return
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
-    yield Finding("distributed", "ok" if backends else "wrong", ", ".join(backends) or "no backend")
+    yield Finding(
+        "distributed",
+        "ok" if backends else "wrong",
+        ", ".join(backends) or "no backend",
+        "" if backends else "install a build with gloo or nccl",
+    )
 
 
 def _cuda() -> Iterator[Finding]:
@@ -180,12 +185,16 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(spool).free
     if free < MIN_FREE_BYTES:
-        yield Finding("disk", "warning", f"{free // 2**20} MiB free in {spool}", "free some, or set TULA_SPOOL_DIR")
+        yield Finding("disk", "warning", f"{_size(free)} free in {spool}", "free some, or set TULA_SPOOL_DIR")
     else:
-        yield Finding("disk", "ok", f"{free // 2**20} MiB free in {spool}")
+        yield Finding("disk", "ok", f"{_size(free)} free in {spool}")
     waiting = spool_files(spool)
     if waiting:
         yield Finding("spool", "warning", f"{len(waiting)} files wait to be sent", f"tula upload {spool}")
+
+
+def _size(free_bytes: int) -> str:
+    return f"{free_bytes / 2**30:.1f} GiB" if free_bytes >= 2**30 else f"{free_bytes // 2**20} MiB"
 
 
 def _detail(response: httpx.Response) -> str:

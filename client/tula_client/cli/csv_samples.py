@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -100,14 +101,24 @@ def _check_header(names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if missing or unknown or twice:
         wrong = [
-            f"{what} {', '.join(repr(name) for name in which)}"
-            for what, which in (("lacks", missing), ("does not know", unknown), ("has twice", twice))
+            f"{what} {', '.join(which)}"
+            for what, which in (
+                ("lacks", [repr(name) for name in missing]),
+                ("does not know", [_meant(name) for name in unknown]),
+                ("has twice", [repr(name) for name in twice]),
+            )
             if which
         ]
         explained = "\n".join(
             f"  {name:<20} {told}{'' if name in REQUIRED else ', may be left out'}" for name, told in COLUMNS.items()
         )
         raise UsageError(f"the heading {' and '.join(wrong)}: the first line must name columns of these\n{explained}")
+
+
+def _meant(name: str) -> str:
+    """An unknown column, with the one that it resembles."""
+    near = difflib.get_close_matches(name.lower().replace(" ", "_"), COLUMNS, n=1)
+    return f"{name!r}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _configuration(row: Mapping[str, str], line: int) -> Configuration:

@@ -39,14 +39,17 @@ def add_to(app: typer.Typer) -> None:
 def plot(
     job: JobName,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .png, .svg or .json (Vega-Lite).")],
-    chart: Annotated[str, typer.Option(help="Which chart.")] = "tradeoff",
+    chart: Annotated[
+        str, typer.Option(help="tradeoff, cost_surface, memory, step_breakdown, accuracy or quality.")
+    ] = "tradeoff",
+    quantity: Annotated[Literal["time", "cost"], typer.Option(help="What tradeoff draws against the batch.")] = "time",
     as_json: Json = False,
 ) -> None:
     """Draw a job's chart into a file, without a browser."""
     if output.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"--output: {output.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
     with connect() as client:
-        JobHandle.of(client, job).plot(chart, output)
+        JobHandle.of(client, job).plot(chart, output, quantity=quantity)
     emit({"written": str(output)}, f"Wrote {output}.", as_json)
 
 

@@ -13,7 +13,7 @@ from tula_client.cli.exits import UsageError
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit, table
 from tula_client.handle import all_runs, find_job
-from tula_wire import Job, JobPage, JobState, Run
+from tula_wire import Job, JobPage, JobState, Ledger, LedgerEntry, Run
 
 __all__ = ["add_to", "job_view"]
 
@@ -43,12 +43,14 @@ def list_jobs(
 
 
 def show(job: JobName, as_json: Json = False) -> None:
-    """Show a job: its plan, what ran, and what is recommended."""
+    """Show a job: its plan, what ran, what is recommended, and what was promised beside what came."""
     with connect() as client:
         job_id = find_job(client, job)
         found = client.job(job_id)
         runs = list(all_runs(client, job_id))
-    emit({**found.model_dump(mode="json"), "runs": runs}, job_view(found, runs), as_json)
+        ledger = client.ledger(job_id)
+    body = {**found.model_dump(mode="json"), "runs": runs, "ledger": ledger.entries}
+    emit(body, job_view(found, runs, ledger), as_json)
 
 
 def archive(job: JobName, as_json: Json = False) -> None:
@@ -76,8 +78,8 @@ def delete(
     emit({"deleted": found.id}, f"Deleted {found.name} ({found.id}).", as_json)
 
 
-def job_view(job: Job, runs: list[Run]) -> RenderableType:
-    """A job and its runs for a person."""
+def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
+    """A job, its runs, and the recommendations that a training followed, for a person."""
     facts = [
         ["model", job.model_name],
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done"],
@@ -86,8 +88,9 @@ def job_view(job: Job, runs: list[Run]) -> RenderableType:
     ]
     if job.predicted_time_s is not None:
         facts.append(["training", f"{units.seconds(job.predicted_time_s)}, {units.dollars(job.predicted_cost_usd)}"])
-    if job.saving_vs_smallest_batch is not None:
-        facts.append(["time saved", f"{units.percent(job.saving_vs_smallest_batch)} against the smallest batch"])
+    if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
+        small, large = units.saving(job.saving_vs_smallest_batch), units.saving(job.saving_vs_largest_batch)
+        facts.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
         facts.append(["measured", f"{units.percent(job.prediction_error, signed=True)} against the prediction"])
     shown = table(["", ""], facts)
@@ -96,6 +99,9 @@ def job_view(job: Job, runs: list[Run]) -> RenderableType:
     parts: list[RenderableType] = [title, shown, Text(job.plan_reason, style="dim")]
     if runs:
         parts += [Text(), _runs_view(runs)]
+    kept = [entry for entry in ledger.entries if entry.run_id is not None] if ledger is not None else []
+    if kept:
+        parts += [Text(), _promises_view(kept)]
     return Group(*parts)
 
 
@@ -108,12 +114,36 @@ def _runs_view(runs: list[Run]) -> RenderableType:
             units.configuration(run.configuration),
             units.seconds(run.step_time_s),
             units.seconds(run.predicted_step_time_s),
+            _error(run),
             str(run.num_samples),
-            run.message or run.purpose,
+            run.message or (run.method or "" if run.kind == "train" else run.purpose),
         ]
         for run in runs
     ]
-    return table(["run", "kind", "state", "configuration", ">step time", ">predicted", ">samples", ""], rows)
+    return table(["run", "kind", "state", "configuration", ">step time", ">predicted", ">error", ">samples", ""], rows)
+
+
+def _error(run: Run) -> str:
+    if not run.step_time_s or not run.predicted_step_time_s:
+        return "-"
+    return units.percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
+
+
+def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
+    inside = {True: "yes", False: "no", None: "-"}
+    rows = [
+        [
+            entry.recommendation_id,
+            entry.run_id or "-",
+            f"{entry.objective}, {entry.basis}",
+            units.estimate(entry.predicted_step_time_s),
+            units.seconds(entry.measured_step_time_s),
+            units.percent(entry.error, signed=True),
+            inside[entry.within_interval],
+        ]
+        for entry in entries
+    ]
+    return table(["promised", "training", "for", ">step time", ">measured", ">error", "inside"], rows)
 
 
 def _list_view(page: JobPage) -> RenderableType:

@@ -13,7 +13,7 @@ from tula_client.cli import units
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit, table
 from tula_client.handle import find_job
-from tula_wire import Candidate, Objective, Recommendation
+from tula_wire import Candidate, Configuration, Objective, Recommendation
 
 __all__ = ["add_to", "candidates_table", "recommend", "recommendation_view"]
 
@@ -58,10 +58,18 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     lines.append(Text(answer.why))
     others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
     chosen = answer.chosen.configuration if answer.chosen else None
+    named: dict[tuple[Configuration, bool], tuple[list[str], Candidate]] = {}
+    for name, one in others:
+        if one is not None and one.configuration != chosen:
+            named.setdefault((one.configuration, one.spot), ([], one))[0].append(name)
     rows = [
-        [name, units.configuration(one.configuration), units.seconds(one.total_time_s.value), _cost(one)]
-        for name, one in others
-        if one is not None and one.configuration != chosen
+        [
+            ", ".join(names),
+            units.configuration(one.configuration) + (", spot" if one.spot else ""),
+            units.seconds(one.total_time_s.value),
+            _cost(one),
+        ]
+        for names, one in named.values()
     ]
     if rows:
         lines += [Text(), table(["", "instead", ">time", ">cost"], rows)]
@@ -69,6 +77,13 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     reason = knee.reason[:1].upper() + knee.reason[1:]
     where = f"Knee: {units.configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
     lines += [Text(), Text(where + reason)]
+    if answer.max_sensible_batch_size is not None:
+        lines.append(
+            Text(
+                f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; beyond it more examples "
+                "hardly help a step."
+            )
+        )
     error = answer.model.cross_validated_error
     checked = f", cross-validated error {units.percent(error)}" if error is not None else ""
     lines.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tula_wire import Configuration, Estimate
 
-__all__ = ["bytes_", "configuration", "dollars", "estimate", "percent", "seconds"]
+__all__ = ["bytes_", "configuration", "dollars", "estimate", "percent", "saving", "seconds"]
 
 
 def seconds(value: float | None) -> str:
@@ -49,6 +49,15 @@ def percent(value: float | None, *, signed: bool = False) -> str:
     if value is None:
         return "-"
     return f"{value * 100:+.1f} %" if signed else f"{value * 100:.1f} %"
+
+
+def saving(value: float) -> str:
+    """A share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
+    if abs(value) < 0.005:
+        return "the same time as"
+    if value > 0:
+        return f"{value * 100:.0f} % less time than"
+    return f"{1 - value:.3g} times as long as"
 
 
 def estimate(value: Estimate | None, unit: str = "s") -> str:

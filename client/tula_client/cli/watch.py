@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tula_client._client import Client
-from tula_client._errors import NotFoundError, TulaError
+from tula_client._errors import NotFoundError, ServiceUnavailableError, ServiceUnreachableError, TulaError
 from tula_client.cli import units
 from tula_client.cli.jobs import job_view
 from tula_client.cli.options import JobName, Json
@@ -83,20 +83,28 @@ def sparkline(values: Sequence[float | None]) -> str:
     )
 
 
-def _live(client: Client, job_id: str) -> None:
+def _live(client: Client, job_id: str, *, quiet_s: float = QUIET_S) -> None:
     seen: list[Event] = []
     news = threading.Event()
     # A thread of its own, because a stream blocks until something happens; it dies with the command.
     threading.Thread(target=_listen, args=(client, job_id, seen, news), daemon=True).start()
-    with Live(view(client, job_id, ()), console=console(), refresh_per_second=4) as live:
-        while client.job(job_id).state not in ("finished", "archived"):
-            news.wait(QUIET_S)
-            news.clear()
+    last = view(client, job_id, ())
+    with Live(last, console=console(), refresh_per_second=4) as live:
+        while True:
             try:
-                live.update(view(client, job_id, seen))
+                ended = client.job(job_id).state in ("finished", "archived")
+                last = view(client, job_id, seen)
+                live.update(last)
+                if ended:
+                    return
             except NotFoundError:
                 return
-            time.sleep(0.5)  # a burst of events is one drawing
+            except (ServiceUnreachableError, ServiceUnavailableError) as error:
+                # The view stays, and says why it stands still, until the service is back.
+                live.update(Group(last, Text(f"{error}; trying again", style="yellow")))
+            news.wait(quiet_s)
+            news.clear()
+            time.sleep(min(0.5, quiet_s))  # a burst of events is one drawing
 
 
 def _listen(client: Client, job_id: str, seen: list[Event], news: threading.Event) -> None:
@@ -128,5 +136,10 @@ def _last(series: TelemetrySeries) -> str:
 
 def _sentence(event: Event) -> str:
     """An event in one line."""
-    told = ", ".join(f"{name} {value}" for name, value in event.data.items() if isinstance(value, (str, int, float)))
-    return f"{event.at:%H:%M:%S} {event.kind}{f' {event.run_id}' if event.run_id else ''}: {told or 'changed'}"
+    data, run = event.data, f" {event.run_id}" if event.run_id else ""
+    told = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
+    state = str(data.get("state", "")).replace("_", " ")
+    if not told and not state:
+        plain = {name: value for name, value in data.items() if isinstance(value, (str, int, float))}
+        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items()) or "changed"
+    return f"{event.at.astimezone():%H:%M:%S} {event.kind}{run}: {': '.join(part for part in (state, told) if part)}"
