@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from tula_service.api.metric_set import Metrics
 from tula_service.api.security.limiter import Limiter
 from tula_service.api.security.scopes import is_ingest, required_scopes
-from tula_service.errors import Forbidden, Unauthenticated
+from tula_service.errors import Busy, Forbidden, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import Access, Principal
@@ -68,7 +68,11 @@ async def authenticate(request: Request) -> Principal:
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
-    have.limiter.admit(principal, ingest=is_ingest(request.method, route))
+    try:
+        have.limiter.admit(principal, ingest=is_ingest(request.method, route))
+    except Busy:
+        have.metrics.limited.inc()
+        raise
     return principal
 
 

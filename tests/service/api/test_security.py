@@ -230,11 +230,18 @@ def test_administrative_acts_are_written_down(service: Service) -> None:
     """Who, what, to what."""
     admin = service.token("admin")
     with service.client(admin) as boss:
-        project = boss.post(routes.PROJECTS, json={"name": "green"}).json()
+        project = boss.post(routes.PROJECTS, json={"name": "green"}).json()["id"]
+        made = boss.post(routes.TOKENS, json={"name": "n", "scope": "user", "project": "green"}).json()["token"]["id"]
+        boss.delete(routes.TOKEN.format(token_id=made))
+        job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
+        boss.delete(routes.JOB.format(job_id=job))
+        assert boss.post(routes.PROJECTS, json={"name": "green"}).status_code == 409
     with service.store.reading() as tx:
-        act = tx.audit.list()[0]
-    assert (act.action, act.target) == ("project.create", project["id"])
-    assert act.actor.startswith("token-")
+        acts = tx.audit.list()[:4]
+    expected = [("project.create", project), ("token.create", made), ("token.revoke", made), ("job.delete", job)]
+    assert [(act.action, act.target) for act in reversed(acts)] == expected, "and what was refused is not among them"
+    assert len({act.actor for act in acts}) == 1
+    assert acts[0].actor.startswith("token-")
 
 
 class TestLoopback:

@@ -1,0 +1,90 @@
+"""NaN and infinity are refused in every number that the service takes, wherever it stands."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import tula_wire
+from tests.service.api.conftest import Service, Tenant
+from tests.service.api.test_security import concrete
+from tula_service.api.docs import document
+
+Path = tuple[str, ...]
+
+
+def numbers(kind: Any, at: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Every number inside a type: where it stands, and "float" or "int"; a list's entry is "0", a mapping's "x"."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (float, int):
+        yield at, kind.__name__
+    elif origin is typing.Annotated:
+        yield from numbers(inner[0], at)
+    elif origin in (typing.Union, types.UnionType):
+        for one in inner:
+            yield from numbers(one, at)
+    elif origin is list:
+        yield from numbers(inner[0], (*at, "0"))
+    elif origin is dict:
+        yield from numbers(inner[1], (*at, "x"))
+    elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield from numbers(field.annotation, (*at, name))
+
+
+def holding(at: Path, value: float) -> Any:
+    """The smallest body that has this value in this place."""
+    if not at:
+        return value
+    inner = holding(at[1:], value)
+    return [inner] if at[0] == "0" else {at[0]: inner}
+
+
+def bodies(service: Service) -> dict[str, type[BaseModel]]:
+    """The models of all request bodies, as the OpenAPI document names them."""
+    found = {}
+    for operations in document(service.app)["paths"].values():
+        for operation in operations.values():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            name = content.get("schema", {}).get("$ref", "").rsplit("/", 1)[-1]
+            if name:
+                found[name] = getattr(tula_wire, name)
+    return found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_body_takes_one_anywhere(service: Service, value: float) -> None:
+    tried = 0
+    for name, model in bodies(service).items():
+        for at, kind in numbers(model):
+            with pytest.raises(ValidationError) as refused:
+                model.model_validate(holding(at, value))
+            faults = [error for error in refused.value.errors() if tuple(map(str, error["loc"]))[: len(at)] == at]
+            said = {error["type"] for error in faults}
+            assert said & {"finite_number", "int_from_float"}, (name, at, kind, refused.value)
+            tried += 1
+    assert tried > 60
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_no_query_takes_one(service: Service, red: Tenant, value: str) -> None:
+    tried = 0
+    with service.client(red.user) as client:
+        for path, operations in document(service.app)["paths"].items():
+            for parameter in operations.get("get", {}).get("parameters", []):
+                schemas = [parameter["schema"], *parameter["schema"].get("anyOf", [])]
+                schemas += [schema["items"] for schema in schemas if "items" in schema]
+                if parameter["in"] != "query" or not {"number", "integer"} & {one.get("type") for one in schemas}:
+                    continue
+                asked = {"column": "loss", parameter["name"]: value}
+                answer = client.get(concrete(path, red), params=asked)
+                assert answer.status_code == 422, (path, parameter["name"], answer.text)
+                assert answer.json()["field"].startswith(parameter["name"])
+                tried += 1
+    assert tried > 10

@@ -1,0 +1,131 @@
+"""What an operator does: tokens, schemas and retention on the command line, and metrics to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.service.api.conftest import SPEC, Service, Tenant
+from tests.service.store.test_upgrade import ASSETS, restored
+from tula_service.__main__ import app
+from tula_service.store import Store
+from tula_service.store.schema import head_revision
+from tula_wire import routes
+
+
+@pytest.fixture
+def tula(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a command in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, list(arguments))
+
+    return run
+
+
+def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service: Service) -> None:
+    """And what the command made, the running service knows."""
+    database = service.settings.database
+    made = json.loads(tula("token", "create", "alice", "--json", "--database", database).stdout)
+    service.app.state.services.access.forget()
+    with service.client(made["secret"]) as client:
+        assert client.get(routes.JOBS).status_code == 200
+        listed = tula("token", "list", "--json", "--database", database)
+        (row,) = json.loads(listed.stdout)
+        assert (row["id"], row["name"], row["scope"], row["state"]) == (made["id"], "alice", "user", "valid")
+        assert row["last_used_at"] is not None
+        assert made["secret"] not in listed.stdout
+        assert tula("token", "revoke", made["id"], "--database", database).stdout.strip() == f"Revoked {made['id']}."
+        service.app.state.services.access.forget()
+        assert client.get(routes.JOBS).status_code == 401
+    assert "revoked" in tula("token", "list", "--database", database).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["token", "create", "x", "--scope", "root"], "use agent, user or admin"),
+        (["token", "create", "x", "--scope", "agent"], "give job_id"),
+        (["token", "create", "x", "--project", "nowhere"], "no project 'nowhere'"),
+        (["token", "revoke", "token-0"], "no token 'token-0'"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_so_in_a_sentence(
+    tula: Callable[..., Result], sqlite_url: str, arguments: list[str], said: str
+) -> None:
+    done = tula(*arguments, "--database", sqlite_url)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_pruning_tells_first_and_deletes_when_told(
+    tula: Callable[..., Result], service: Service, red: Tenant, blue: Tenant
+) -> None:
+    database = service.settings.database
+    with service.client(red.user) as client:
+        assert client.patch(routes.JOB.format(job_id=red.job_id), json={"archived": True}).status_code == 200
+    arguments = ("prune", "--older-than-days", "0", "--json", "--database", database)
+    told = json.loads(tula(*arguments).stdout)
+    assert (told["jobs"], told["deleted"]) == ([red.job_id], False)
+    with service.store.reading() as tx:
+        assert tx.jobs.get(red.job_id).state == "archived"
+    done = json.loads(tula(*arguments, "--yes").stdout)
+    assert (done["jobs"], done["deleted"]) == ([red.job_id], True)
+    with service.store.reading() as tx:
+        assert [job.id for job in tx.jobs.list(include_archived=True).jobs] == [blue.job_id]
+
+
+def test_an_older_schema_is_refused_with_the_command_that_upgrades_it(
+    tula: Callable[..., Result], tmp_path: Path
+) -> None:
+    """No command touches it before; afterwards every one works."""
+    oldest = min(ASSETS.glob("*.sqlite.sql"))
+    assert not oldest.name.startswith(head_revision()), "there is an older one"
+    database = str(tmp_path / "old.db")
+    restored(oldest, database).dispose()
+    for arguments in (["serve", "--port", "0"], ["token", "list"], ["prune"]):
+        refused = tula(*arguments, "--database", database)
+        assert refused.exit_code == 2
+        assert "tula serve --migrate" in refused.stderr
+        assert "back it up" in refused.stderr
+    assert tula("migrate", "--database", database).exit_code == 0
+    assert tula("token", "list", "--database", database).exit_code == 0
+    store = Store.open(database)
+    with store.reading() as tx:
+        assert [job.name for job in tx.jobs.list().jobs] == ["kept"]
+    store.close()
+
+
+def test_metrics_tell_of_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
+    """Each figure moves with what it counts, and no tenant's name is in them."""
+    with service.client(service.token("admin")) as boss, service.client(red.agent) as agent:
+        job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
+        batch = {"rank": 0, "boot_id": "b", "sequence": [0, 1], "step": [0, 1], "step_time_s": [0.1, 0.1]}
+        for _ in range(2):
+            assert agent.post(routes.RUN_SAMPLES.format(run_id=red.run_id), json=batch).status_code == 202
+        chunk = {"boot_id": "b", "sequence": 0, "steps": [0, 1, 2], "columns": {"loss": [1.0, 0.5, 0.25]}}
+        assert agent.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), json=chunk).status_code == 202
+        for _ in range(2):
+            assert boss.get(routes.JOB_RECOMMENDATION.format(job_id=job)).status_code == 200
+        text = boss.get(routes.METRICS).text
+    found = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")
+    }
+    assert found["tula_samples_stored_total"] == 2
+    assert found["tula_ingest_duplicates_total"] == 2
+    assert found["tula_step_values_stored_total"] == 3
+    assert found[f'tula_requests_total{{method="POST",route="{routes.RUN_SAMPLES}",status="202"}}'] == 2
+    assert found["tula_agents_seen"] == 1
+    assert found['tula_runs{state="running"}'] == 1
+    assert found['tula_runs{state="pending"}'] >= 1
+    assert found['tula_fits_total{cached="true"}'] >= 1
+    assert found["tula_fits_kept"] >= 1
+    assert "tula_prediction_error_bucket" in text
+    assert red.project_id not in text
+    assert red.job_id not in text
