@@ -89,13 +89,15 @@ def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
     expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.
     """
-    if spot is None or spot.interruptions_per_node_hour == 0.0:
+    if spot is None:
         return 1.0
     rate = num_nodes * spot.interruptions_per_node_hour / _SECONDS_PER_HOUR
-    stretch = spot.checkpoint_interval_s
-    if rate * stretch > _HOPELESS_EXPONENT:
+    expected = rate * spot.checkpoint_interval_s
+    if expected > _HOPELESS_EXPONENT:
         return math.inf
-    return (1.0 / rate + spot.restart_s) * math.expm1(rate * stretch) / stretch
+    # The same, written so that a rate near 0 divides by nothing.
+    growth = math.expm1(expected) / expected if expected > 0.0 else 1.0
+    return (1.0 + rate * spot.restart_s) * growth
 
 
 def price(

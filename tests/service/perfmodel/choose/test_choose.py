@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,87 @@ def test_spot_interruptions_lose_the_work_since_the_checkpoint():
     assert spot_slowdown(spot, 8) == pytest.approx(np.mean(simulated) / 600, rel=0.03)
     assert spot_slowdown(None, 8) == 1.0
     assert spot_slowdown(spot, 16) > spot_slowdown(spot, 8) > 1.0
+
+
+OFFERS = st.builds(
+    Offer,
+    usd_per_node_hour=st.floats(0, 100),
+    usd_per_gb_hour=st.floats(0, 1),
+    usd_per_rank_hour=st.floats(0, 10),
+)
+SPOTS = st.builds(
+    Spot,
+    interruptions_per_node_hour=st.floats(0, 2),
+    checkpoint_interval_s=st.floats(1, 7200),
+    restart_s=st.floats(0, 3600),
+)
+PEAKS = [Interval(8e9, 7e9, 9e9)]
+
+
+@settings(max_examples=60)
+@given(OFFERS, st.floats(1, 7200), st.floats(0, 3600), st.integers(1, 64))
+def test_without_interruptions_spot_costs_and_takes_what_on_demand_does(offer, interval, restart, nodes):
+    calm = replace(offer, spot=Spot(0.0, interval, restart))
+    (plain,), (spot,) = (estimates([(nodes, 25, 0.5)], one, peak_bytes=PEAKS) for one in (offer, calm))
+    assert spot == plain
+
+
+@settings(max_examples=60)
+@given(SPOTS, st.integers(1, 64), st.floats(1, 3))
+def test_time_and_cost_never_fall_with_the_rate_the_nodes_the_restart_or_the_interval(spot, nodes, more):
+    offer = Offer(usd_per_node_hour=1.0)
+
+    def of(changed, count=nodes):
+        (found,) = estimates([(count, 25, 0.5)], replace(offer, spot=changed))
+        return found
+
+    here = of(spot)
+    assert here.spot_slowdown >= 1.0 - 1e-12
+    rate, restart, interval = spot.interruptions_per_node_hour, spot.restart_s, spot.checkpoint_interval_s
+    for worse in (
+        of(replace(spot, interruptions_per_node_hour=rate * more)),
+        of(replace(spot, restart_s=restart * more)),
+        of(replace(spot, checkpoint_interval_s=interval * more)),
+    ):
+        assert worse.time_s.mean >= here.time_s.mean * (1 - 1e-9)
+        assert worse.cost_usd.mean >= here.cost_usd.mean * (1 - 1e-9)
+    assert of(spot, nodes * 2).spot_slowdown >= here.spot_slowdown * (1 - 1e-9)
+
+
+@given(st.floats(1e-12, 1e-6), st.floats(1, 7200), st.floats(0, 3600))
+def test_a_rate_near_zero_is_near_no_interruptions_and_not_a_division_gone_wrong(rate, interval, restart):
+    assert spot_slowdown(Spot(rate, interval, restart), 1) == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=60)
+@given(OFFERS, st.floats(0, 10), st.integers(1, 16))
+def test_prices_add_up_and_scale_cost_but_never_time(offer, factor, nodes):
+    rows = [(nodes, 25, 0.5)]
+    (whole,) = estimates(rows, offer, peak_bytes=PEAKS)
+    parts = [
+        estimates(rows, Offer(**{name: getattr(offer, name)}), peak_bytes=PEAKS)[0]
+        for name in ("usd_per_node_hour", "usd_per_gb_hour", "usd_per_rank_hour")
+    ]
+    assert whole.cost_usd.mean == pytest.approx(sum(part.cost_usd.mean for part in parts))
+    assert {part.time_s for part in parts} == {whole.time_s}
+    (dearer,) = estimates(rows, replace(offer, usd_per_gb_hour=offer.usd_per_gb_hour * factor), peak_bytes=PEAKS)
+    memory = parts[1].cost_usd.mean
+    assert dearer.cost_usd.mean - whole.cost_usd.mean == pytest.approx((factor - 1) * memory, abs=1e-9)
+    assert dearer.cost_usd.low <= dearer.cost_usd.mean <= dearer.cost_usd.high
+
+
+def test_candidates_of_several_types_are_priced_by_their_own_offer_and_compete():
+    small, large = Configuration(2, 1, 25, 1, "small"), Configuration(1, 4, 25, 1, "large")
+    offers = {"small": Offer("small", 1.0), "large": Offer("large", 6.0, spot=Spot(0.1))}
+    found = price([small, large], [Interval(0.4, 0.3, 0.5), Interval(0.2, 0.1, 0.3)], Training(1000), offers)
+    assert found[0].cost_usd.mean == pytest.approx(1000 / 50 * 0.4 * 2 * 1.0 / 3600)
+    assert found[1].cost_usd.mean == pytest.approx(1000 / 100 * 0.2 * 6.0 / 3600 * spot_slowdown(Spot(0.1), 1))
+    assert choose(Objective.TIME, found).chosen.configuration == large
+    assert choose(Objective.COST, found).chosen.configuration == large
+    dear = price(
+        [small, large], [f.step_time_s for f in found], Training(1000), offers | {"large": Offer("large", 60.0)}
+    )
+    assert choose(Objective.COST, dear).chosen.configuration == small
 
 
 def test_a_hopeless_spot_job_is_excluded_and_not_an_overflow():
