@@ -63,14 +63,21 @@ class NormSampler:
         return step >= self._next
 
     def read(
-        self, step: int, step_time_s: float, gradients: Iterable[torch.Tensor]
+        self,
+        step: int,
+        step_time_s: float,
+        gradients: Iterable[torch.Tensor],
+        loss_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """|G|^2 of this step and, with the step before it, its gradient variability (equation 5), both on the device.
 
-        Remembers what reading cost; the second of a pair sets the time of the next.
+        Remembers what reading cost; the second of a pair sets the time of the next. loss_scale: of a GradScaler that
+        leaves it to a fused optimizer to unscale.
         """
         started = time.perf_counter()
         squared = squared_norm(gradients)
+        if loss_scale is not None:
+            squared = squared / loss_scale.to(squared.device).square()
         self._spent += time.perf_counter() - started
         if self._first is None:
             self._first = (step, squared)
@@ -107,7 +114,7 @@ class GradientReader:
         if self._sharded:
             return  # its norm takes a collective, and only this rank is here
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        squared, variability = self._norms.read(step, step_time_s, held)
+        squared, variability = self._norms.read(step, step_time_s, held, getattr(optimizer, "grad_scale", None))
         self._say(step, "grad_norm", to_number(squared, root=True))
         if variability is not None:
             self._say(step, "gradient_variability", to_number(variability))

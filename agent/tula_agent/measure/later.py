@@ -19,7 +19,7 @@ class Later:
         self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._host.copy_(scalar.detach().float(), non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(scalar.device))  # the current device may be another one
         self._root = root
 
     @property

@@ -99,18 +99,31 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 
 
 def _context_bytes(device: torch.device) -> int | None:
-    """CUDA context and libraries: what this process holds beyond the allocator; None without NVML."""
+    """CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
+
+    In a container NVML may tell process ids of outside; a process that is alone on the device is ours all the same.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        mine = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        handle = _nvml_device(pynvml, device)
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        mine = [p for p in found if p.pid == os.getpid()] or (found if len(found) == 1 else [])
         held = int(mine[0].usedGpuMemory)
     except Exception:
         return None
     return max(0, held - int(torch.cuda.memory_reserved(device)))
+
+
+def _nvml_device(pynvml: Any, device: torch.device) -> Any:
+    """NVML counts devices as the machine has them, torch as CUDA_VISIBLE_DEVICES leaves them: so, by name (UUID)."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None:  # torch before 2.4
+        index = torch.cuda._get_nvml_device_index(device)
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
+    name = str(uuid)
+    return pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")
 
 
 class MemoryProbe:

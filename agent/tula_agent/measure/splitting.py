@@ -6,7 +6,7 @@ from typing import Any
 
 from tula_agent.measure.no_sync import Alternation
 from tula_agent.measure.step_timer import StepTiming
-from tula_agent.measure.sync_split import TRAIN_RATE, DdpClock, Reading, ddp_models
+from tula_agent.measure.sync_split import DdpClock, Reading, ddp_models, sample_rate
 from tula_agent.ship.reporter import Reporter
 
 __all__ = ["Splitting"]
@@ -22,7 +22,7 @@ class Splitting:
         self._recent: dict[int, StepTiming] = {}
         self._alternation: Alternation | None = None
         models = ddp_models(models)
-        clock = DdpClock(models, 1 if profiling else TRAIN_RATE)
+        clock = DdpClock(models, sample_rate(models, profiling))
         self._clock = clock if models and clock.usable and not (profiling and alternate) else None
         if self._clock is not None:
             reporter.splits_expected = True

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["TRAIN_RATE", "DdpClock", "Reading", "Split", "ddp_models", "merge"]
+__all__ = ["DdpClock", "Reading", "Split", "ddp_models", "merge", "sample_rate"]
 
 TRAIN_RATE = 50
 """Steps between two readings in training; the first ten are always read."""
+CUDA_TRAIN_RATE, CUDA_PROFILE_RATE = 100, 4
+"""On CUDA, DDP waits for the device at the start of a step whose times it takes: no oftener than by itself in training,
+and seldom enough in a profiling run to leave most steps alone."""
 ALWAYS_SAMPLED = 10
 STRAGGLER_SHARE = 0.02
 """Skew below this share of the step names nobody."""
@@ -63,6 +66,13 @@ def merge(readings: Mapping[int, Reading]) -> Split:
         skew_s=skew,
         straggler_rank=last if skew > STRAGGLER_SHARE * step_time else None,
     )
+
+
+def sample_rate(models: list[Any], profiling: bool) -> int:
+    """Steps from one reading of `models` (DDP) to the next."""
+    if any(getattr(model, "device_type", "cpu") == "cuda" for model in models):
+        return CUDA_PROFILE_RATE if profiling else CUDA_TRAIN_RATE
+    return 1 if profiling else TRAIN_RATE
 
 
 def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tula_agent.measure.gradients import MAX_COST_S, NormSampler, squared_norm
+from tula_agent.measure.gradients import MAX_COST_S, GradientReader, NormSampler, squared_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,6 +46,19 @@ def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
     squared, variability = sampler.read(5, 0.1, [torch.tensor([6.0, 8.0])])
     assert variability is not None
     assert (float(squared), float(variability)) == (100.0, 3.0)
+
+
+def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
+    """A GradScaler leaves scaled gradients to such an optimizer, and the scale in its `grad_scale` during the step."""
+    said: dict[str, float] = {}
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)
+    reader = GradientReader(lambda _step, name, value: said.update({name: float(value)}))
+    optimizer.register_step_pre_hook(lambda own, _args, _named: reader.read(0, 0.1, [], own))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert said["grad_norm"] == pytest.approx(2.0)
 
 
 def test_a_step_that_the_optimizer_skips_ends_no_sampling() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.measure.sync_split import Reading, merge
+from tula_agent.measure.sync_split import CUDA_TRAIN_RATE, Reading, merge, sample_rate
 
 seconds = st.floats(0.001, 1.0)
 
@@ -31,3 +32,15 @@ def test_ranks_that_arrive_together_have_no_straggler() -> None:
     split = merge({0: Reading(3, 1.0, 0.1, 0.3, 0.2), 1: Reading(3, 1.0, 0.1, 0.3, 0.201)})
     assert split.straggler_rank is None
     assert split.compute_time_s == 1.0 - 0.1 - (0.2 + 0.201) / 2
+
+
+@dataclass
+class Ddp:
+    device_type: str
+
+
+def test_ddp_is_made_to_wait_for_a_device_no_oftener_than_by_itself() -> None:
+    """Its own rate is 100; each reading costs a wait there, and nothing on a host."""
+    assert sample_rate([Ddp("cuda")], profiling=False) == CUDA_TRAIN_RATE == 100
+    assert sample_rate([Ddp("cpu"), Ddp("cuda")], profiling=True) > 1
+    assert sample_rate([Ddp("cpu")], profiling=True) == 1
