@@ -1,9 +1,12 @@
 """Every command and code block of README and documents is executed, or names the test that executes it.
 
-A block may be preceded by a mark: `<!-- covered by: PATH -->` names the test or script that runs it,
-`<!-- save as: NAME -->` writes it into the folder where the document's other blocks run. A document may begin with
-`<!-- all blocks covered by: PATH -->`. In a `console` block, lines after `$ ` are run and the rest is what they print;
-`...` stands for anything, and so do ids, times and measured numbers.
+`bash` blocks are run; in a `console` block, lines after `$ ` are run and the rest is what they print; `...` stands for
+anything, and so do ids, times and measured numbers. `tula` and the service are real in them, and launchers (torchrun,
+srun, ray, mpirun, ...) are stand-ins that report what an agent in the job would: `tests/e2e` runs the real ones.
+
+A block may be preceded by a mark: `<!-- save as: NAME -->` writes it into the folder where the document's other blocks
+run, `<!-- covered by: PATH -->` names the test that runs it, and `<!-- needs NEED, checked by: PATH -->` says what is
+not at hand here and what looks at the block instead: `NEEDS` lists these, and no other block stays unrun.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.postgres import PostgresServer
 from tests.support.server import Server
 from tula_wire import JobSpec
 
@@ -30,14 +34,39 @@ else:
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"<!-- (covered by|save as): (.+?) -->\s*$")
-WHOLE = re.compile(r"^<!-- all blocks covered by: (.+?) -->", re.MULTILINE)
+MARK = re.compile(r"<!-- (covered by|save as|needs .+?, checked by): (.+?) -->\s*$")
+NEEDS = {
+    "a container engine": ["docs/deploy.md"] * 3,
+    "a Kubernetes cluster": ["docs/deploy.md"],
+    "a package index": ["docs/start.md"],
+    "quiet cores and minutes": ["README.md", "README.md", "docs/operations.md"],
+}
+"""What the blocks that no test runs need, and the documents that they stand in; every other block is run."""
 ELSEWHERE = {
     "docs/embed.md": "tests/agent/test_embed_page.py",
     "docs/wire.md": "tests/service/api/test_wire_document.py",
 }
 """Documents whose every block another test runs."""
 NO_CODE = {"text", "mermaid", "http", "math"}
+PROGRAM = re.compile(
+    r"^\s*(\$ )?(tula|python3?|pip|make|curl|docker|kubectl|git|torchrun|srun|sbatch|mpirun|ray)\b", re.M
+)
+LAUNCHERS = ("torchrun", "srun", "sbatch", "ray", "mpirun", "kubectl", "scancel", "./submit.sh")
+JOB = """\
+name = "my-job"
+epochs = 3
+model = { name = "mlp" }
+dataset = { size = 10000 }
+cluster = { max_nodes = 2, price = { usd_per_node_hour = 1.0 } }
+batch = { min_local_batch_size = 32, max_local_batch_size = 64 }
+"""
+"""`job.toml` of a document that shows none; each `tula tune` of it is of a job of its own."""
+OTHER_JOB = """\
+tula() {
+  if [ "$1" = tune ]; then JOBS=$((JOBS + 1)); sed -i "s/size = 1..../size = $((10000 + JOBS))/" job.toml; fi
+  command tula "$@"
+}
+"""
 VARYING = re.compile(r"(job|run|rec|tok|req)-[0-9a-f]{6,}|\d{4}-\d\d-\d\dT[\d:.]+Z|\b[0-9a-f]{16}\b|\d+\.\d+|\d{3,}")
 
 
@@ -57,8 +86,7 @@ class Block:
 
 def blocks(document: Path) -> Iterator[Block]:
     text = document.read_text(encoding="utf-8")
-    whole = WHOLE.search(text)
-    elsewhere = whole[1] if whole else ELSEWHERE.get(str(document.relative_to(ROOT)))
+    elsewhere = ELSEWHERE.get(str(document.relative_to(ROOT)))
     for found in FENCE.finditer(text):
         mark = MARK.search(text[: found.start()])
         body = "".join(line.removeprefix(found["indent"]) for line in found["body"].splitlines(keepends=True))
@@ -67,23 +95,36 @@ def blocks(document: Path) -> Iterator[Block]:
 
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
+RUN = list(dict.fromkeys(b.document for b in ALL if not b.mark and b.kind in ("bash", "console", "python")))
+"""Documents with blocks that are run here."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The service that the documents talk to."""
+    """The service that a document talks to, fresh: what one tells it, another must not hear."""
     with Server(str(tmp_path_factory.mktemp("documents") / "tula.db")) as running:
         yield running
+
+
+@pytest.fixture
+def two_databases(postgres_server: PostgresServer) -> Iterator[dict[str, str]]:
+    """Variables with a Postgres database to copy and an empty one, and the path of Postgres's own programs."""
+    urls = [postgres_server.create_database(template="tula_template"), postgres_server.create_database()]
+    plain = [url.replace("+psycopg", "") for url in urls]
+    yield {"DATABASE": plain[0], "RESTORED": plain[1], "PG_BIN": str(postgres_server.programs)}
+    for url in urls:
+        postgres_server.drop_database(url)
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
 def test_a_block_is_of_a_kind_that_is_checked_and_what_covers_it_exists(block: Block) -> None:
     assert block.kind, f"{block}: name the block's language"
-    if block.mark and block.mark[0] == "covered by":
-        covering = ROOT / block.mark[1].split("::")[0].strip()
-        assert covering.is_file(), f"{block}: {covering} does not exist"
-    elif block.kind in ("bash", "sh", "shell"):
-        pytest.fail(f"{block}: write it as a console block, or say which test runs it with a mark")
+    if block.mark and block.mark[0] != "save as":
+        path = block.mark[1].split("::")[0].strip()
+        assert (ROOT / path).is_file(), f"{block}: {path} does not exist"
+        assert path.startswith("tests/") or block.mark[0] != "covered by", f"{block}: {path} is no test"
+    elif block.kind in NO_CODE:
+        assert block.mark or not PROGRAM.search(block.body), f"{block}: these are commands, so let them be run"
     elif block.kind == "json":
         json.loads(block.body)
     elif block.kind == "toml":
@@ -95,7 +136,21 @@ def test_a_block_is_of_a_kind_that_is_checked_and_what_covers_it_exists(block: B
     elif block.kind == "diff":
         assert_changes_the_example(block)
     else:
-        assert block.kind in {"python", "console", *NO_CODE}, f"{block}: nothing here runs a {block.kind} block"
+        assert block.kind in {"python", "console", "bash"}, f"{block}: nothing here runs a {block.kind} block"
+
+
+def test_what_is_not_run_is_no_more_than_what_is_said() -> None:
+    unrun = [(block.mark[0], block) for block in ALL if block.mark and block.mark[0].startswith("needs ")]
+    for need, where in NEEDS.items():
+        found = [str(b.document.relative_to(ROOT)) for mark, b in unrun if mark == f"needs {need}, checked by"]
+        assert found == where, need
+    assert len(unrun) == sum(map(len, NEEDS.values()))
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.kind == "toml" and "[model]" in block.body], ids=str)
@@ -103,45 +158,64 @@ def test_every_job_specification_is_valid(block: Block) -> None:
     assert JobSpec.model_validate(tomllib.loads(block.body)).name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
 def test_the_commands_and_programs_of_a_document_do_what_it_says(
-    document: Path, server: Server, tmp_path: Path
+    document: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    run = [block for block in blocks(document) if not (block.mark and block.mark[0] == "covered by")]
+    server: Server = request.getfixturevalue("server")
+    run = [block for block in blocks(document) if not block.mark or block.mark[0] == "save as"]
+    shown = [block for block in run if block.kind in ("console", "bash")]
     for block in run:
         if block.mark:
             (tmp_path / block.mark[1]).write_text(block.body)
-    console = [block for block in run if block.kind == "console"]
-    if console:
-        check_console(console, server, tmp_path)
-    programs = [block.body for block in run if block.kind == "python"]
+    if shown:
+        asked = any("$DATABASE" in block.body for block in shown)
+        check_shell(shown, server, tmp_path, request.getfixturevalue("two_databases") if asked else {})
+    programs = [block.body for block in run if block.kind == "python" and not block.mark]
     if programs:
         check_programs(document, programs, server, tmp_path)
 
 
-def check_console(console: list[Block], server: Server, folder: Path) -> None:
-    """All console blocks of a document in one shell, as a reader would type them."""
-    expected: list[tuple[Block, str]] = []
-    script = []
-    for block in console:
-        for command, output in commands(block.body):
+def check_shell(shown: list[Block], server: Server, folder: Path, databases: dict[str, str]) -> None:
+    """All console and bash blocks of a document in one shell, as a reader would type them."""
+    script = ['exec 2>&1 </dev/null; PATH="${PG_BIN:+$PG_BIN:}$PATH"\n', stand_ins(folder)]
+    expected: list[tuple[Block, str | None]] = []
+    for block in shown:
+        whole = [(f"( set -e\n{block.body}echo DONE )", None)]  # `&&` would switch `set -e` off
+        for command, output in commands(block.body) if block.kind == "console" else whole:
             command = command.replace("http://127.0.0.1:8321", server.url)
             script.append(f"{command}\nprintf '\\n\\036\\n'\n")
             expected.append((block, output))
+    (folder / "typed.sh").write_text("".join(script))
     done = subprocess.run(
-        ["bash"],
-        input="exec 2>&1\n" + "".join(script),
+        ["bash", "typed.sh"],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment(server),
-        timeout=120,
+        env=environment(server, folder) | databases,
+        timeout=240,
         check=False,
     )
     printed = done.stdout.split("\n\036\n")[:-1]
     assert len(printed) == len(expected), done.stdout + done.stderr
     for (block, wanted), got in zip(expected, printed, strict=True):
-        assert pattern(wanted).fullmatch(got.strip()), f"{block}: it says\n{wanted}\nbut it prints\n{got}"
+        if wanted is None:
+            assert got.endswith("DONE\n"), f"{block}: it ends with\n{got}"
+        else:
+            assert pattern(wanted).fullmatch(got.strip()), f"{block}: it says\n{wanted}\nbut it prints\n{got}"
+
+
+def stand_ins(folder: Path) -> str:
+    """Put launchers, a script to launch and a job into the folder; what the shell has to know of them."""
+    for name in LAUNCHERS:
+        program = folder / name if name.startswith("./") else folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/support/stand_in.py"\n')
+        program.chmod(0o755)
+    if (folder / "job.toml").exists():
+        return ""
+    (folder / "job.toml").write_text(JOB)
+    return OTHER_JOB
 
 
 def commands(body: str) -> Iterator[tuple[str, str]]:
@@ -184,16 +258,16 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment(server),
+        env=environment(server, folder),
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, f"{document.name}: {done.stderr}"
 
 
-def environment(server: Server) -> dict[str, str]:
+def environment(server: Server, folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), kept["PATH"]])
     # One rank, so that blocks which set up torch.distributed find a rendezvous.
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return kept | ranks | {"PATH": path, "TULA_URL": server.url, "OMP_NUM_THREADS": "1"}

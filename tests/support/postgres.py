@@ -28,6 +28,11 @@ class PostgresServer:
         self._server = server
         self._url = sa.make_url(self.uri).set(drivername="postgresql+psycopg")
 
+    @property
+    def programs(self) -> Path:
+        """Where `pg_dump` and its kin of the server's own version lie."""
+        return Path(self._server.bin_path)
+
     @classmethod
     def start(cls, folder: Path) -> PostgresServer:
         """Make a cluster in `folder` and start it."""
