@@ -96,7 +96,9 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
     draw_all(page)
     drawn = page.locator("[data-chart*='tradeoff?quantity=time'] svg")
     expect(drawn).to_contain_text("recommended")
-    expect(page.locator("tr", has=page.get_by_text("recommended", exact=True))).to_have_count(1)
+    for table in ("answer", "candidates"):
+        rows = page.locator(f"[data-live='{table}'] tr", has=page.get_by_text("recommended", exact=True))
+        expect(rows).to_have_count(1)
 
 
 def test_what_if_answers_as_one_types_and_explains_a_wrong_value(visit: Visit, seeded: Seeded) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import tula_wire as wire
 from tests.service.dashboard import models
 from tula_service.dashboard import charts
+from tula_service.dashboard.charts.spec import log_ticks
 
 GIB = 2**30
 
@@ -139,6 +140,14 @@ def test_no_two_lines_look_alike_and_equal_clusters_share_a_colour() -> None:
     colours, dashes = encoding["color"]["scale"]["range"], encoding["strokeDash"]["scale"]["range"]
     assert len({(colour, tuple(dash)) for colour, dash in zip(colours, dashes, strict=True)}) == len(names) == 10
     assert colours[names.index("4 × p3")] == colours[names.index("4 × g5")]
+
+
+@given(st.floats(1e-6, 1e9), st.floats(1.0001, 1e6))
+def test_ticks_of_a_logarithmic_axis_are_few_round_and_inside(low: float, ratio: float) -> None:
+    ticks = log_ticks(low, low * ratio)
+    assert all(low <= tick <= low * ratio for tick in ticks)
+    assert len(ticks) <= 12
+    assert ratio < 4 or len(ticks) >= 3
 
 
 def test_labels_of_landmarks_do_not_cover_each_other() -> None:

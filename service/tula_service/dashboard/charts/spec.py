@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ __all__ = [
     "bytes_unit",
     "finish",
     "legend",
+    "log_ticks",
     "message",
     "one_at_a_time",
     "outlined",
@@ -96,6 +98,17 @@ def legend(names: Sequence[str]) -> alt.Legend:
         symbolStrokeWidth=2.5,
         symbolOpacity=1,
     )
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ends, three to nine of them where the range allows; none for a narrow one."""
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        found = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 4:
+            return found
+    return []
 
 
 def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import altair as alt
@@ -25,6 +26,7 @@ from tula_service.dashboard.charts.spec import (
     Unit,
     finish,
     legend,
+    log_ticks,
     message,
     outlined,
     time_unit,
@@ -54,7 +56,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     x = alt.X("batch:Q").scale(type="log", base=2, nice=False).title("Global batch size (examples a step)")
     x = x.axis(values=sorted({row["batch"] for row in rows}), format="d", labelOverlap=True)
     y = alt.Y("value:Q").title(f"Total {noun} ({unit.name})")
-    y = y.scale(_scale(rows, positive)).axis(labelOverlap=True, grid=True, tickCount=6)
+    y = y.scale(_scale(rows, positive)).axis(labelOverlap=True, grid=True, **_ticks(rows, positive))
     colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(legend(names))
     dash = alt.StrokeDash("cluster:N").scale(domain=names, range=dashes).legend(legend(names))
     allowed = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded === ''")
@@ -93,6 +95,12 @@ def _scale(rows: list[Row], positive: bool) -> alt.Scale:
         return alt.Scale(type="linear", zero=False)
     # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
     return alt.Scale(type="log", domain=list(_reach(rows)), nice=False)
+
+
+def _ticks(rows: list[Row], positive: bool) -> dict[str, Any]:
+    """Round numbers only: a logarithmic axis would rule a line for every digit of every power of ten."""
+    values = log_ticks(*_reach(rows)) if positive else []
+    return {"values": values} if values else {"tickCount": 6}
 
 
 def _reach(rows: list[Row]) -> tuple[float, float]:
@@ -176,16 +184,18 @@ def _landmark_layers(recommendation: Recommendation, marked: list[Row]) -> list[
 
 
 def _landmark_rows(recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row]) -> list[Row]:
-    merged: dict[tuple[int, float, bool], list[str]] = {}
-    mixed = quantity == "cost" and any(candidate.spot for candidate in recommendation.candidates)
+    merged: dict[tuple[int, float, str], list[str]] = {}
+    # Where a configuration is offered at both prices, the line shows the lower: a landmark beside it says which it is.
+    offers = [candidate.configuration for candidate in recommendation.candidates]
+    twice = {each for each, count in Counter(offers).items() if count > 1} if quantity == "cost" else set()
     for name, candidate in landmarks(recommendation):
         estimate = estimate_of(candidate, quantity)
         if estimate is not None:
-            place = (candidate.global_batch_size, estimate.value / unit.size, candidate.spot)
+            price = (" (spot)" if candidate.spot else " (on demand)") if candidate.configuration in twice else ""
+            place = (candidate.global_batch_size, estimate.value / unit.size, price)
             merged.setdefault(place, []).append(name)
     marked: list[Row] = []
-    for (batch, value, spot), names in merged.items():
-        price = (" (spot)" if spot else " (on demand)") if mixed else ""
+    for (batch, value, price), names in merged.items():
         marked.append({"batch": batch, "value": value, "label": ", ".join(names) + price})
     _place(marked, rows)
     return marked

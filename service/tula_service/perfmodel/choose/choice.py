@@ -152,8 +152,11 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
     ):
         if limit is not None and value.high > limit:
             certain = value.mean > limit
-            end, figure = ("expected value", value.mean) if certain else ("upper end", value.high)
-            return Exclusion(estimate, name, certain, f"its {end}, {figure:.4g} {unit}, is above {limit:.4g} {unit}.")
+            what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
+            end = f"expected {what}" if certain else f"{what} at the upper end of its interval"
+            figure = value.mean if certain else value.high
+            sentence = f"its {end}, {figure:.4g} {unit}, is above the {said} of {limit:.4g} {unit}."
+            return Exclusion(estimate, name, certain, sentence)
     return None
 
 
