@@ -14,7 +14,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import fitting, ledger, predict, recommend, register, thresholds
+from tula_service.usecases import cold_start, fitting, ledger, predict, recommend, register, thresholds
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -114,6 +114,20 @@ def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:
     assert "max_global_batch_size" in answer.why
 
 
+def test_the_knee_says_what_it_is_for_and_what_a_larger_batch_would_do(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(objective="knee")).job.id
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.knee.found
+    assert answer.chosen is not None
+    assert answer.least_time is not None
+    assert answer.least_time.global_batch_size > answer.chosen.global_batch_size
+    assert "larger ones tend to generalise worse" in answer.why
+    assert f"global batch of {answer.least_time.global_batch_size}" in answer.why
+    assert "ask for time or cost where quality can bear it" in answer.why
+    assert "generalise" not in cluster.recommendation(job_id, "time").why
+
+
 def test_limits_that_nothing_keeps_choose_nothing_and_say_so(cluster: Cluster) -> None:
     job_id = cluster.register(spec(limits={"deadline_s": 0.001})).job.id
     cluster.work(job_id)
@@ -144,6 +158,29 @@ def test_spot_capacity_is_a_choice_beside_on_demand(cluster: Cluster) -> None:
     (twin,) = [c for c in answer.candidates if c.configuration == answer.chosen.configuration and not c.spot]
     assert twin.total_time_s.value < answer.chosen.total_time_s.value, "interruptions cost time"
     assert len([c for c in answer.candidates if c.spot]) == len([c for c in answer.candidates if not c.spot])
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "knee"])
+def test_a_price_per_gb_hour_waits_for_memory_and_then_counts_every_ranks_peak(
+    sqlite_store: Store, objective: str
+) -> None:
+    cluster = Cluster(sqlite_store, capacity_bytes=16e9)
+    price = {"usd_per_gb_hour": 0.1}
+    nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": price}
+    made = cluster.register(spec(objective=objective, cluster=nodes, limits={"budget_usd": 1000.0}))
+    before = made.recommendation
+    assert before.basis == "prior"
+    assert before.chosen is not None
+    assert before.chosen.cost_usd is None
+    assert any("per GB-hour" in warning for warning in before.model.warnings)
+    cluster.work(made.job.id)
+    after = cluster.recommendation(made.job.id)
+    assert not any("per GB-hour" in warning for warning in after.model.warnings)
+    for c in after.candidates:
+        assert c.cost_usd is not None
+        assert c.memory_bytes is not None
+        hours = c.total_time_s.value / 3600
+        assert c.cost_usd.value == pytest.approx(hours * c.configuration.world_size * c.memory_bytes.value / 1e9 * 0.1)
 
 
 def test_several_instance_types_compete_in_one_job(cluster: Cluster) -> None:
@@ -244,6 +281,52 @@ def test_training_is_put_beside_its_prediction_and_widens_what_was_too_narrow(pr
     again = cluster.recommendation(other).candidates
     (same,) = [c for c in again if c.configuration == chosen.configuration]
     assert same.step_time_s.high / same.step_time_s.low > width
+
+
+def test_training_is_put_beside_the_recommendation_that_it_follows_whoever_asked_last(
+    profiled: tuple[Cluster, str],
+) -> None:
+    cluster, job_id = profiled
+    own, other = cluster.recommendation(job_id), cluster.recommendation(job_id, "cost")
+    assert own.chosen is not None
+    assert other.chosen is not None
+    assert own.chosen.configuration != other.chosen.configuration
+    for followed in (own, other):
+        run = cluster.train(job_id, followed.chosen.configuration)  # type: ignore[union-attr]
+        cluster.send(run, [overlapping(run.configuration)] * 4)
+        cluster.patch(run.id, "succeeded")
+    kept = ledger.entries(cluster.store, ANONYMOUS, job_id).entries
+    assert {e.recommendation_id for e in kept if e.run_id is not None} == {own.id, other.id}
+    neither = next(
+        c.configuration
+        for c in own.candidates
+        if c.configuration not in {own.chosen.configuration, other.chosen.configuration}
+    )
+    run = cluster.train(job_id, neither)
+    cluster.send(run, [overlapping(run.configuration)] * 4)
+    cluster.patch(run.id, "succeeded")
+    assert all(e.run_id != run.id for e in ledger.entries(cluster.store, ANONYMOUS, job_id).entries)
+
+
+def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
+    profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, job_id = profiled
+    chosen = cluster.recommendation(job_id).chosen
+    assert chosen is not None
+    promised = chosen.step_time_s
+    # Had the promise been twice as wide as the model's own, the pair kept must be half as wide: else widening undoes
+    # itself as soon as widened promises come true.
+    monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
+    run = cluster.train(job_id, chosen.configuration)
+    cluster.send(run, [overlapping(chosen.configuration)] * 4)
+    cluster.patch(run.id, "succeeded")
+    with cluster.store.reading() as tx:
+        job = tx.jobs.get(job_id)
+        ((value, low, high, measured),) = cold_start.lessons_of(tx, job, fitting.spec_of(job)).pairs
+    assert (value, measured) == (promised.value, pytest.approx(overlapping(chosen.configuration)))
+    assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
+    assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)
 
 
 def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profiled: tuple[Cluster, str]) -> None:
