@@ -154,15 +154,16 @@ def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launc
 
 @pytest.fixture(scope="session")
 def plain(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
-    """The final weights of `train.py` with these arguments and no agent at all."""
-    known: dict[tuple[str, ...], list[str]] = {}
+    """The final weights of `train.py` with these arguments and no agent at all, on each rank."""
+    known: dict[tuple[str | int, ...], list[str]] = {}
 
-    def weights(*arguments: str) -> list[str]:
-        if arguments not in known:
+    def weights(*arguments: str, ranks: int = 0) -> list[str]:
+        key = (ranks, *arguments)
+        if key not in known:
             clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-            zygote.start([str(SCRIPTS / "train.py"), *arguments], clean, tmp_path_factory.mktemp("plain"))
-            known[arguments] = zygote.wait().printed("weights")
-            assert known[arguments]
-        return known[arguments]
+            zygote.start([str(SCRIPTS / "train.py"), *arguments], clean, tmp_path_factory.mktemp("plain"), ranks)
+            known[key] = zygote.wait().printed("weights")
+            assert len(known[key]) == (ranks or 1)
+        return known[key]
 
     return weights

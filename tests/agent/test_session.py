@@ -121,6 +121,24 @@ def test_nothing_of_the_job_is_held_once_the_run_is_over(sink: Sink, launch: Lau
         assert done.printed("alive after") == ["alive after 0 DataLoader", "alive after 1 DataLoader"]
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--accumulate", "4", "--no-sync", "--clip"], 16),
+        (["--amp", "--overflow", "--uneven"], 64),  # a GradScaler skips every eighth step
+    ],
+)
+def test_ranks_end_with_the_same_bits_whatever_the_loop_does(
+    sink: Sink, launch: Launch, plain: Plain, options: list[str], steps: int
+) -> None:
+    done = launch("train.py", *options, ranks=2, forked=True)
+    assert done.printed("weights") == plain(*options, ranks=2)
+    assert sink.states == ["running", "succeeded"]
+    assert not sink.invalid
+    assert len(sink.column("step_time_s")) == steps
+    assert {body["rank"] for body in sink.telemetry if "step_time_s" in body["columns"]} == {0}
+
+
 def test_a_batch_other_than_the_one_told_is_reported_as_it_is(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
     assert "batches of 8 per rank but was told 32" in done.stderr

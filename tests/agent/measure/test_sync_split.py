@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
 from tula_agent.measure.sync_split import CUDA_TRAIN_RATE, Reading, merge, sample_rate
 
 seconds = st.floats(0.001, 1.0)
@@ -44,3 +47,14 @@ def test_ddp_is_made_to_wait_for_a_device_no_oftener_than_by_itself() -> None:
     assert sample_rate([Ddp("cuda")], profiling=False) == CUDA_TRAIN_RATE == 100
     assert sample_rate([Ddp("cpu"), Ddp("cuda")], profiling=True) > 1
     assert sample_rate([Ddp("cpu")], profiling=True) == 1
+
+
+def test_a_rank_that_is_late_is_named_and_its_lateness_is_no_communication(sink: Sink, launch: Launch) -> None:
+    told = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20"}
+    launch("train.py", "--late", "1", ranks=2, forked=True, **told)
+    rows = [row for row in sink.rows("step", "straggler_rank", "skew_s", "exposed_comm_time_s") if None not in row]
+    assert len(rows) >= 8
+    assert median(straggler for _, straggler, _, _ in rows) == 1
+    assert median(skew for _, _, skew, _ in rows) > 0.01
+    assert median(exposed for _, _, _, exposed in rows) < median(skew for _, _, skew, _ in rows)
+    assert {b["timing_method"] for b in sink.samples if b["rank"] == 0 and "skew_s" in b} == {"ddp_logger"}

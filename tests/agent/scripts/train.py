@@ -32,6 +32,9 @@ parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--trace", action="store_true", help="print a digest of the weights after every step")
 parser.add_argument("--who", type=int, default=0, help="the rank that an end comes to")
+parser.add_argument("--no-sync", action="store_true", help="gradients are not reduced in all but the last micro-step")
+parser.add_argument("--overflow", action="store_true", help="some losses are infinite, and a GradScaler skips the step")
+parser.add_argument("--late", type=int, default=-1, help="a rank that takes 20 ms longer than the others")
 parser.add_argument("--cut-spool", action="store_true", help="cut the agent's spool file at every step, somewhere else")
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -132,12 +135,18 @@ def main() -> None:
             if at and seen == int(at) and mine:
                 happen(what, model, run)
             last = (seen + 1) % arguments.accumulate == 0
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
-                loss = nn.functional.cross_entropy(model(inputs), labels)
-            if arguments.amp and scaler is not None:
-                scaler.scale(loss / arguments.accumulate).backward()
-            else:
-                (loss / arguments.accumulate).backward()
+            apart = arguments.no_sync and not last and isinstance(model, nn.parallel.DistributedDataParallel)
+            with model.no_sync() if apart else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
+                    loss = nn.functional.cross_entropy(model(inputs), labels)
+                if arguments.overflow and seen % 8 == 5:
+                    loss = loss * float("inf")
+                if arguments.late == RANK:
+                    time.sleep(0.02)
+                if arguments.amp and scaler is not None:
+                    scaler.scale(loss / arguments.accumulate).backward()
+                else:
+                    (loss / arguments.accumulate).backward()
             if last:
                 if arguments.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)

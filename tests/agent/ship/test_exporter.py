@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent.sink import Sink
+from tula_agent.config import read_config
 from tula_agent.guard import GIVE_UP_AFTER, Guard
+from tula_agent.recorder import Recorder
 from tula_agent.ship.envelope import Envelope
-from tula_agent.ship.exporter import LONGEST_PAUSE_S, Exporter, backoff_s
+from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter, backoff_s
 from tula_agent.ship.spool import read_records
-from tula_agent.ship.transport import Transport, retry_after_s
+from tula_agent.ship.transport import Reply, Transport, retry_after_s
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
@@ -70,3 +74,67 @@ def test_a_part_that_keeps_failing_is_given_up_and_others_go_on(caplog) -> None:
     assert not guard.works("memory")
     assert guard.works("gradients")
     assert [record.message.split(" failed")[0] for record in caplog.records] == ["memory", "memory"]
+
+
+class Service:
+    """In place of the transport: fails until it is told otherwise, and keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.up = False
+        self.tries: list[Envelope] = []
+        self.taken: list[Envelope] = []
+
+    def send(self, envelope: Envelope) -> Reply:
+        self.tries.append(envelope)
+        if not self.up:
+            return Reply("retry", 503, retry_after_s=0.0, detail="down")
+        self.taken.append(envelope)
+        return Reply("delivered", 200, {})
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_service_that_is_down_is_asked_a_few_times_then_left_alone_and_gets_all_in_order_afterwards(
+    tmp_path: Path,
+) -> None:
+    service = Service()
+    exporter = Exporter(lambda: service, lambda _last: [], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type]
+    everything = [Envelope("POST", "/v1/runs/r/samples", b"%d" % number, values=1) for number in range(40)]
+    for envelope in everything:
+        exporter.put(envelope)
+    exporter._deliver(False)
+    assert len(service.tries) == TRIES_BEFORE_OPEN
+    exporter._deliver(
+        False
+    )  # the circuit is open: what waits goes to disk, and nobody is asked before the pause is over
+    assert len(service.tries) == TRIES_BEFORE_OPEN
+    assert len(list(read_records(tmp_path / "a.spool"))) == 40
+    exporter._not_before = 0.0  # it is over
+    exporter._deliver(False)
+    assert len(service.tries) == TRIES_BEFORE_OPEN + 1  # one request asks whether the service is back
+    service.up, exporter._not_before = True, 0.0
+    exporter._deliver(False)
+    assert service.taken == everything
+    assert exporter.dropped == 0
+    assert not (tmp_path / "a.spool").exists()
+
+
+def test_a_pause_that_the_service_asks_for_is_kept(tmp_path: Path) -> None:
+    service = Service()
+    service.send = lambda _envelope: Reply("retry", 429, retry_after_s=120.0)  # type: ignore[method-assign]
+    exporter = Exporter(lambda: service, lambda _last: [], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type]
+    exporter.put(Envelope("POST", "/v1/runs/r/samples", b"1"))
+    exporter._deliver(False)
+    assert exporter._not_before > time.monotonic() + 100
+
+
+def test_what_was_dropped_is_reported_with_the_end_of_the_run(sink: Sink, tmp_path: Path) -> None:
+    config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
+    assert config is not None
+    recorder = Recorder(replace(config, row_limit=3), Guard())
+    for value in range(10):
+        recorder.log({"loss": float(value)})
+    recorder.finish("succeeded")
+    assert sink.bodies("/v1/runs/r")[-1]["dropped"] == 10 - 3
+    assert not sink.invalid
