@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import httpx
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.environment import isolated
 from tests.support.server import Server
@@ -136,6 +139,34 @@ def test_each_extra_asks_only_for_its_own(metadata: Message) -> None:
     assert not agent & {"fastapi", "uvicorn", "sqlalchemy", "pandas", "scikit-learn", "altair"}
     assert {"fastapi", "sqlalchemy", "altair", "vl-convert-python"} <= service
     assert not service & {"torch", "pandas", "psycopg", "lightning", "transformers"}
+
+
+RUNTIME = ("agent", "cli", "service", "postgres", "otel", "notebook")
+FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow"}
+"""What a library of ours looks for by its name: uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet."""
+
+
+def test_nobody_installs_what_no_module_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["dependencies"] + [line for each in RUNTIME for line in project["optional-dependencies"][each]]
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("client", "agent", "service", "migrations")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    imported = {name.split(".")[0] for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", code, re.MULTILINE)}
+    imported |= set(re.findall(r"""import_module\("(\w+)""", code))
+    modules = packages_distributions()
+    for name in {Requirement(line).name for line in lines} - {"tula", "tomli"} - FOUND_BY_NAME:
+        tops = {top for top, owners in modules.items() if canonicalize_name(name) in map(canonicalize_name, owners)}
+        assert tops & imported, f"{name} is required, and no module imports it"
+
+
+def test_every_requirement_names_a_file_that_exists() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r'^  "[^"]+",? +# ((?:client|agent|service|tests|docs|examples|migrations)[\w/.]*)', text, re.M)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_extra_is_pinned_by_the_constraints() -> None:
