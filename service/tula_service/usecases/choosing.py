@@ -29,9 +29,11 @@ __all__ = ["Answer", "answer", "priced"]
 class Answer:
     """A choice with everything it rests on; `spot` holds the ids of the estimates on interruptible capacity.
 
-    `doubtful` candidates may be profiled but not recommended: they are not safe enough to fit into memory.
+    `spec` is the job's as far as it can be priced (`convert.payable`). `doubtful` candidates may be profiled but not
+    recommended: they are not safe enough to fit into memory.
     """
 
+    spec: wire.JobSpec
     evidence: Evidence
     model: StepTimeModel
     estimates: tuple[Estimate, ...]
@@ -45,6 +47,7 @@ def answer(tx: Transaction, job: JobRecord, spec: wire.JobSpec, objective: str) 
     """Fit, price every candidate on demand and on spot, and choose."""
     evidence = fitting.evidence_of(tx, job, spec)
     model = fitting.fit(tx, job, spec, evidence)
+    spec = convert.payable(spec, evidence.memory)
     goal = planning.goal_of(spec, objective)
     efficiency = quality.efficiency_of(tx, job, evidence.candidates)
     wants_quality = goal.objective is Objective.TIME_TO_QUALITY
@@ -59,7 +62,7 @@ def answer(tx: Transaction, job: JobRecord, spec: wire.JobSpec, objective: str) 
     doubtful = frozenset(c for c in evidence.candidates if not _fits(spec, evidence, c))
     eligible = [e for e in estimates if e.configuration not in evidence.unavailable | doubtful]
     choice = choose(goal.objective, eligible or list(estimates), limits=goal.limits, knee=knee)
-    return Answer(evidence, model, estimates, choice, spot, efficiency, doubtful if eligible else frozenset())
+    return Answer(spec, evidence, model, estimates, choice, spot, efficiency, doubtful if eligible else frozenset())
 
 
 def _fits(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import tula_wire as wire
 from tula_service import domain
@@ -25,6 +25,7 @@ __all__ = [
     "is_priced",
     "limits_of",
     "offers_of",
+    "payable",
     "spot_offers_of",
     "training_of",
     "unbounded_types",
@@ -85,6 +86,16 @@ def limits_of(spec: wire.JobSpec) -> Limits:
 def has_prices(spec: wire.JobSpec) -> bool:
     """True when every instance type has a price, so that cost in USD can be told."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)
+
+
+def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
+    """The specification without prices where one is per GB-hour and nothing is known of that instance type's memory.
+
+    `memory` names the instance types whose memory is known.
+    """
+    if all(c.instance_type in memory or not c.price.usd_per_gb_hour for c in spec.cluster):
+        return spec
+    return spec.model_copy(update={"cluster": [c.model_copy(update={"price": wire.Price()}) for c in spec.cluster]})
 
 
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:

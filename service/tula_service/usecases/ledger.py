@@ -54,7 +54,7 @@ def enter(tx: Transaction, job: JobRecord, spec: wire.JobSpec, found: Answer | N
     chosen = None if found is None else found.choice.chosen
     step = None if chosen is None else (chosen.step_time_s.mean, chosen.step_time_s.low, chosen.step_time_s.high)
     cost = None
-    if chosen is not None and convert.has_prices(spec):
+    if found is not None and chosen is not None and convert.has_prices(found.spec):
         cost = (chosen.cost_usd.mean, chosen.cost_usd.low, chosen.cost_usd.high)
     entry = replace(
         _blank_entry(job, spec, objective, Basis.PRIOR if found is None else found.model.basis),

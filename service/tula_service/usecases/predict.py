@@ -11,7 +11,7 @@ from tula_service.domain import Basis, Configuration
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel import choose
 from tula_service.store import Store
-from tula_service.usecases import choosing, cold_start, fitting, planning, rendering, sentences
+from tula_service.usecases import choosing, cold_start, convert, fitting, planning, rendering, sentences
 from tula_service.usecases.access import Principal, visible_job
 
 __all__ = ["MOST_CONFIGURATIONS", "WhatIf", "predictions"]
@@ -42,10 +42,11 @@ def predictions(store: Store, principal: Principal, job_id: str, question: WhatI
         evidence = fitting.evidence_of(tx, job, spec)
         model = fitting.fit(tx, job, spec, evidence)
     configurations = _configurations(spec, evidence, question)
-    goal = planning.goal_of(spec, job.objective)
-    estimates, spot = choosing.priced(spec, evidence, model, goal, configurations)
+    payable = convert.payable(spec, evidence.memory)
+    goal = planning.goal_of(payable, job.objective)
+    estimates, spot = choosing.priced(payable, evidence, model, goal, configurations)
     choice = choose(goal.objective, estimates, limits=goal.limits)
-    show = rendering.Renderer(spec, evidence, choice=choice, spot=spot)
+    show = rendering.Renderer(payable, evidence, choice=choice, spot=spot)
     warnings = sentences.warnings(spec, evidence)
     if model.basis is Basis.PRIOR:
         warnings += cold_start.warnings_of(spec)

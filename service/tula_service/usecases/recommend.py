@@ -145,12 +145,11 @@ def _render(
 ) -> wire.Recommendation:
     choice, evidence = found.choice, found.evidence
     show = rendering.Renderer(
-        spec, evidence, choice=choice, spot=found.spot, efficiency=found.efficiency, doubtful=found.doubtful
+        found.spec, evidence, choice=choice, spot=found.spot, efficiency=found.efficiency, doubtful=found.doubtful
     )
     ruled_out = tuple(evidence.ruled_out)
-    excluded, _ = (
-        choosing.priced(spec, evidence, found.model, planning.goal_of(spec), ruled_out) if ruled_out else ((), None)
-    )
+    goal = planning.goal_of(found.spec)
+    excluded, _ = choosing.priced(found.spec, evidence, found.model, goal, ruled_out) if ruled_out else ((), None)
     warnings = sentences.warnings(spec, evidence)
     if found.model.basis is Basis.PRIOR:
         warnings = [*warnings, *cold_start.warnings_of(spec)]
@@ -171,7 +170,7 @@ def _render(
             global_batch_size=choice.knee_finding.global_batch_size,
             reason=choice.knee_finding.reason,
         ),
-        why=sentences.why(spec, found.model.basis, choice, efficiency=found.efficiency),
+        why=sentences.why(found.spec, found.model.basis, choice, efficiency=found.efficiency),
         candidates=[show.candidate(estimate) for estimate in (*found.estimates, *excluded)],
         frontier=[convert.wire_configuration(estimate.configuration) for estimate in choice.frontier],
         max_local_batch_size=evidence.memory_bound,

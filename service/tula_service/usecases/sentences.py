@@ -57,6 +57,11 @@ def warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     ]
     if not convert.has_prices(spec):
         found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
+    elif convert.payable(spec, evidence.memory) is not spec:
+        found.append(
+            "A price per GB-hour tells no cost before memory is known, so costs are ranked in node-hours and no budget "
+            "is looked at: profile a run, or give model.activation_bytes_per_sample and model.parameters."
+        )
     return found
 
 

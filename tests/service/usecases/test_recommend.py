@@ -314,7 +314,8 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     cluster, job_id = profiled
     chosen = cluster.recommendation(job_id).chosen
     assert chosen is not None
-    promised = chosen.step_time_s
+    promised = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0].predicted_step_time_s
+    assert promised is not None
     # Had the promise been twice as wide as the model's own, the pair kept must be half as wide: else widening undoes
     # itself as soon as widened promises come true.
     monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
@@ -324,7 +325,7 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     with cluster.store.reading() as tx:
         job = tx.jobs.get(job_id)
         ((value, low, high, measured),) = cold_start.lessons_of(tx, job, fitting.spec_of(job)).pairs
-    assert (value, measured) == (promised.value, pytest.approx(overlapping(chosen.configuration)))
+    assert (value, measured) == pytest.approx((promised.value, overlapping(chosen.configuration)))
     assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
     assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)
 
