@@ -33,7 +33,7 @@ def get_jobs(
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
     state: JobState | None = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
-    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"})] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> JobPage:
     """Jobs, newest first."""

@@ -33,7 +33,7 @@ def get_runs(
     caller: Caller,
     have: Current,
     kind: RunKind | None = None,
-    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"})] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> RunList:
     """Runs of a job, newest first."""

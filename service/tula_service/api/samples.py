@@ -30,12 +30,12 @@ def get_samples(
     job_id: str,
     caller: Caller,
     have: Current,
-    run_id: Annotated[str | None, Query(max_length=200, description="Of this run only.")] = None,
+    run_id: Annotated[str | None, Query(max_length=200, pattern=r"^[!-~]*$", description="Of this run only.")] = None,
     rank: Annotated[int | None, Query(ge=0, le=2**20)] = None,
     warmup: Annotated[bool | None, Query(description="Only what the fit discards, or only what it uses.")] = None,
     first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"})] = None,
     limit: Annotated[int, Query(ge=1, le=5000)] = 500,
 ) -> SamplePage:
     """Samples of a job as they were stored, process after process."""
