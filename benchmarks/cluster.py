@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import median, print_table, write_json
-from tests.e2e.cluster import Cluster, why_not
+from tests.e2e.cluster import Cluster, why_no_delay, why_not
 from tula_client import Client
 from tula_wire import Configuration, RunCreate
 
@@ -38,6 +38,8 @@ BATCHES = (8, 16, 32, 64, 128)
 DATASET, EPOCHS = 100_000, 1
 SETTLED_STEPS = 60
 """Steps after the cut within which a notice is looked for, at most this many times ten."""
+
+_ENDED = ("succeeded", "out_of_memory", "failed", "cancelled")
 
 SPEC = """
 name = "{name}"
@@ -63,15 +65,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps: shows that it works, not how well")
     parser.add_argument("--steady-steps", type=int, default=0, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift"))
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
     options = parser.parse_args()
-    if (reason := why_not()) is not None:
+    if (reason := why_no_delay() if options.delay_ms else why_not()) is not None:
         print(f"{reason}: run it where root may make them", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     figures: dict[str, float] = {}
     steps = 12 if options.quick else 40
     with (
-        Cluster(max(NODES), RATE_MBIT) as cluster,
+        Cluster(max(NODES), RATE_MBIT, delay_ms=options.delay_ms) as cluster,
         served(cluster) as (client, environment),
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -146,6 +149,7 @@ class Bench:
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
             )
         try:
+            print(f"  drift: training {steady_steps} steady steps, then the links slow down", flush=True)
             _wait_for_step(log, steady_steps, training)
             early = self.drifts(run.id)
             cut_at = _last_step(log)
@@ -211,14 +215,42 @@ class Bench:
             str(self.folder),
         ]
         began = time.monotonic()
-        done = subprocess.run(
-            [*words, "--", *self.job_command(10_000)], env=self.environment, cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"tula tune ({search}) failed: {done.stderr[-3000:]}")
+        with (self.folder / f"{search}.out").open("w+") as out, (self.folder / f"{search}.err").open("w+") as error:
+            tuning = subprocess.Popen(
+                [*words, "--", *self.job_command(10_000)], env=self.environment, cwd=ROOT, stdout=out, stderr=error
+            )
+            try:
+                self.show_progress(search, tuning)
+            finally:
+                tuning.terminate()  # Ctrl-C reaches it by itself; an error of ours does not
+                tuning.wait()
+            if tuning.returncode != 0:
+                error.seek(0)
+                raise RuntimeError(f"tula tune ({search}) failed: {error.read()[-3000:]}")
+            out.seek(0)
+            tuned: dict[str, Any] = json.load(out)
         print(f"{search}: tuned in {time.monotonic() - began:.0f} s", flush=True)
-        tuned: dict[str, Any] = json.loads(done.stdout)
         return tuned
+
+    def show_progress(self, search: str, tuning: subprocess.Popen[bytes]) -> None:
+        """A line for each run that ends, until `tula tune` has."""
+        shown: set[str] = set()
+        while tuning.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tuning.wait(timeout=0.5)
+            jobs = self.client.jobs(search=f"cluster-{search}").jobs
+            job = self.client.job(jobs[0].id) if jobs else None
+            for run in job.plan if job is not None else ():
+                if job is not None and run.state in _ENDED and run.id not in shown:
+                    shown.add(run.id)
+                    took = (
+                        (run.finished_at - run.started_at).total_seconds() if run.finished_at and run.started_at else 0
+                    )
+                    print(
+                        f"  {search}: {len(shown)} of {job.runs_planned}, {run.configuration.num_nodes} nodes, "
+                        f"{run.configuration.local_batch_size}: {run.state} in {took:.1f} s",
+                        flush=True,
+                    )
 
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
         """The user's launch command, with Tula's placeholders."""

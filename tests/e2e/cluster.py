@@ -1,10 +1,12 @@
 """A cluster on one machine: nodes are network namespaces on one bridge, their links have a set bandwidth.
 
-Needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` says what is missing.
+Needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` says what is missing. A delay on
+top of it needs the netem queue, which not every kernel has: `why_no_delay`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-__all__ = ["Cluster", "enter", "why_not"]
+__all__ = ["Cluster", "enter", "why_no_delay", "why_not"]
 
 _CLONE_NEWNET = 0x40000000
 _BURST_KB = 32
@@ -22,28 +24,47 @@ def why_not() -> str | None:
     """Why no cluster can be built here, in one sentence; None when one can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a cluster of network namespaces needs root on Linux"
-    name = f"tula-probe-{os.getpid()}"
     try:
-        _ip("netns", "add", name)
-        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_rate(100))
+        _try_queue("tbf", *_rate(100))
     except FileNotFoundError as error:
         return f"a cluster of network namespaces needs iproute2 ({error.filename} is missing)"
     except subprocess.CalledProcessError as error:
         return f"this machine allows no network namespace with a rate limit ({error.stderr.strip()})"
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
     return None
+
+
+def why_no_delay() -> str | None:
+    """Why links can have no delay here, in one sentence; None when they can."""
+    if (reason := why_not()) is not None:
+        return reason
+    try:
+        _try_queue("netem", "delay", "1ms")
+    except subprocess.CalledProcessError as error:
+        return f"this kernel has no netem queue ({error.stderr.strip().splitlines()[0]})"
+    return None
+
+
+def _try_queue(*words: str) -> None:
+    name = f"tula-probe-{os.getpid()}"
+    try:
+        _ip("netns", "add", name)
+        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", *words)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 class Cluster:
     """`num_nodes` namespaces, each with one link of `mbit_per_s` in either direction; this machine is at `host`.
 
-    Node i has the address `address(i)`. Closed by leaving the `with` block; nothing stays behind.
+    `delay_ms` is added once in either direction of every link (netem), so twice on the way from node to node. Node i
+    has the address `address(i)`. Closed by leaving the `with` block; nothing stays behind.
     """
 
-    def __init__(self, num_nodes: int, mbit_per_s: float) -> None:
+    def __init__(self, num_nodes: int, mbit_per_s: float, *, delay_ms: float = 0.0) -> None:
         self.num_nodes = num_nodes
         self.mbit_per_s = mbit_per_s
+        self.delay_ms = delay_ms
         self._tag = f"{os.getpid() % 100_000}"
         self._net = f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
         self._bridge = f"tb{self._tag}"
@@ -74,10 +95,7 @@ class Cluster:
         """Give every link another bandwidth, while traffic flows."""
         self.mbit_per_s = mbit_per_s
         for node in range(self.num_nodes):
-            _run("tc", "qdisc", "change", "dev", self._outer(node), "root", "tbf", *_rate(mbit_per_s))
-            _run(
-                *self.command(node, ["tc", "qdisc", "change", "dev", self.interface, "root", "tbf"]), *_rate(mbit_per_s)
-            )
+            self._queue(node, "change", "root", "handle", "1:", "tbf", *_rate(mbit_per_s))
 
     def __enter__(self) -> Cluster:
         try:
@@ -107,11 +125,14 @@ class Cluster:
             _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", self.interface)
             _ip("-n", space, "link", "set", self.interface, "up")
             _ip("-n", space, "link", "set", "lo", "up")
-            _run("tc", "qdisc", "add", "dev", outer, "root", "tbf", *_rate(self.mbit_per_s))
-            _run(
-                *self.command(node, ["tc", "qdisc", "add", "dev", self.interface, "root", "tbf"]),
-                *_rate(self.mbit_per_s),
-            )
+            self._queue(node, "add", "root", "handle", "1:", "tbf", *_rate(self.mbit_per_s))
+            if self.delay_ms:
+                self._queue(node, "add", "parent", "1:1", "handle", "10:", "netem", "delay", f"{self.delay_ms:g}ms")
+
+    def _queue(self, node: int, change: str, *words: str) -> None:
+        """The same queue at either end of a node's link."""
+        _run("tc", "qdisc", change, "dev", self._outer(node), *words)
+        _run(*self.command(node, ["tc", "qdisc", change, "dev", self.interface, *words]))
 
     def _remove(self) -> None:
         for node in range(self.num_nodes):

@@ -6,7 +6,12 @@ import pytest
 
 from tests.e2e import cluster, memory_limit, slurm
 
-REASONS = {"namespaces": cluster.why_not, "slurm": slurm.why_not, "memory": memory_limit.why_not}
+REASONS = {
+    "namespaces": cluster.why_not,
+    "delay": cluster.why_no_delay,
+    "slurm": slurm.why_not,
+    "memory": memory_limit.why_not,
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

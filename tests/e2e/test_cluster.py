@@ -47,6 +47,24 @@ def rate_mbit(cluster: Cluster, size: int) -> float:
         return float(receiver.stdout.readline())
 
 
+CONNECT = """
+import socket, sys, time
+began = time.monotonic()
+with socket.create_connection((sys.argv[1], 7000)):
+    print(time.monotonic() - began)
+"""
+
+
+def round_trip_s(cluster: Cluster) -> float:
+    """The time of a TCP handshake from node 0 to node 1."""
+    receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "up\n"
+        connect = cluster.command(0, [sys.executable, "-c", CONNECT, cluster.address(1)])
+        return float(subprocess.run(connect, capture_output=True, text=True, check=True).stdout)
+
+
 def step_time_s(cluster: Cluster) -> float:
     """The median step of a real DDP job over two nodes."""
     job = [sys.executable, "-m", "benchmarks._cluster_job", "--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
@@ -77,3 +95,9 @@ def test_links_hold_their_rate_and_training_feels_it() -> None:
     assert 0.08 < fast < slow / 1.8
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not any(name in left for name in names)
+
+
+@pytest.mark.cluster("delay")
+def test_links_delay_what_they_carry_where_the_kernel_can() -> None:
+    with Cluster(2, 100, delay_ms=20) as cluster:
+        assert round_trip_s(cluster) >= 0.08  # over two links, there and back

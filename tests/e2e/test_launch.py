@@ -18,6 +18,7 @@ from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
 from tests.support.server import Server, serving
 from tula_client import Client
+from tula_client.launch import load_spec
 from tula_wire import Run
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")
@@ -81,6 +82,11 @@ class Tula:
             SPEC.format(name=name, nodes=nodes, ranks=ranks, batch=batch, steps=steps, accumulation=accumulation)
         )
         return str(path)
+
+    def register(self, name: str, **options: int) -> None:
+        """Make the job known without measuring it, to train with what the prior says of its one candidate."""
+        with Client(self.environment["TULA_URL"], token="") as client:
+            client.register(load_spec(Path(self.spec(name, **options))))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start the command in a session of its own."""
@@ -182,7 +188,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
 def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
-    tula("tune", tula.spec("shrinks", accumulation=2), *script)
+    tula.register("shrinks", accumulation=2)
     trained, _ = tula("run", "shrinks", *script, "--fits=4")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
     before, after = (one["configuration"] for one in trained["attempts"])
@@ -199,7 +205,7 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: S
 def test_a_rank_that_the_kernel_kills_for_its_memory_falls_back_alike(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
-    tula("tune", tula.spec("killed-for-memory", accumulation=2), *script)
+    tula.register("killed-for-memory", accumulation=2)
     with limited(400 * 2**20) as group:
         trained, _ = tula("run", "killed-for-memory", *script, "--fits=4", f"--memory-group={group}")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
@@ -247,8 +253,8 @@ def test_ranks_that_no_signal_of_ours_reaches_show_their_stacks_by_themselves(
     tula = Tula(server, tmp_path, **slurm_environment)
     spec = tula.spec("hangs-elsewhere", nodes=1, ranks=2)
     hanging = [HANGS, "--with-agent", *BATCH]  # started by slurmd: as far from `tula` as on another node
-    _, said = tula("tune", spec, "--time-limit=30", "--grace=2", "--launcher=slurm", "--", *hanging, fails=True)
-    assert "still going after its time limit of 30 s" in said
+    _, said = tula("tune", spec, "--time-limit=45", "--grace=2", "--launcher=slurm", "--", *hanging, fails=True)
+    assert "still going after its time limit of 45 s" in said
     log = tula.logs()
     assert ["stack of rank 0" in log, "stack of rank 1" in log] == [True, True]
     assert log.count("in stuck_on_purpose") == 2

@@ -1,0 +1,73 @@
+"""Two ranks whose scaling the service steers; accuracy falls as soon as the service has tuned a threshold.
+
+Each rank prints, at a step, the thresholds that took force, digests of checkpoints, and the digest after a roll-back.
+"""
+
+import hashlib
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tula_agent
+
+LAST_STEP = 4000
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+
+
+def say(*words: object) -> None:
+    # One write a line: ranks share the pipe.
+    os.write(1, (" ".join(map(str, (*words, "rank", os.environ["RANK"]))) + "\n").encode())
+
+
+def main() -> None:
+    policy, ends_with = sys.argv[1:]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = tula_agent.TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, small_batch_size=4, static_scale=1.25
+    )
+    run = tula_agent.init()
+    run.watch(model, optimizer)
+    if run.recorder is not None and run.recorder._poller is not None:
+        run.recorder._poller._every = 0.05  # ten seconds would be the longest part of this test
+    draw = torch.Generator().manual_seed(10 + dist.get_rank())
+    inputs = torch.randn(LAST_STEP * 8, 16, generator=draw)
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
+    known, version, accuracy = optimizer.thresholds, 0, 0.70
+    for step, (x, y) in enumerate(run.steps(torch.utils.data.DataLoader(data, batch_size=8))):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = optimizer.thresholds
+        if now.version != version:
+            known, version = now, now.version
+            say(
+                "thresholds", version, known.policy, known.delta, known.small_batch_size, known.static_scale, "at", step
+            )
+            if ends_with == known.policy:
+                break
+        if run.roll_back(model, optimizer):
+            say("rolled back to", digest(model), "asked for", now.restore_step, "at", step)
+            break
+        if step % 20 == 0:
+            # All fine under the script's own settings, all worse under what tuning made of them.
+            accuracy += 0.001
+            run.log(validation_accuracy=accuracy if now.delta == 0.5 else 0.3)
+            if ends_with == "roll-back":
+                run.checkpoint(model, optimizer)
+                say("checkpoint", digest(model), "of", run.position.step)
+        time.sleep(0.002)
+    run.finish()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What is decided about gradient scaling on the service changes what two real ranks do, and harm is undone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.server import Server, serving
+from tula_client import Client
+from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
+
+SCRIPT = Path(__file__).parent / "scripts" / "steered.py"
+SPEC = JobSpec.model_validate(
+    {"name": "steered", "model": {"name": "net"}, "dataset": {"size": 16_000}, "cluster": {"max_nodes": 2}}
+)
+CONFIGURATION = Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
+
+
+def train(server: Server, folder: Path, job_id: str, run_id: str, *arguments: str) -> list[str]:
+    """Lines that the two ranks printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    environment = kept | {
+        "TULA_URL": server.url,
+        "TULA_JOB_ID": job_id,
+        "TULA_RUN_ID": run_id,
+        "TULA_SPOOL_DIR": str(folder / "spool"),
+        "TULA_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + server.log()[-3000:]
+    return done.stdout.splitlines()
+
+
+def by_rank(lines: list[str], word: str) -> list[list[str]]:
+    """Of each rank, its lines that begin with `word`, without the rank."""
+    found = [line.rpartition(" rank ") for line in lines if line.startswith(word)]
+    return [[said for said, _, rank in found if rank == wanted] for wanted in ("0", "1")]
+
+
+def test_a_policy_set_on_the_service_takes_force_on_all_ranks_at_one_step(tmp_path: Path, sqlite_url: str) -> None:
+    with serving(sqlite_url) as server, Client(server.url, token="") as client:
+        job = client.register(SPEC).job
+        client.patch_scaling(job.id, ScalingPatch(policy="static", static_scale=1.5))
+        run = client.create_run(job.id, RunCreate(kind="train", configuration=CONFIGURATION))
+        lines = train(server, tmp_path, job.id, run.id, "gain", "static")
+        measured = client.scaling(job.id).thresholds
+        advice = client.recommendation(job.id, objective="time_to_quality")
+    first, second = by_rank(lines, "thresholds")
+    assert first == second
+    # What was set came from the service, the rest stayed as the script has it.
+    assert re.fullmatch(r"thresholds \d+ static 0\.5 4 1\.5 at \d+", first[-1])
+    # And the noise that the ranks measured before that has become what a batch is worth.
+    assert measured is not None
+    assert measured.gradient_noise_scale is not None
+    assert measured.gradient_noise_scale > 0
+    assert measured.gradient_noise_scale_error is not None
+    assert measured.critical_batch_size == measured.gradient_noise_scale
+    assert advice.max_sensible_batch_size is not None
+    assert advice.max_sensible_batch_size > measured.gradient_noise_scale
+
+
+def test_a_tuned_threshold_that_hurts_is_taken_back_and_so_are_the_weights(tmp_path: Path, sqlite_url: str) -> None:
+    with serving(sqlite_url) as server, Client(server.url, token="") as client:
+        job = client.register(SPEC).job
+        run = client.create_run(job.id, RunCreate(kind="train", configuration=CONFIGURATION))
+        lines = train(server, tmp_path, job.id, run.id, "ags", "roll-back")
+        answered = client.scaling(job.id, policy="ags").thresholds
+    assert answered is not None
+    assert "taken back" in answered.reason
+    assert answered.delta is None  # the script's own again
+    first, second = by_rank(lines, "rolled back")
+    assert first == second
+    said = re.fullmatch(r"rolled back to (\w+) asked for (\d+) at (\d+)", first[0])
+    assert said is not None
+    restored, asked_for, noticed = said[1], int(said[2]), int(said[3])
+    assert asked_for < noticed
+    made = [line.split() for line in by_rank(lines, "checkpoint")[0]]
+    before = [digest for _, digest, _, step in made if int(step) <= asked_for]
+    assert restored == before[-1]
+    assert len({digest for _, digest, _, _ in made}) == len(made)  # so the weights did move, and move back
