@@ -31,7 +31,10 @@ def load_spec(path: Path) -> JobSpec:
         return JobSpec.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        loc = list(first["loc"])
+        if loc[:2] == ["cluster", 0] and isinstance(document["cluster"], dict):
+            del loc[1]  # one cluster may be written as a table; it has no number there
+        where = ".".join(str(part) for part in loc) or "the document"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         said = first["msg"].removeprefix("Value error, ")
         raise SpecError(f"{path}: {where}: {said[:1].lower()}{said[1:]}{more}") from None
