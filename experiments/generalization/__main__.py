@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from experiments.generalization.plots import write_plots
 from experiments.generalization.report import as_json, figures, markdown, report_case
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one mode and report it; `argv` is the command line by default."""
     parser = argparse.ArgumentParser(prog="experiments.generalization", description=__doc__)
     modes = parser.add_mutually_exclusive_group(required=True)
     for name in MODES:
@@ -28,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="fewer or more seeds than the mode's")
     parser.add_argument("--only", metavar="METHODS", help="comma-separated methods; no report is made")
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     mode = MODES[arguments.mode]
     if arguments.seeds:

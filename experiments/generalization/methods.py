@@ -36,6 +36,7 @@ def multiplier(value: float) -> Method:
     return Method(f"x{value:g}", "plain", "tuned", {"multiplier": value})
 
 
+_BARE = {"policy": "gain", "growth": None, "spike_limit": None}
 SMALL = Method("small batch", "plain", "reference")
 METHODS = (
     Method("LBT", "plain", "reference"),
@@ -46,10 +47,11 @@ METHODS = (
     Method("AGS tensor", "tula", "paper", {"policy": "ags", "source": "probe"}),
     Method("AGS element", "tula", "paper", {"policy": "ags", "source": "probe", "granularity": "element"}),
     Method("Tula default", "tula", "default", {"policy": "gain"}),
-    Method("AdaScale gain", "tula", "ablation", {"policy": "gain", "noise_weight": 1.0, "growth": None}),
-    Method("gain c=4", "tula", "ablation", {"policy": "gain", "noise_weight": 4.0}),
+    Method("AdaScale gain", "tula", "ablation", {**_BARE, "noise_weight": 1.0}),
+    Method("gain c=2", "tula", "ablation", {"policy": "gain", "noise_weight": 2.0}),
     Method("gain c=8", "tula", "ablation", {"policy": "gain", "noise_weight": 8.0}),
-    Method("gain, no limit", "tula", "ablation", {"policy": "gain", "growth": None}),
+    Method("gain, spikes", "tula", "ablation", {"policy": "gain", "spike_limit": None}),
+    Method("gain, no limits", "tula", "ablation", _BARE),
 )
 
 

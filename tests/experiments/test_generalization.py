@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from experiments.generalization.__main__ import main
 from experiments.generalization.campaign import Campaign, run_mode
 from experiments.generalization.cases import MODES, Case
 from experiments.generalization.data import load
@@ -102,3 +104,41 @@ def test_a_tiny_campaign_trains_every_method_reports_draws_and_goes_on_from_its_
     json.dumps(as_json(reports, values), allow_nan=False)
     for picture in write_plots(found, tmp_path, stem="tiny"):
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["quick", "full", "development"])
+def test_every_mode_runs_from_the_command_line_to_its_report(name, tmp_path, monkeypatch):
+    """As it stands but for its size: one small case, one epoch, one seed."""
+    mode = MODES[name]
+    tiny = replace(
+        mode,
+        cases=(Case("digits", "residual", 128, 2),),
+        epochs=1,
+        learning_rates=(0.05,),
+        shares=(1.0,),
+        real_ddp=None,
+    )
+    monkeypatch.setitem(MODES, name, tiny)
+    main([f"--{name}", "--seeds", "1", "--out", str(tmp_path), "--json", str(tmp_path / "kept.json")])
+    report = json.loads((tmp_path / "kept.json").read_text())
+    assert (report["mode"], report["seeds"]) == (name, 1)
+    trained = {"small batch", *(m.name for m in METHODS if mode.ablations or m.role != "ablation")}
+    assert trained <= set(report["rows"][0]["methods"])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png"}
+
+
+def test_the_gpu_mode_asks_for_a_gpu_and_its_data_and_networks_train(tmp_path, monkeypatch, capsys):
+    mode = MODES["gpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(["--gpu"])
+    assert "needs a CUDA device" in capsys.readouterr().err
+    for case in mode.cases:
+        images = load(case.dataset, num_train=64)
+        model = build(case.network, num_classes=images.num_classes, side=images.side)
+        F.cross_entropy(model(images.train.images[:4]), images.train.labels[:4]).backward()
+        assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    tiny = replace(mode, cases=(Case("shapes32", "depthwise", 64, 2),), epochs=1, num_train=64, device="cpu")
+    monkeypatch.setitem(MODES, "gpu", replace(tiny, learning_rates=(0.05,), shares=()))
+    main(["--gpu", "--seeds", "1", "--only", "Tula default", "--runs", str(tmp_path / "runs")])
+    assert "shapes32/depthwise/64" in (tmp_path / "runs").read_text()

@@ -14,6 +14,7 @@ from tula_agent.scaling.noise import NoiseAverage
 from tula_agent.scaling.policy import gradient_variability
 from tula_agent.scaling.ranks import Arrival
 from tula_agent.scaling.site import Site
+from tula_agent.scaling.spikes import SpikeLimit
 from tula_agent.scaling.thresholds import Granularity
 from tula_agent.scaling.updates import scaled_learning_rate
 
@@ -31,12 +32,21 @@ class Gain:
 
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B), at most B/b, and at most `growth` times the factor of the step before, while
     it may fall at once. AdaScale is c = `noise_weight` = 1 without that limit. Near the edge of stability most of
-    |G|^2 is oscillation rather than progress, so that c = 1 scales too little; c = 2 and the limit were chosen on
-    validation data of cases that are not reported (experiments/generalization, docs/gradient-scaling.md).
+    |G|^2 is oscillation rather than progress, so that c = 1 scales too little; c = 4 breaks fragile networks unless
+    `spike_limit` holds back the steps that do it. Averages, c and both limits were chosen on validation data of cases
+    that are not reported (experiments/generalization, docs/gradient-scaling.md).
     """
 
-    def __init__(self, site: Site, measure_every: int | None, noise_weight: float, growth: float | None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        measure_every: int | None,
+        noise_weight: float,
+        growth: float | None,
+        spike_limit: float | None,
+    ) -> None:
         self._site = site
+        self._spikes = None if spike_limit is None else SpikeLimit(spike_limit)
         self._measure_every = measure_every
         self._noise_weight, self._growth = noise_weight, growth
         self._factor = 1.0
@@ -56,6 +66,8 @@ class Gain:
         self._receive()
         vector = self._measure(step)
         self._factor = self._next_factor()
+        if self._spikes is not None and (vector is not None or self._noise.count):
+            self._spikes(self._site.gradients(), shorten=self._factor > 1.0)
         if self._factor == 1.0:
             inner_step()
         else:
@@ -129,6 +141,7 @@ class Gain:
             "last": last,
             "variability": self._variability,
             "factor": self._factor,
+            "usual_norm": None if self._spikes is None else self._spikes.state(),
             "batch_size": self._site.batch_size,
         }
 
@@ -137,10 +150,12 @@ class Gain:
         self._noise.load(state["noise"])
         before, now = state["batch_size"], self._site.batch_size
         if before and now:  # S/B is kept per batch: a job that goes on with another batch keeps its S
-            self._noise.noise *= before / now
+            self._noise.change_batch(now / before)
         self._samples = float(state["samples"])
         arrival, last = state["arrival"], state["last"]
         self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
         self._last = None if last is None else StepStatistics(*last)
         self._variability = float(state["variability"])
         self._factor = float(state["factor"])
+        if self._spikes is not None:
+            self._spikes.load(state["usual_norm"])

@@ -9,17 +9,22 @@ from tula_agent.scaling.policy import noise_gain, noise_moments
 
 __all__ = ["NoiseAverage"]
 
+_SLOW, _FAST = 0.9, 0.5
+
 
 @dataclass
 class NoiseAverage:
-    """Exponential averages of |G|^2 and S/B over measured steps; plain floats, equal on all ranks.
+    """Exponential averages over measured steps; plain floats, equal on all ranks.
 
-    Both share one decay, so their ratio needs no correction for the empty start.
+    `signal`, `noise`: |G|^2 and S/B with decay 0.9, for the noise scale. `slow`, `fast`: the share of noise in a step's
+    |g|^2, with decays 0.9 and 0.5, for the gain. In a share every step counts alike, while a ratio of averages hangs on
+    the few steps with the longest gradients, for dozens of steps after a spike or a decay of the learning rate.
     """
 
-    decay: float = 0.9
     signal: float = 0.0
     noise: float = 0.0
+    slow: float = 0.0
+    fast: float = 0.0
     count: int = 0
 
     def update(self, small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
@@ -27,15 +32,29 @@ class NoiseAverage:
         if samples <= 1.0 or not math.isfinite(small_norm_sq + large_norm_sq) or large_norm_sq <= 0.0:
             return False
         signal, noise = noise_moments(small_norm_sq, large_norm_sq, samples)
-        keep = self.decay if self.count else 0.0
-        self.signal = keep * self.signal + (1.0 - keep) * signal
-        self.noise = keep * self.noise + (1.0 - keep) * noise
+        share = min(max(noise / large_norm_sq, 0.0), 1.0)
+        slow, fast = (_SLOW, _FAST) if self.count else (0.0, 0.0)
+        self.signal = slow * self.signal + (1.0 - slow) * signal
+        self.noise = slow * self.noise + (1.0 - slow) * noise
+        self.slow = slow * self.slow + (1.0 - slow) * share
+        self.fast = fast * self.fast + (1.0 - fast) * share
         self.count += 1
         return True
 
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
-        """AdaScale's gain for `batch_ratio` = B / b_small, the noise counted `noise_weight` times; 1 with no data."""
-        return noise_gain(self.signal, noise_weight * self.noise, batch_ratio) if self.count else 1.0
+        """AdaScale's gain for `batch_ratio` = B / b_small, the noise counted `noise_weight` times; 1 with no data.
+
+        The lower share of the two counts: a gain falls as soon as gradients begin to agree, and rises slowly.
+        """
+        share = min(self.slow, self.fast)
+        return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
+
+    def change_batch(self, factor: float) -> None:
+        """The batch is `factor` times what it was: noise falls as it grows."""
+        self.noise /= factor
+        for name in ("slow", "fast"):
+            noise = getattr(self, name) / factor
+            setattr(self, name, noise / (1.0 - getattr(self, name) + noise))
 
     @property
     def noise_scale_over_batch(self) -> float:
@@ -46,8 +65,9 @@ class NoiseAverage:
 
     def state(self) -> dict[str, float]:
         """For a checkpoint."""
-        return {"signal": self.signal, "noise": self.noise, "count": self.count}
+        return dict(vars(self))
 
     def load(self, state: dict[str, float]) -> None:
         """Inverse of `state`."""
-        self.signal, self.noise, self.count = float(state["signal"]), float(state["noise"]), int(state["count"])
+        for name, value in state.items():
+            setattr(self, name, int(value) if name == "count" else float(value))

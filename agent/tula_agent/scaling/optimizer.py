@@ -37,7 +37,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     model, loss: for a probe (`loss(module, batch)` is the mean loss) where neither ranks nor micro-steps offer a small
     batch; `observe_batch` must then be given each batch. source: `parts`, `probe`, or `auto` (parts where there are
     any). measure_every: steps between measurements of `gain`; None: each of the first 512, then every eighth.
-    noise_weight, growth: of `gain`, see there; 1.0 and None make it AdaScale's.
+    noise_weight, growth, spike_limit: of `gain`, see there; with 1.0, None and None it is AdaScale's rule.
 
     Every rank must construct it alike and step together (a few numbers are reduced over `process_group`).
     Raises TypeError for something that is not an optimizer, and ValueError for a senseless threshold or for sharded
@@ -66,8 +66,9 @@ class TulaOptimizer(torch.optim.Optimizer):
         source: Source = "auto",
         apply_to: ApplyTo = "auto",
         measure_every: int | None = None,
-        noise_weight: float = 2.0,
+        noise_weight: float = 4.0,
         growth: float | None = 1.4,
+        spike_limit: float | None = 2.0,
         process_group: Any = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -87,7 +88,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         ranks = Ranks(process_group)
         self._site = Site(optimizer, ranks, GradientTap(), chosen, global_batch_size, source, model, loss)
         self._agreement = Agreement(ranks)
-        self._gain = Gain(self._site, measure_every, noise_weight, growth)
+        self._gain = Gain(self._site, measure_every, noise_weight, growth, spike_limit)
         self._gated = Gated(self._site, resolve_target(optimizer, apply_to), steps_per_epoch)
         self._scripted = chosen
         self._restored: int | None = None

@@ -178,13 +178,20 @@ def _take_back(
     if not changes:
         return None
     started = changes[0][1].version - 1
+    switched = _switches(tx, run)
     points = [
-        AccuracyPoint(int(step), float(value), max([r.version for at, r in changes if at <= step], default=started))
+        AccuracyPoint(
+            int(step),
+            float(value),
+            max([r.version for at, r in changes if switched.get(r.version, at) <= step], default=started),
+        )
         for step, value in zip(steps, accuracy, strict=True)
     ]
     found = decide_roll_back(points)
     if found is None:
         return None
+    # Weights from just before the ranks switched know nothing of the harm yet.
+    last_good = switched.get(points[-1].thresholds_version, found.checkpoint_step)
     before = next((record.body["policies"] for record in history if record.version == found.to_version), None)
     for policy in TUNED_POLICIES:
         if settings[policy].get("settled_by") == run.id:
@@ -194,9 +201,17 @@ def _take_back(
         # Once taken back, this run keeps what it had: tuning it again would only repeat the harm.
         settings[policy] |= {"settled_by": run.id, "run_id": run.id}
     reason = (
-        f"taken back to version {found.to_version}, from a checkpoint at step {found.checkpoint_step}: {found.reason}"
+        f"taken back to version {found.to_version}, from a checkpoint at step {last_good} or before: {found.reason}"
     )
-    return replace(found, reason=reason)
+    return replace(found, checkpoint_step=last_good, reason=reason)
+
+
+def _switches(tx: Transaction, run: RunRecord) -> dict[int, int]:
+    """By version, the step at which the run's ranks took it, or a later one, up; agents report it where it changes."""
+    steps, versions = tx.chunks.read(run.key, "thresholds_version")
+    known = [(int(step), int(v)) for step, v in zip(steps, versions, strict=True) if math.isfinite(v)]
+    latest = max((version for _, version in known), default=0)
+    return {v: min(step for step, at in known if at >= v) for v in range(1, latest + 1)}
 
 
 def _setting_changes(history: Sequence[ScalingRecord], run_id: str) -> list[ScalingRecord]:

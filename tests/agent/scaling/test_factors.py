@@ -135,6 +135,7 @@ def test_noise_moments_and_gain_equal_the_reference_on_parts():
         s_min=st.floats(1e-6, 1.0),
         s_max=st.none() | st.floats(1.0, 1e4),
         refresh_steps=st.none() | st.integers(1, 10**6),
+        restore_step=st.none() | st.integers(0, 2**40),
     )
 )
 def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
@@ -152,6 +153,7 @@ def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
         ("s_min", math.inf),
         ("small_batch_size", 0),
         ("refresh_steps", -1),
+        ("restore_step", -1),
     ],
 )
 def test_senseless_thresholds_are_refused_by_name(field, value):

@@ -109,6 +109,27 @@ def test_a_setting_that_hurts_validation_accuracy_is_taken_back_for_good(
     assert current(cluster, job_id, "ags") == after  # and said once
 
 
+def test_accuracy_counts_for_the_settings_that_the_ranks_had_taken_up(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, run = training
+    good = np.full(200, np.nan)
+    good[[20, 60, 100, 140, 180]] = [0.70, 0.72, 0.74, 0.75, 0.76]
+    cluster.report(run, gradient_variability=rough(200, 0.1), validation_accuracy=good.tolist())
+    harmful = current(cluster, job_id, "ags").version
+    late = np.full(200, np.nan)
+    late[[20, 120, 160]] = [0.77, 0.60, 0.58]  # the first of them still under the script's own settings
+    taken_up = [np.nan] * 50 + [float(harmful)] + [np.nan] * 149
+    cluster.report(
+        run,
+        first_step=200,
+        gradient_variability=rough(200, 0.1, 1),
+        validation_accuracy=late.tolist(),
+        thresholds_version=taken_up,
+    )
+    after = current(cluster, job_id, "ags")
+    assert "accuracy fell from 0.77 at step 220" in after.reason
+    assert after.restore_step == 250
+
+
 def test_what_the_script_was_given_is_where_tuning_starts(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
     fixed = {"delta": [0.4, *[np.nan] * 399], "small_batch_size": [64.0, *[np.nan] * 399]}
