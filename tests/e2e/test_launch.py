@@ -226,6 +226,16 @@ def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(s
     assert time.monotonic() - began < 120  # gloo would have waited 30 minutes
 
 
+def test_a_script_that_ignores_its_batch_is_told_what_it_used_instead(server: Server, tmp_path: Path) -> None:
+    tula = Tula(server, tmp_path)
+    _, said = tula("tune", tula.spec("deaf", batch=8), *TORCHRUN, "--batch-size=6", fails=True)
+    (run,) = tula.runs("deaf")
+    assert f"Run {run.id} was to use local batch 8" in said
+    assert "saw 6" in said
+    assert (run.state, run.configuration.local_batch_size) == ("succeeded", 8)
+    assert run.num_samples >= 8  # kept, as what it was
+
+
 @pytest.fixture(scope="module")
 def slurm_environment() -> Iterator[dict[str, str]]:
     """A real SLURM of one node."""

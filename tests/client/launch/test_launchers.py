@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tula_client.launch import LAUNCHERS, Template, TemplateError, WorkDir, with_launcher
+from tula_client.cli.launch import launchers
+from tula_client.launch import LAUNCHERS, PLACEHOLDERS, Template, TemplateError, WorkDir, with_launcher
 from tula_wire import Configuration
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
@@ -51,3 +52,13 @@ def test_the_file_of_variables_is_for_the_user_alone(tmp_path):
 def test_an_unknown_launcher_is_refused_with_those_that_exist():
     with pytest.raises(TemplateError, match="'lsf' is unknown: use one of torchrun, slurm, ray"):
         with_launcher("lsf", SCRIPT)
+
+
+def test_the_command_prints_every_template_and_placeholder(capsys):
+    launchers()
+    printed = capsys.readouterr().out
+    for name, launcher in LAUNCHERS.items():
+        assert f"{name}: {launcher.description}" in printed.replace("\n", " ").replace("  ", " ")
+    assert all(f"{{{name}}}" in printed for name in PLACEHOLDERS)
+    launchers(as_json=True)
+    assert set(json.loads(capsys.readouterr().out)["launchers"]) == set(LAUNCHERS)
