@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.support.environment import isolated
 from tests.support.server import Server
@@ -130,6 +132,27 @@ def test_the_version_comes_from_git_and_is_the_same_everywhere(
     configured = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert configured["tool"]["hatch"]["version"]["source"] == "vcs"
     assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_a_tag_is_the_version_and_a_checkout_without_tags_or_git_has_one_too(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def version() -> str:
+        command = [sys.executable, "-m", "hatchling", "version"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, capture_output=True, check=True, timeout=60)
+
+    assert version().strip() == "0.1.0"
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "x")
+    assert Version(version().strip()).is_devrelease
+    git("tag", "--annotate", "--message", "x", "v7.8.9")
+    assert version().strip() == "7.8.9"
 
 
 def test_each_extra_asks_only_for_its_own(metadata: Message) -> None:
