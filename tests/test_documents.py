@@ -153,6 +153,19 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_and_function_that_a_document_names_exists(document: Path) -> None:
+    """Equations stand beside their functions: `predict/fit.py: name` is looked up within the package `perfmodel`."""
+    service = ROOT / "service" / "tula_service"
+    roots = (ROOT, service, service / "perfmodel", ROOT / "agent" / "tula_agent", ROOT / "client" / "tula_client")
+    named = r"`((?:[a-z]\w+/)+[\w.-]+\.(?:py|sh|json|yaml|md))(?:: (\w+))?`"
+    text = document.read_text(encoding="utf-8")
+    for path, function in re.findall(named, text):
+        found = [root / path for root in roots if (root / path).is_file()]
+        assert found, path
+        assert not function or re.search(rf"(def|class) {function}\b", found[0].read_text()), f"{path}: {function}"
+
+
 @pytest.mark.parametrize("block", [block for block in ALL if block.kind == "toml" and "[model]" in block.body], ids=str)
 def test_every_job_specification_is_valid(block: Block) -> None:
     assert JobSpec.model_validate(tomllib.loads(block.body)).name
