@@ -105,14 +105,21 @@ def test_recovery_is_said_too(trained: tuple[Cluster, str, wire.Run]) -> None:
     assert not any("slower" in warning for warning in cluster.recommendation(job_id).model.warnings)
 
 
-def test_a_deadline_that_will_not_hold_is_announced_once(cluster: Cluster) -> None:
-    job_id = cluster.register(spec(limits={"deadline_s": 300.0, "budget_usd": 1e6})).job.id
+@pytest.mark.parametrize(
+    ("limits", "kind", "limit"),
+    [({"deadline_s": 300.0, "budget_usd": 1e6}, "deadline", 300.0), ({"budget_usd": 0.2}, "budget", 0.2)],
+)
+def test_a_limit_that_will_not_hold_is_announced_once(
+    cluster: Cluster, limits: dict[str, float], kind: str, limit: float
+) -> None:
+    job_id = cluster.register(spec(limits=limits)).job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
     feed(cluster, run, 300)
     (advice,) = cluster.events(job_id, "advice")
-    assert advice["kind"] == "deadline"
-    assert advice["projected"] > advice["limit"] == 300.0
+    assert advice["kind"] == kind
+    assert advice["projected"] > advice["limit"] == limit
+    assert f"beyond the {kind} of" in advice["sentence"]
 
 
 def test_a_training_that_never_ran_at_the_predicted_speed_is_told_from_one_that_changed(
