@@ -278,6 +278,19 @@ class TestLedgerFitsScalingEvents:
             assert tx.events.last_id(job.id) == second
         assert [(event.id, event.kind, event.data) for event in found] == [(second, "run", {"state": "running"})]
 
+    def test_the_newest_events_of_some_kinds_come_first(self, store: Store) -> None:
+        job, other = a_job(store), a_job(store)
+        with store.transaction() as tx:
+            named = [
+                (kind, run_id, tx.events.append(job.id, kind, run_id=run_id))
+                for kind, run_id in (("run", "r"), ("samples", "r"), ("drift", "s"), ("job", None))
+            ]
+            tx.events.append(other.id, "job")
+            all_kinds = tx.events.recent(job.id, kinds=("run", "drift", "job"), limit=2)
+            of_run = tx.events.recent(job.id, kinds=("run", "drift", "job"), run_id="r")
+        assert [event.id for event in all_kinds] == [named[3][2], named[2][2]]
+        assert [event.id for event in of_run] == [named[0][2]]
+
 
 class TestAccess:
     """Tokens, projects, audit."""

@@ -58,6 +58,10 @@ class TestSamples:
         assert summary.num_samples == 101
         assert summary.local_batch_size == 16
         assert summary.memory == MemoryReading("peak_rss", 2**31)
+        with store.reading() as tx:
+            by_rank = tx.samples.memory_by_rank(run.key, limit=5)
+            assert {rank: reading.peak_bytes for rank, reading in by_rank.items()} == {0: 2**30, 1: 2**31}
+            assert list(tx.samples.memory_by_rank(run.key, limit=1)) == [1], "the highest peaks"
         assert summary.relative_sd is not None
         with store.reading() as tx:
             assert tx.samples.summaries(job.id) == [summary], "a reader without write access sees the same"
