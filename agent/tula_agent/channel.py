@@ -19,6 +19,9 @@ _stores: Any = dist  # torch builds without distributed lack these names
 RING = 64
 """Messages of one sender that the store holds at most; older ones are overwritten."""
 CONNECT_WITHIN_S = 5.0
+_NO_JSON = "?"
+"""No message reads so. Stores of torch 2.2 cannot be asked whether they have a key, but answer this to a comparison
+with it where they do not, and set nothing then."""
 
 
 class Channel:
@@ -42,7 +45,10 @@ class Channel:
 
     def has(self, *keys: str) -> bool:
         """True when all of `keys` have been published; never waits."""
-        return bool(self._store.check([self._prefix + key for key in keys]))
+        names = [self._prefix + key for key in keys]
+        if hasattr(self._store, "check"):
+            return bool(self._store.check(names))
+        return all(self._store.compare_set(name, _NO_JSON, _NO_JSON) != _NO_JSON.encode() for name in names)
 
     def wait(self, key: str, within_s: float) -> Any:
         """The value of `key`, or None when it does not appear `within_s` seconds."""
