@@ -202,6 +202,21 @@ def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     compiles(spec)
 
 
+def test_a_drawing_is_kept_and_its_numbers_are_not() -> None:
+    first = charts.run_chart("loss", models.run("run_1"), {"loss": models.series("loss", points=100)})
+    second = charts.run_chart("loss", models.run("run_2"), {"loss": models.series("loss", points=100, level=5.0)})
+    assert second["layer"] is first["layer"]
+    assert second["datasets"] != first["datasets"]
+    assert "run_2" in second["title"]["text"]
+    assert "run_1" in first["title"]["text"]
+    slow = models.run("run_3", predicted_step_time_s=9.0)
+    times = {"step_time_s": models.series("step_time_s")}
+    assert (
+        charts.run_chart("step_time", slow, times)["layer"]
+        != charts.run_chart("step_time", models.run(), times)["layer"]
+    )
+
+
 def test_delta_is_drawn_where_variability_is() -> None:
     found = {"gradient_variability": models.series("gradient_variability")}
     spec = charts.run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -111,23 +112,43 @@ def run_chart(
     read: list[dict[str, str]] = []
     areas = []
     for panel in drawn:
-        columns = [column for column in panel.columns if _has(series, column)]
+        columns = tuple(column for column in panel.columns if _has(series, column))
         unit = _unit(panel, [series[column] for column in columns])
         for column in columns:
             datasets[column] = _rows(series[column], unit)
-            name = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
-            read.append({"column": column, "name": name, "unit": unit.name})
+            told = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+            read.append({"column": column, "name": told, "unit": unit.name})
             if column in trends:
                 datasets[column + _TREND] = _rows(trends[column], unit)
-        points = max(len(datasets[column]) for column in columns)
-        height = HEIGHT - 80 if len(drawn) == 1 else 130
-        areas.append(
-            _area(panel, columns, unit, points, run, thresholds, trends).properties(width=WIDTH, height=height)
-        )
+        few = max(len(datasets[column]) for column in columns) < 80
+        trended = tuple(column for column in columns if column in trends)
+        areas.append(_Area(panel, columns, trended, unit, few, _levels(panel, unit, run, thresholds)))
+    subtitle = _subtitle(list(series.values()), list(trends.values()))
+    return finish(_drawing(tuple(areas)), title, subtitle, datasets) | {"usermeta": {"readout": read}}
+
+
+@dataclass(frozen=True)
+class _Area:
+    """All that the drawing of a panel depends on, but for its points."""
+
+    panel: _Panel
+    columns: tuple[str, ...]
+    trended: tuple[str, ...]
+    unit: Unit
+    few_points: bool
+    levels: tuple[tuple[str, float], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _drawing(areas: tuple[_Area, ...]) -> Spec:
+    """The specification without its points, kept: building and validating it takes longer than reading a million steps.
+
+    Shared by all who ask, so nobody may change what lies inside of it.
+    """
+    height = HEIGHT - 80 if len(areas) == 1 else 130
+    drawn = [_area(each).properties(width=WIDTH, height=height) for each in areas]
+    spec: Spec = (drawn[0] if len(drawn) == 1 else alt.vconcat(*drawn).resolve_scale(x="shared")).to_dict()
     # The selection comes last, so that it exists once however many panels there are.
-    chart = areas[0] if len(areas) == 1 else alt.vconcat(*areas).resolve_scale(x="shared")
-    spec = finish(chart, title, _subtitle(list(series.values()), list(trends.values())), datasets)
-    spec["usermeta"] = {"readout": read}
     first = spec["vconcat"][0] if "vconcat" in spec else spec
     first["layer"][0].setdefault("params", []).append(
         {"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}
@@ -135,15 +156,8 @@ def run_chart(
     return spec
 
 
-def _area(
-    panel: _Panel,
-    columns: Sequence[str],
-    unit: Unit,
-    points: int,
-    run: Run,
-    thresholds: ScalingThresholds | None,
-    trends: Mapping[str, TelemetrySeries],
-) -> alt.LayerChart:
+def _area(area: _Area) -> alt.LayerChart:
+    panel, columns, unit = area.panel, area.columns, area.unit
     suffix = f" ({unit.name})" if unit.name else ""
     x = alt.X("step:Q").title("Step").axis(labelExpr=_STEP_LABEL, tickMinStep=1, tickCount=8)
     x = x.scale(zero=False, nice=False)
@@ -154,11 +168,11 @@ def _area(
         else y.scale(**_SHARE if panel.columns == ("scaled_share",) else {"zero": False})
     )
     # Few points stay visible as points; a thousand would draw one thick band.
-    sparse: Any = {"size": 14, "filled": True} if points < 80 else False
+    sparse: Any = {"size": 14, "filled": True} if area.few_points else False
     layers: list[Any] = []
     for place, column in enumerate(columns):
         dash = [1, 0] if place == 0 else [6, 3]
-        names = [column, column + _TREND] if column in trends else [column]
+        names = [column, column + _TREND] if column in area.trended else [column]
         for name in names:
             base = alt.Chart(alt.NamedData(name)).transform_calculate(series=f"'{column}'")
             pale = name == column and len(names) > 1
@@ -176,7 +190,7 @@ def _area(
                 scale = alt.Scale(domain=list(columns), range=list(PALETTE[: len(columns)]))
                 mark = mark.encode(color=alt.Color("series:N", scale=scale).legend(legend(columns)))
             layers.append(mark.encode(x=x, y=y))
-    for label, level in _levels(panel, unit, run, thresholds):
+    for label, level in area.levels:
         data = alt.Data(values=[{"value": level, "label": label}])
         layers.append(alt.Chart(data).mark_rule(strokeDash=[5, 4], color=FAINT, strokeWidth=1.5).encode(y="value:Q"))
         text = alt.Chart(data).encode(y="value:Q", text="label:N")
@@ -184,19 +198,15 @@ def _area(
     return alt.layer(*layers)
 
 
-def _levels(panel: _Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> list[tuple[str, float]]:
+def _levels(panel: _Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> tuple[tuple[str, float], ...]:
     if "step_time_s" in panel.columns and run.predicted_step_time_s:
-        return [
-            (
-                f"predicted {run.predicted_step_time_s / unit.size:.3g} {unit.name}",
-                run.predicted_step_time_s / unit.size,
-            )
-        ]
+        predicted = run.predicted_step_time_s / unit.size
+        return ((f"predicted {predicted:.3g} {unit.name}", predicted),)
     if "gradient_variability" in panel.columns:
         asked = None if thresholds is None else thresholds.delta
         delta = _DELTA if asked is None else asked
-        return [(f"δ = {delta:g}{' by default' if asked is None else ''}: sensitive above", delta)]
-    return []
+        return ((f"δ = {delta:g}{' by default' if asked is None else ''}: sensitive above", delta),)
+    return ()
 
 
 def _unit(panel: _Panel, found: Sequence[TelemetrySeries]) -> Unit:

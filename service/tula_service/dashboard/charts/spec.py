@@ -116,13 +116,13 @@ def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
     return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]
 
 
-def finish(chart: alt.TopLevelMixin, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """The chart as a validated specification that carries its data.
+def finish(chart: alt.TopLevelMixin | Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
+    """The chart, or what its `to_dict` said earlier, as a validated specification that carries its data.
 
     Altair validates the drawing once; rows are attached afterwards, since validating thousands of numbers against a
     JSON schema costs seconds and proves nothing. Raises altair's SchemaValidationError for what is no Vega-Lite.
     """
-    spec: Spec = chart.to_dict()
+    spec: Spec = dict(chart) if isinstance(chart, dict) else chart.to_dict()
     spec["title"] = {"text": title, "subtitle": subtitle, "anchor": "start"}
     spec["description"] = f"{title}. {subtitle}".strip()
     spec["datasets"] = {name: list(rows) for name, rows in datasets.items()}
