@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Literal, TypeVar
-from urllib.parse import quote
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tula_client._errors import TulaError, UnexpectedAnswerError, from_problem
+from tula_client._request import Answer, Call, Query, Request, build, fill
 from tula_wire import (
     ClaimRequest,
     Job,
@@ -53,43 +53,7 @@ from tula_wire import (
 
 __all__ = ["Answer", "Call", "Request", "Scaling", "parse_error"]
 
-T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-Method = Literal["GET", "POST", "PATCH", "DELETE"]
-Query = Mapping[str, "str | float | Sequence[int] | Sequence[str] | None"]
-
-JSON: Final = "application/json"
-IDEMPOTENT: Final = frozenset({"GET", "DELETE", "PATCH"})
-"""Methods whose repetition changes nothing more; here PATCH sets absolute values."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What goes out: bytes and strings only."""
-
-    method: Method
-    path: str
-    query: tuple[tuple[str, str], ...] = ()
-    body: bytes | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    idempotent: bool = True
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came back; header names in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-@dataclass(frozen=True)
-class Call(Generic[T]):
-    """A request and the meaning of its answer; `parse` raises `TulaError` for anything but success."""
-
-    request: Request
-    parse: Callable[[Answer], T]
 
 
 @dataclass(frozen=True)
@@ -103,7 +67,7 @@ class Scaling:
 def register(spec: JobSpec, *, idempotency_key: str | None = None) -> Call[JobCreated]:
     """Register a job; a repetition under the same key answers the same job. Without a key, one is drawn."""
     key = idempotency_key or uuid.uuid4().hex
-    request = _request("POST", routes.JOBS, body=spec, headers={"Idempotency-Key": key}, idempotent=True)
+    request = build("POST", routes.JOBS, body=spec, headers={"Idempotency-Key": key}, idempotent=True)
     return Call(request, _model(JobCreated))
 
 
@@ -118,17 +82,17 @@ def jobs(
     """One page of jobs, newest first; `search` looks in names, `archived` brings the archived ones too."""
     also = "true" if archived else None
     query = {"search": search, "state": state, "archived": also, "limit": limit, "cursor": cursor}
-    return Call(_request("GET", routes.JOBS, query=query), _model(JobPage))
+    return Call(build("GET", routes.JOBS, query=query), _model(JobPage))
 
 
 def job(job_id: str) -> Call[Job]:
     """A job with its specification, plan and progress."""
-    return Call(_request("GET", _path(routes.JOB, job_id=job_id)), _model(Job))
+    return Call(build("GET", fill(routes.JOB, job_id=job_id)), _model(Job))
 
 
 def patch_job(job_id: str, patch: JobPatch) -> Call[Job]:
     """Change the objective, limits or prices, or archive; fields left out stay."""
-    return Call(_request("PATCH", _path(routes.JOB, job_id=job_id), body=patch), _model(Job))
+    return Call(build("PATCH", fill(routes.JOB, job_id=job_id), body=patch), _model(Job))
 
 
 def archive_job(job_id: str) -> Call[Job]:
@@ -138,18 +102,18 @@ def archive_job(job_id: str) -> Call[Job]:
 
 def delete_job(job_id: str) -> Call[None]:
     """Delete a job with everything measured for it."""
-    return Call(_request("DELETE", _path(routes.JOB, job_id=job_id)), _nothing)
+    return Call(build("DELETE", fill(routes.JOB, job_id=job_id)), _nothing)
 
 
 def claim(job_id: str, claim: ClaimRequest) -> Call[RunClaimed]:
     """Lease the next profiling run; `run` is None when there is nothing to do, and `reason` says why."""
-    request = _request("POST", _path(routes.JOB_CLAIM, job_id=job_id), body=claim)
+    request = build("POST", fill(routes.JOB_CLAIM, job_id=job_id), body=claim)
     return Call(request, _model(RunClaimed))
 
 
 def create_run(job_id: str, run: RunCreate) -> Call[Run]:
     """Register a run outside the plan: training, or a measurement of one's own choice."""
-    return Call(_request("POST", _path(routes.JOB_RUNS, job_id=job_id), body=run), _model(Run))
+    return Call(build("POST", fill(routes.JOB_RUNS, job_id=job_id), body=run), _model(Run))
 
 
 def runs(
@@ -157,28 +121,28 @@ def runs(
 ) -> Call[RunList]:
     """One page of a job's runs, newest first."""
     query = {"kind": kind, "limit": limit, "cursor": cursor}
-    return Call(_request("GET", _path(routes.JOB_RUNS, job_id=job_id), query=query), _model(RunList))
+    return Call(build("GET", fill(routes.JOB_RUNS, job_id=job_id), query=query), _model(RunList))
 
 
 def run(run_id: str) -> Call[Run]:
     """One run."""
-    return Call(_request("GET", _path(routes.RUN, run_id=run_id)), _model(Run))
+    return Call(build("GET", fill(routes.RUN, run_id=run_id)), _model(Run))
 
 
 def patch_run(run_id: str, patch: RunPatch) -> Call[Run]:
     """Move a run on, or renew its lease with the state `running`."""
-    return Call(_request("PATCH", _path(routes.RUN, run_id=run_id), body=patch), _model(Run))
+    return Call(build("PATCH", fill(routes.RUN, run_id=run_id), body=patch), _model(Run))
 
 
 def send_samples(run_id: str, batch: SampleBatch) -> Call[SamplesAccepted]:
     """Store measured steps; rows already stored count as duplicates, so a repetition is harmless."""
-    request = _request("POST", _path(routes.RUN_SAMPLES, run_id=run_id), body=batch, idempotent=True)
+    request = build("POST", fill(routes.RUN_SAMPLES, run_id=run_id), body=batch, idempotent=True)
     return Call(request, _model(SamplesAccepted))
 
 
 def send_telemetry(run_id: str, chunk: TelemetryChunk) -> Call[TelemetryAccepted]:
     """Store a chunk of series; a repetition is harmless."""
-    request = _request("POST", _path(routes.RUN_TELEMETRY, run_id=run_id), body=chunk, idempotent=True)
+    request = build("POST", fill(routes.RUN_TELEMETRY, run_id=run_id), body=chunk, idempotent=True)
     return Call(request, _model(TelemetryAccepted))
 
 
@@ -203,7 +167,7 @@ def samples(
         "cursor": cursor,
         "limit": limit,
     }
-    return Call(_request("GET", _path(routes.JOB_SAMPLES, job_id=job_id), query=query), _model(SamplePage))
+    return Call(build("GET", fill(routes.JOB_SAMPLES, job_id=job_id), query=query), _model(SamplePage))
 
 
 def series(
@@ -217,13 +181,13 @@ def series(
 ) -> Call[TelemetrySeries]:
     """One column of a run, down-sampled by the service to `max_points`."""
     query = {"column": column, "max_points": max_points, "rank": rank, "first_step": first_step, "last_step": last_step}
-    return Call(_request("GET", _path(routes.RUN_TELEMETRY, run_id=run_id), query=query), _model(TelemetrySeries))
+    return Call(build("GET", fill(routes.RUN_TELEMETRY, run_id=run_id), query=query), _model(TelemetrySeries))
 
 
 def recommendation(job_id: str, *, objective: Objective | None = None) -> Call[Recommendation]:
     """The configuration to use, with predictions, knee, frontier and the reason; by default for the job's objective."""
-    path = _path(routes.JOB_RECOMMENDATION, job_id=job_id)
-    return Call(_request("GET", path, query={"objective": objective}), _model(Recommendation))
+    path = fill(routes.JOB_RECOMMENDATION, job_id=job_id)
+    return Call(build("GET", path, query={"objective": objective}), _model(Recommendation))
 
 
 def predictions(
@@ -245,8 +209,8 @@ def predictions(
         "usd_per_node_hour": usd_per_node_hour,
         "deadline_s": deadline_s,
     }
-    path = _path(routes.JOB_PREDICTIONS, job_id=job_id)
-    return Call(_request("GET", path, query=query), _model(Predictions))
+    path = fill(routes.JOB_PREDICTIONS, job_id=job_id)
+    return Call(build("GET", path, query=query), _model(Predictions))
 
 
 def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
@@ -255,68 +219,68 @@ def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | Non
     `policy` is the script's own, which holds unless the job was given one.
     """
     headers = {"If-None-Match": etag} if etag else {}
-    path = _path(routes.JOB_SCALING, job_id=job_id)
-    return Call(_request("GET", path, query={"policy": policy}, headers=headers), _scaling)
+    path = fill(routes.JOB_SCALING, job_id=job_id)
+    return Call(build("GET", path, query={"policy": policy}, headers=headers), _scaling)
 
 
 def patch_scaling(job_id: str, patch: ScalingPatch, *, policy: ScalingPolicy | None = None) -> Call[ScalingThresholds]:
     """Set the policy of a job's gradient scaling, or numbers of `policy`; running training follows within seconds."""
-    path = _path(routes.JOB_SCALING, job_id=job_id)
-    return Call(_request("PATCH", path, query={"policy": policy}, body=patch), _model(ScalingThresholds))
+    path = fill(routes.JOB_SCALING, job_id=job_id)
+    return Call(build("PATCH", path, query={"policy": policy}, body=patch), _model(ScalingThresholds))
 
 
 def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:
     """Past recommendations beside what was then measured, newest first."""
-    return Call(_request("GET", _path(routes.JOB_LEDGER, job_id=job_id), query={"limit": limit}), _model(Ledger))
+    return Call(build("GET", fill(routes.JOB_LEDGER, job_id=job_id), query={"limit": limit}), _model(Ledger))
 
 
 def chart(
     job_id: str, name: str, *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
 ) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
-    path = _path(routes.JOB_CHART, job_id=job_id, name=name)
+    path = fill(routes.JOB_CHART, job_id=job_id, name=name)
     asked: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
-    return Call(_request("GET", path, query=asked), _object)
+    return Call(build("GET", path, query=asked), _object)
 
 
 def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a run's chart, with its data."""
-    return Call(_request("GET", _path(routes.RUN_CHART, run_id=run_id, name=name)), _object)
+    return Call(build("GET", fill(routes.RUN_CHART, run_id=run_id, name=name)), _object)
 
 
 def projects() -> Call[ProjectList]:
     """All projects; for administrators."""
-    return Call(_request("GET", routes.PROJECTS), _model(ProjectList))
+    return Call(build("GET", routes.PROJECTS), _model(ProjectList))
 
 
 def create_project(project: ProjectCreate) -> Call[Project]:
     """Create a project; for administrators."""
-    return Call(_request("POST", routes.PROJECTS, body=project), _model(Project))
+    return Call(build("POST", routes.PROJECTS, body=project), _model(Project))
 
 
 def tokens() -> Call[TokenList]:
     """All tokens that one may see, without their secrets."""
-    return Call(_request("GET", routes.TOKENS), _model(TokenList))
+    return Call(build("GET", routes.TOKENS), _model(TokenList))
 
 
 def create_token(token: TokenCreate) -> Call[TokenCreated]:
     """Create a token; the answer is the only one that ever holds its secret."""
-    return Call(_request("POST", routes.TOKENS, body=token), _model(TokenCreated))
+    return Call(build("POST", routes.TOKENS, body=token), _model(TokenCreated))
 
 
 def revoke_token(token_id: str) -> Call[None]:
     """Revoke a token at once."""
-    return Call(_request("DELETE", _path(routes.TOKEN, token_id=token_id)), _nothing)
+    return Call(build("DELETE", fill(routes.TOKEN, token_id=token_id)), _nothing)
 
 
 def health() -> Call[dict[str, Any]]:
     """Is the process there; raises when not."""
-    return Call(_request("GET", routes.HEALTH), _object)
+    return Call(build("GET", routes.HEALTH), _object)
 
 
 def ready() -> Call[dict[str, Any]]:
     """Can it serve: database reachable and schema current; raises `ServiceUnavailableError` when not."""
-    return Call(_request("GET", routes.READY), _object)
+    return Call(build("GET", routes.READY), _object)
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
@@ -324,7 +288,7 @@ def events(job_id: str, *, last_id: int | None = None) -> Request:
     headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
     if last_id is not None:
         headers["Last-Event-ID"] = str(last_id)
-    return _request("GET", _path(routes.JOB_EVENTS, job_id=job_id), headers=headers)
+    return build("GET", fill(routes.JOB_EVENTS, job_id=job_id), headers=headers)
 
 
 def parse_error(answer: Answer) -> TulaError:
@@ -341,39 +305,6 @@ def parse_error(answer: Answer) -> TulaError:
     return UnexpectedAnswerError(
         f"answered {answer.status} without a problem document: is TULA_URL the address of a Tula service?"
     )
-
-
-def _request(
-    method: Method,
-    path: str,
-    *,
-    query: Query | None = None,
-    body: BaseModel | None = None,
-    headers: Mapping[str, str] | None = None,
-    idempotent: bool | None = None,
-) -> Request:
-    content = None if body is None else body.model_dump_json(exclude_unset=True).encode()
-    sent = {"Accept": JSON, **({} if content is None else {"Content-Type": JSON}), **(headers or {})}
-    again = method in IDEMPOTENT if idempotent is None else idempotent
-    return Request(method, path, tuple(_pairs(query or {})), content, sent, again)
-
-
-def _pairs(query: Query) -> list[tuple[str, str]]:
-    pairs = []
-    for name, value in query.items():
-        if value is None:
-            continue
-        many = value if not isinstance(value, (str, int, float)) else [value]
-        pairs += [(name, str(one)) for one in many]
-    return pairs
-
-
-def _path(route: str, **names: str) -> str:
-    """Fill a route; a name can hold anything, and stays one path segment."""
-    for name, value in names.items():
-        if value in ("", ".", ".."):
-            raise ValueError(f"{name} must name something, not {value!r}")
-    return route.format(**{name: quote(value, safe="") for name, value in names.items()})
 
 
 def _checked(answer: Answer) -> bytes:

@@ -34,6 +34,7 @@ UNGUARDED = {
 CONFIGURATION = {"num_nodes": 1, "local_batch_size": 32}
 BODIES: dict[tuple[str, str], dict[str, object]] = {
     ("PATCH", routes.JOB): {"objective": "time"},
+    ("PATCH", routes.JOB_SCALING): {},
     ("POST", routes.JOB_CLAIM): {"holder": "h"},
     ("POST", routes.JOB_RUNS): {"kind": "train", "configuration": CONFIGURATION},
     ("PATCH", routes.RUN): {"state": "running"},
