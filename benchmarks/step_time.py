@@ -1,7 +1,9 @@
 """Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
 
-    python -m benchmarks.step_time --grids FILE [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE]
+    python -m benchmarks.step_time --grids FILE [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE] [--by-source]
 
+`--by-source` also gives the figures of each source beside those of all other sources together, so that nothing that was
+settled on some sources is judged by them alone.
 All figures are fractions (0.04 = 4 %) except `fit_ms`.
 """
 
@@ -34,6 +36,17 @@ from tula_service.perfmodel import (
 )
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
+BY_SOURCE = (
+    "regular.adaptive4.median",
+    "regular.adaptive6.median",
+    "regular.adaptive6.p90",
+    "hard.adaptive6.median",
+    "coverage.regular",
+    "regret.time.mean",
+    "regret.cost.mean",
+    "regret.best_num_nodes.mean",
+    "regret.deadline.violations_with_warned",
+)
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
 _DEADLINE = 1.5
@@ -219,6 +232,34 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
     return out
 
 
+def by_source(results: Sequence[Figures]) -> dict[str, float]:
+    """The figures of each source (`source.NAME.KEY`) and of all others together (`without.NAME.KEY`)."""
+    out: dict[str, float] = {}
+    for source in sorted({r.source for r in results}):
+        parts = {
+            "source": [r for r in results if r.source == source],
+            "without": [r for r in results if r.source != source],
+        }
+        for part, here in parts.items():
+            figures = summarise(here)
+            out |= {f"{part}.{source}.{key}": figures[key] for key in BY_SOURCE}
+            out[f"{part}.{source}.workloads"] = float(len(here))
+    return out
+
+
+def show_sources(figures: dict[str, float]) -> None:
+    """The same for people, one row a source and one for all the others."""
+    rows = []
+    for key, count in figures.items():
+        part, source, *rest = key.split(".")
+        if rest == ["workloads"]:
+            cells = [figures[f"{part}.{source}.{name}"] for name in BY_SOURCE]
+            label = source if part == "source" else f"all but {source}"
+            rows.append([f"{label} ({count:.0f})", *(f"{100 * x:.1f} %" if x == x else "-" for x in cells)])
+    heads = [name.replace("regret.", "").replace("regular.", "").replace(".mean", "") for name in BY_SOURCE]
+    print_table("by source", ["source (workloads)", *heads], rows)
+
+
 def show(figures: dict[str, float]) -> None:
     """The same for people."""
     percent = lambda key: f"{100 * figures[key]:.1f} %" if key in figures else "-"  # noqa: E731
@@ -239,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
     parser.add_argument("--without", action="append", default=[], help="leave this source out")
+    parser.add_argument("--by-source", action="store_true", help="each source beside all others together")
     parser.add_argument("--details", action="store_true", help="one line for each workload")
     options = parser.parse_args(arguments)
     workloads = [
@@ -259,6 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{r.workload} {r.grid} {cells} | " + " ".join(f"{k} {100 * v:.1f}" for k, v in r.regret.items()))
     figures = summarise(results)
     show(figures)
+    if options.by_source:
+        sources = by_source(results)
+        show_sources(sources)
+        figures |= sources
     write_json(options.json, figures)
     return 0
 

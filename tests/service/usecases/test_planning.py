@@ -49,7 +49,9 @@ def test_the_same_measurements_give_the_same_plan_and_choice(store: Store) -> No
     first, second = Cluster(store, noise=0.0), Cluster(store, noise=0.0)
     chosen = []
     for number, cluster in enumerate((first, second)):
-        job_id = cluster.register(spec(cluster={"max_nodes": 8, "accelerator": f"V100-{number}"})).job.id
+        # Another network on other hardware, so that the second job learns nothing from the first.
+        cluster_spec = {"max_nodes": 8, "accelerator": f"V100-{number}"}
+        job_id = cluster.register(spec(cluster=cluster_spec, model={"name": f"net-{number}"})).job.id
         cluster.work(job_id)
         chosen.append(cluster.recommendation(job_id).chosen)
     assert first.ran == second.ran

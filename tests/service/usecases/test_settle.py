@@ -62,8 +62,8 @@ def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
     best = cluster.recommendation(job_id).chosen
     assert best is not None
     cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
-    assert calls["fit"] > 5
-    assert calls["plan"] > 5
+    assert calls["fit"] >= 4
+    assert calls["plan"] >= 4
 
 
 def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
@@ -134,8 +134,10 @@ def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_searc
     with monkeypatch.context() as dying:
         dying.setattr(runs, "settle", lambda *_: None)
         first = cluster.work(job_id)
-    assert not any(run.state in OPEN for run in cluster.job(job_id).plan)
+    left = cluster.job(job_id)
+    assert left.state == "planning"
+    assert not any(run.state in OPEN for run in left.plan)
     rest = cluster.work(job_id)
-    assert rest, "the next claim found the plan due and made it"
-    assert cluster.job(job_id).state == "ready"
+    assert cluster.job(job_id).state == "ready", "the next claim found the plan due and made it"
+    assert cluster.recommendation(job_id).model.num_runs == len(first) + len(rest)
     assert cluster.job(job_id).runs_done == len(first) + len(rest)

@@ -7,25 +7,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import special
 
 from tula_service.domain import Collective, Configuration, Objective, Search
-from tula_service.perfmodel.choose.choice import Choice
-from tula_service.perfmodel.choose.pricing import Estimate
 from tula_service.perfmodel.choose.recommend import Goal, recommend
-from tula_service.perfmodel.predict.intervals import Interval
 from tula_service.perfmodel.predict.memory import MemoryModel
 from tula_service.perfmodel.predict.observations import ObservationError, StepTimeObservations
 from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.predict.step_time import StepTimeModel, fit_step_time, unmeasured_model
 from tula_service.perfmodel.search.design import corner_design, greedy_design, uncertainty
+from tula_service.perfmodel.search.promise import hopes, log_value
 
 __all__ = ["Plan", "PlanBudget", "PlannedRun", "plan"]
 
 _INITIAL_RUNS = 4
+_INITIAL_RUNS_TOWARDS_A_GOAL = 3
 _PRECISE_ENOUGH = 0.03
-_WORTH_A_RUN = 0.003
-_WIDEST_HOPE = 0.4
+_WORTH_A_RUN = 0.005
+_CHANCE_WORTH_A_RUN = 0.02
+_DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,9 @@ def plan(
     """What to profile next, deterministically.
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first a
-    design of up to four runs that holds the largest cluster; then, with a goal, the would-be choice and whatever might
-    still beat it, until none is likely to; without a goal, whatever is least certain. `pending` runs are on their way;
+    design that holds the largest cluster: without a goal four runs that tell most about all candidates, with one three
+    that tell most about those worth choosing. Then, with a goal, the would-be choice and whatever might still beat it,
+    until none is likely to; without, whatever is least certain. `pending` runs are on their way;
     `unavailable` ones failed or ran out of memory and are neither planned nor chosen. Raises ObservationError without
     candidates.
     """
@@ -166,39 +166,57 @@ def _adaptive(
     memory: dict[str, MemoryModel] | None,
 ) -> Plan:
     types = len({c.instance_type for c in now.candidates})
-    initial = min(_INITIAL_RUNS + 2 * (types - 1), now.runs_left + now.done)
+    first = _INITIAL_RUNS if _wanted(goal) is None else _INITIAL_RUNS_TOWARDS_A_GOAL
+    initial = min(first + 2 * (types - 1), now.runs_left + now.done)
     if now.done < initial or now.model is None:
         if now.pending and now.model is None and now.done >= initial:
             return Plan((), None)
-        return Plan(_informative(now, initial - now.done, prior, collective), None)
+        return Plan(_informative(now, initial - now.done, prior, collective, _wanted(goal)), None)
     if now.pending:
         return Plan((), None)
     if goal is None:
         worst = float(np.median(now.model.predict(now.candidates).log_sd))
         if worst <= _PRECISE_ENOUGH:
             return Plan((), f"Every prediction is known to about {100 * worst:.1f} %.")
-        return Plan(_informative(now, 1, prior, collective), None)
+        return Plan(_informative(now, 1, prior, collective, None), None)
     return _towards_choice(now, now.model, goal, memory)
 
 
+def _wanted(goal: Goal | None) -> Goal | None:
+    """The goal, if single candidates are better or worse for it: a knee is a matter of the whole curve."""
+    return None if goal is None or goal.objective is Objective.KNEE else goal
+
+
 def _informative(
-    now: _Situation, wanted: int, prior: StepTimePrior | Priors | None, collective: Collective
+    now: _Situation, wanted: int, prior: StepTimePrior | Priors | None, collective: Collective, goal: Goal | None
 ) -> tuple[PlannedRun, ...]:
-    """The most informative open candidates; the largest cluster of a type comes before anything else of it."""
+    """The most informative open candidates; the largest cluster of a type comes before anything else of it.
+
+    Towards a goal, that cluster runs its would-be best batch, and what matters is the variance of candidates that may
+    be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
+    """
     given, generic = Priors.of(prior), generic_prior(collective)
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and every run of it may go in parallel.
     model = unmeasured_model(replace(given, anywhere=given.anywhere or generic), now.candidates)
+    value = None if goal is None else log_value(model, now.candidates, goal)
     taken = {*now.measured, *now.pending}
     groups = []
     for name in sorted({c.instance_type for c in now.candidates}):
         largest = max(c.world_size for c in now.candidates if c.instance_type == name)
         group = [row for row, c in enumerate(now.candidates) if (c.instance_type, c.world_size) == (name, largest)]
         if not any(now.candidates[row] in taken for row in group):
-            groups.append([row for row in group if row in now.affordable])
-    known = [row for row, c in enumerate(now.candidates) if c in taken]
-    covariance = uncertainty(model, now.candidates)
-    rows = greedy_design(covariance, generic.scales.noise**2, wanted, allowed=now.affordable, known=known, first=groups)
+            possible = [row for row in group if row in now.affordable]
+            groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
+    rows = greedy_design(
+        uncertainty(model, now.candidates),
+        generic.scales.noise**2,
+        wanted,
+        allowed=now.affordable,
+        known=[row for row, c in enumerate(now.candidates) if c in taken],
+        first=groups,
+        weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
+    )
     return tuple(PlannedRun(now.candidates[row], _purpose(now.candidates[row], now.candidates)) for row in rows)
 
 
@@ -228,65 +246,22 @@ def _towards_choice(
     result = recommend(now.candidates, model, goal, memory=memory)
     choice = result.choice
     rows = {c: row for row, c in enumerate(now.candidates)}
-    if choice.chosen is None:
-        return Plan((), f"No further run helps: {choice.reason}")
-    chosen = choice.chosen.configuration
-    if not choice.chosen.measured and rows[chosen] in now.affordable:
-        return Plan((PlannedRun(chosen, "Verification: it would be recommended, so it is measured itself."),), None)
-    hopes = _hopes(choice, result.estimates, goal)
-    affordable = [(hope, c) for hope, c in hopes if rows[c] in now.affordable]
+    chosen = choice.chosen
+    if chosen is not None and not chosen.measured and rows[chosen.configuration] in now.affordable:
+        why = "Verification: it would be recommended, so it is measured itself."
+        return Plan((PlannedRun(chosen.configuration, why),), None)
+    affordable = [(hope, c) for hope, c in hopes(choice, result.estimates, goal) if rows[c] in now.affordable]
     if affordable:
         # Among equals the smaller cluster: its run costs less.
         hope, best = max(affordable, key=lambda pair: (round(pair[0], 3), -pair[1].world_size, pair[1]))
-        if hope > _WORTH_A_RUN:
-            why = "keep the limits" if not choice.within_limits_is_likely else "beat the choice"
-            return Plan((PlannedRun(best, f"Contender: it might {why}; expected gain {100 * hope:.1f} %."),), None)
+        if not choice.within_limits_is_likely and hope > _CHANCE_WORTH_A_RUN:
+            why = f"Contender: it might keep the limits, with a chance of {100 * hope:.1f} %."
+            return Plan((PlannedRun(best, why),), None)
+        if choice.within_limits_is_likely and hope > _WORTH_A_RUN:
+            why = f"Contender: it might beat the choice; expected gain {100 * hope:.1f} %."
+            return Plan((PlannedRun(best, why),), None)
+    if chosen is None:
+        return Plan((), f"No further run helps: {choice.reason}")
     if goal.objective is Objective.KNEE and choice.knee is None:
         return Plan((), f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}")
     return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
-
-
-def _hopes(choice: Choice, estimates: Sequence[Estimate], goal: Goal) -> list[tuple[float, Configuration]]:
-    """What measuring each unmeasured candidate may be expected to gain, as a share of the choice's value.
-
-    Expected improvement E[(1 - value / best)+] for a log-normal value, times the chance that it keeps deadline and
-    budget. While no candidate is likely to keep them, that chance alone counts.
-    """
-    if choice.chosen is None or choice.objective is Objective.KNEE:
-        return []
-    hard = {f.estimate.configuration for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
-    best = _value(choice.chosen, choice.objective).mean
-    found = []
-    for estimate in estimates:
-        if estimate.measured or estimate.configuration in hard or best <= 0.0:
-            continue
-        chance = _chance_below(estimate.time_s, goal.limits.deadline_s)
-        chance = min(chance, _chance_below(estimate.cost_usd, goal.limits.budget_usd))
-        value = _value(estimate, choice.objective)
-        if choice.within_limits_is_likely:
-            free = value.mean <= 0.0
-            chance *= 1.0 if free else _expected_improvement(math.log(value.mean / best), _log_sd(value))
-        found.append((chance, estimate.configuration))
-    return found
-
-
-def _value(estimate: Estimate, objective: Objective) -> Interval:
-    return estimate.cost_usd if objective is Objective.COST else estimate.time_s
-
-
-def _log_sd(value: Interval) -> float:
-    return min(max(value.log_sd, 1e-6), _WIDEST_HOPE)
-
-
-def _chance_below(value: Interval, limit: float | None) -> float:
-    """Probability that a log-normal value keeps a limit; 1 without one."""
-    if limit is None or value.mean <= 0.0:
-        return 1.0
-    return float(special.ndtr(math.log(limit / value.mean) / _log_sd(value)))
-
-
-def _expected_improvement(log_ratio: float, log_sd: float) -> float:
-    """E[(1 - exp(X))+] for X normal with this mean and standard deviation."""
-    reach = -log_ratio / log_sd
-    grown = math.exp(log_ratio + 0.5 * log_sd**2)
-    return float(special.ndtr(reach) - grown * special.ndtr(reach - log_sd))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from tula_service.domain import Configuration, Objective, Search
 from tula_service.perfmodel import (
+    Estimate,
     Goal,
+    Interval,
     Limits,
     ObservationError,
     Offer,
@@ -19,6 +22,7 @@ from tula_service.perfmodel import (
     SearchSpace,
     StepTimeObservations,
     Training,
+    choose,
     enumerate_candidates,
     fit_step_time,
     measured_precisely_enough,
@@ -27,9 +31,12 @@ from tula_service.perfmodel import (
     recommend,
     summarise_steps,
 )
+from tula_service.perfmodel.search.design import greedy_design
+from tula_service.perfmodel.search.promise import hopes
 
 GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
 
 
 def step_time(c: Configuration) -> float:
@@ -111,14 +118,71 @@ def test_adaptive_search_holds_the_largest_cluster_and_its_budget(most, speed):
     assert reason
 
 
-def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times():
-    first = plan(Search.ADAPTIVE, GRID, goal=GOAL)
-    assert len(first.runs) == 4
-    assert plan(Search.ADAPTIVE, GRID, goal=GOAL) == first
+@pytest.mark.parametrize(
+    ("goal", "runs"), [(None, 4), (GOAL, 3), (replace(GOAL, objective=Objective.TIME), 3), (KNEE, 4)]
+)
+def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goal, runs):
+    first = plan(Search.ADAPTIVE, GRID, goal=goal)
+    assert len(first.runs) == runs
+    assert plan(Search.ADAPTIVE, GRID, goal=goal) == first
     claimed = [run.configuration for run in first.runs]
-    waiting = plan(Search.ADAPTIVE, GRID, goal=GOAL, pending=claimed)
+    waiting = plan(Search.ADAPTIVE, GRID, goal=goal, pending=claimed)
     assert waiting.runs == ()
     assert waiting.stop_reason is None
+
+
+@pytest.mark.parametrize("most", [None, 64])
+def test_towards_a_goal_the_largest_cluster_first_runs_what_would_be_chosen_there(most):
+    """A user's limit on the batch counts before anything was measured."""
+    limit = None if most is None else 8 * 4 * most
+    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
+    first = plan(Search.ADAPTIVE, GRID, goal=goal).runs[0].configuration
+    assert first == Configuration(8, 4, most or 256)
+    per_gb = Goal(Objective.COST, Training(1e6), {"default": Offer(usd_per_gb_hour=0.1)})
+    assert plan(Search.ADAPTIVE, GRID, goal=per_gb).runs[0].configuration.num_nodes == 8, "before memory is known"
+
+
+def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
+    """Two nodes are faster than the form can know; a deadline that only they keep is kept."""
+
+    def surprising(c: Configuration) -> float:
+        return step_time(c) * (0.5 if c.num_nodes == 2 else 1.0) * (1.6 if c.num_nodes > 2 else 1.0)
+
+    seconds = {c: surprising(c) * 1e6 / c.global_batch_size for c in GRID}
+    fastest = min(seconds.values())
+    goal = Goal(Objective.COST, Training(1e6), GOAL.offers, Limits(deadline_s=1.1 * fastest))
+    done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=8), surprising)
+    observed = StepTimeObservations.at(done, [surprising(c) for c in done])
+    choice = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).choice
+    assert reason
+    assert choice.chosen is not None
+    assert seconds[choice.chosen.configuration] <= 1.1 * fastest
+
+
+def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
+    def hope(mean: float, spread: float) -> float:
+        value = Interval(mean, mean / spread, mean * spread)
+        free = Interval(0.0, 0.0, 0.0)
+        chosen, other = (
+            Estimate(Configuration(1, 1, batch), known, known, free, known, None, False, measured, {})
+            for batch, known, measured in ((1, Interval(1.0, 1.0, 1.0), True), (2, value, False))
+        )
+        choice = choose(Objective.TIME, [chosen, other])
+        ((found, configuration),) = hopes(replace(choice, chosen=chosen), [chosen, other], GOAL)
+        assert configuration == other.configuration
+        return found
+
+    assert hope(0.5, 1.001) == pytest.approx(0.5, abs=0.01)
+    assert 0 < hope(1.3, 1.2) < hope(1.1, 1.2) < hope(0.9, 1.2) < 0.2
+    assert hope(1.3, 1.1) < hope(1.3, 1.5)
+    # A normal would give a gain at five deviations a chance of one in three million.
+    assert hope(np.exp(0.5), np.exp(0.17)) > 1e-4
+
+
+def test_a_design_spends_its_runs_where_variance_matters():
+    covariance = np.diag([1.0, 1.0, 1.0]) + 0.0
+    weights = np.array([0.1, 1.0, 0.5])
+    assert greedy_design(covariance, 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
 
 
 def test_the_recommendation_was_measured_and_is_near_the_best():
