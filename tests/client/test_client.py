@@ -120,6 +120,11 @@ def test_a_resend_of_samples_and_telemetry_stores_nothing_twice(client: Client, 
     assert client.send_samples(run.id, batch).stored == 12
     again = client.send_samples(run.id, batch)
     assert (again.stored, again.duplicates) == (0, 12)
+    page = client.samples(run.job_id, run_id=run.id, warmup=batch.warmup, limit=5)
+    assert [one.sequence for one in page.samples] == list(batch.sequence[:5])
+    rest = client.samples(run.job_id, run_id=run.id, cursor=page.next_cursor)
+    assert (len(rest.samples), rest.next_cursor) == (7, None)
+    assert not client.samples(run.job_id, run_id=run.id, warmup=not batch.warmup).samples
     chunk = TelemetryChunk(boot_id="b", sequence=0, steps=[0, 1, 2], columns={"loss": [2.0, None, 0.5]})
     assert client.send_telemetry(run.id, chunk).stored > 0
     assert client.send_telemetry(run.id, chunk).duplicate
