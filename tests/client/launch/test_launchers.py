@@ -46,7 +46,7 @@ def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
 def test_the_file_of_variables_is_for_the_user_alone(tmp_path):
     path = WorkDir(tmp_path, "job-1").env_file("run-1", {"TULA_TOKEN": "secret"})
     assert path.stat().st_mode & 0o777 == 0o600
-    assert json.loads(path.read_text())["env_vars"]["TULA_TOKEN"] == "secret"
+    assert json.loads(path.read_text()) == {"env_vars": {"TULA_TOKEN": "secret", "RAY_DEDUP_LOGS": "0"}}
 
 
 def test_an_unknown_launcher_is_refused_with_those_that_exist():
