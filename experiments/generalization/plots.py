@@ -33,7 +33,7 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
             color=colour,
         )
         .properties(width=220, height=160)
-        .facet("net:N", columns=3)
+        .facet(alt.Facet("net:N").title(None), columns=3)
         .resolve_scale(y="independent")
     )
     variability = (
@@ -45,7 +45,7 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
             color=colour,
         )
         .properties(width=220, height=160)
-        .facet("net:N", columns=3)
+        .facet(alt.Facet("net:N").title(None), columns=3)
         .resolve_scale(y="independent")
     )
     written = []

@@ -33,7 +33,7 @@ def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "experiments.generalization.real_ddp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, json.dumps(request)], capture_output=True, text=True, check=True, env=environment, timeout=900
+        [*command, json.dumps(request)], capture_output=True, text=True, check=True, env=environment, timeout=3600
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     found: dict[str, float] = json.loads(line.removeprefix("RESULT "))
