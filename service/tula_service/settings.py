@@ -28,7 +28,7 @@ class Settings:
     database: str = _setting("tula.db", "SQLite file, or postgresql+psycopg:// URL.")
     host: str = _setting("127.0.0.1", "Address to listen on; any but loopback needs a token to exist first.")
     port: int = _setting(8321, "Port to listen on; 0 takes a free one.", least=0)
-    workers: int = _setting(1, "Processes that serve; they share nothing but the database.", least=1)
+    workers: int = _setting(1, "Processes that serve; they share the database, metrics and limits.", least=1)
     threads: int = _setting(16, "Requests that a worker works on at once, and its database connections.", least=2)
     max_in_flight: int = _setting(256, "Requests that a worker holds at once; more are told to come back.", least=1)
     max_body_bytes: int = _setting(8 * 2**20, "Largest body as sent.", least=1024)
