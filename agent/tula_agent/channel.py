@@ -31,10 +31,11 @@ class Channel:
     what the store raises (RuntimeError and its kin) when it is gone; callers are under a guard.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, group_store: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
+        self._group_store = group_store  # the first rank may host the store: a destroyed group must not take it along
         self._prefix = prefix
         self._sent = 0
         self._next = [0] * world_size
@@ -94,7 +95,7 @@ def connect(config: AgentConfig, session: int) -> Channel | None:
     if store is None:
         return None
     prefix = f"tula/{config.run_id}/{config.restart}/{session}/"
-    return Channel(store, prefix, dist.get_rank(), dist.get_world_size())
+    return Channel(store, prefix, dist.get_rank(), dist.get_world_size(), _group_store())
 
 
 def _own_client() -> Any:
