@@ -57,7 +57,7 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
     lines = (GRIDS / "step_time.csv").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if line.startswith(("workload", "tf-", "pollux-016"))]
     few.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    assert step_time.main(["--grids", str(few), "--json", str(tmp_path / "out.json")]) == 0
+    assert step_time.main(["--grids", str(few), "--by-source", "--json", str(tmp_path / "out.json")]) == 0
     figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     for key in (
         "regular.adaptive4.median",
@@ -75,7 +75,11 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
     ):
         assert 0.0 <= figures[key] < 10.0, key
     assert 0.0 < figures["fit_ms"] < 1000.0
-    assert "regular grids (2)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "regular grids (2)" in printed
+    assert f"all but pollux ({figures['without.pollux.workloads']:.0f})" in printed
+    assert figures["source.pollux.workloads"] == 1
+    assert figures["source.pollux.regret.time.mean"] == figures["without.tf.regret.time.mean"]
 
 
 def test_memory_of_the_largest_batch_is_predicted_from_the_two_smallest(tmp_path):
