@@ -17,6 +17,7 @@ __all__ = ["DENSE_POINTS", "KneeFinding", "dense_batches", "find_knee"]
 DENSE_POINTS = 129
 _LEAST_RANGE = 4.0
 _LEAST_GAIN = 0.05
+_LEAST_GAIN_OVER_NOISE = 7.0
 _RIPPLE = 0.03
 _POWERS = np.linspace(0.1, 3.0, 30)
 
@@ -54,6 +55,8 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, value: Sequence[f
     fall = 1.0 - y.min()
     if fall < _LEAST_GAIN:
         return KneeFinding(None, f"no knee: the largest batch gains only {100 * max(fall, 0):.1f} % over the smallest.")
+    if fall < _LEAST_GAIN_OVER_NOISE * _noise(values / values[0]):
+        return KneeFinding(None, "no knee: the curve falls no more than its own noise explains.")
     hull = _lower_hull(x, y)
     if not _saturates(x, hull):
         return KneeFinding(None, "no knee: a straight line describes the curve as well as a saturating one.")
@@ -64,6 +67,11 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, value: Sequence[f
         return KneeFinding(None, "no knee: Kneedle finds none on the fitted curve.")
     batch = float(2.0 ** float(located))
     return KneeFinding(batch, f"beyond a global batch of about {batch:.0f} the curve flattens.")
+
+
+def _noise(y: npt.NDArray[np.float64]) -> float:
+    """Standard deviation of independent noise that would bend y as much as it bends (from its second differences)."""
+    return float(np.sqrt(np.mean(np.diff(y, 2) ** 2) / 6.0))
 
 
 def _lower_hull(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
