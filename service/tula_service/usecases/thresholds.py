@@ -145,7 +145,7 @@ def _tuned(
         found = tune_thresholds(
             variability,
             delta=delta,
-            small_batch_size=min(int(small or run.configuration.local_batch_size), largest),
+            small_batch_size=max(1, min(int(small or run.configuration.local_batch_size), largest)),
             global_batch_size=largest,
         )
         free = {"delta": found.delta, "small_batch_size": found.small_batch_size}
@@ -157,9 +157,9 @@ def _tuned(
 
 
 def _last(tx: Transaction, run: RunRecord, column: str) -> float | None:
-    """The newest value that the run reported; agents send these columns only where they change."""
+    """The newest usable value that the run reported; agents send these columns only where they change."""
     _, values = tx.chunks.read(run.key, column)
-    known = values[np.isfinite(values)]
+    known = values[values > 0.0]  # neither NaN nor what no threshold can be
     return float(known[-1]) if known.size else None
 
 
@@ -178,7 +178,7 @@ def _take_back(
     if not changes:
         return None
     started = changes[0][1].version - 1
-    switched = _switches(tx, run)
+    switched = _switches(tx, run, history)
     points = [
         AccuracyPoint(
             int(step),
@@ -206,12 +206,16 @@ def _take_back(
     return replace(found, checkpoint_step=last_good, reason=reason)
 
 
-def _switches(tx: Transaction, run: RunRecord) -> dict[int, int]:
-    """By version, the step at which the run's ranks took it, or a later one, up; agents report it where it changes."""
+def _switches(tx: Transaction, run: RunRecord, history: Sequence[ScalingRecord]) -> dict[int, int]:
+    """By version, the step at which the run's ranks took it, or a later one, up; agents report it where it changes.
+
+    Only of versions that exist: what an agent reports may be any number.
+    """
     steps, versions = tx.chunks.read(run.key, "thresholds_version")
-    known = [(int(step), int(v)) for step, v in zip(steps, versions, strict=True) if math.isfinite(v)]
-    latest = max((version for _, version in known), default=0)
-    return {v: min(step for step, at in known if at >= v) for v in range(1, latest + 1)}
+    known = np.isfinite(versions)
+    steps, newest = steps[known], np.maximum.accumulate(versions[known])
+    found = {record.version: int(np.searchsorted(newest, record.version)) for record in history}
+    return {version: int(steps[at]) for version, at in found.items() if at < steps.size}
 
 
 def _setting_changes(history: Sequence[ScalingRecord], run_id: str) -> list[ScalingRecord]:

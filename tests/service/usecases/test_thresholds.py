@@ -141,6 +141,19 @@ def test_what_the_script_was_given_is_where_tuning_starts(training: tuple[Cluste
     assert tuned.small_batch_size == 32
 
 
+def test_nonsense_that_an_agent_reports_of_its_settings_costs_nothing(
+    training: tuple[Cluster, str, wire.Run],
+) -> None:
+    """A version that never was, and thresholds that cannot be: looked at under the job's lock, so never at length."""
+    cluster, job_id, run = training
+    accuracy = [0.7 + 0.0001 * step for step in range(400)]
+    nonsense = {"thresholds_version": [1e300] * 400, "delta": [-1.0] * 400, "small_batch_size": [0.25] * 400}
+    cluster.report(run, gradient_variability=rough(400, 0.15), validation_accuracy=accuracy, **nonsense)
+    assert current(cluster, job_id, "ags").delta == pytest.approx(0.15, rel=0.15)
+    cluster.report(run, first_step=400, validation_accuracy=accuracy, **nonsense)
+    assert "taken back" not in current(cluster, job_id, "ags").reason
+
+
 def change(cluster: Cluster, job_id: str, of: str | None = None, **body: object) -> wire.ScalingThresholds:
     """What a user sets, for the policy `of`."""
     patch = wire.ScalingPatch.model_validate(body)
