@@ -182,15 +182,18 @@ class Access:
         self._tokenless_until = 0.0
         self._look_again = 0.0
         self._generation: tuple[object, ...] = ()
+        self._changes = 0
 
     def remembered(self, secret: str) -> Principal | None:
         """The principal of a secret that was checked before, None for the one request that has to look; never waits."""
         now = time.monotonic()
+        entry = self._seen.get(secret)
+        if entry is None or entry[0] <= now:
+            return None  # whoever guesses takes no look away from the others
         if now >= self._look_again:
             self._look_again = now + self._cache_s  # the others go on with what is known while this one looks
             return None
-        entry = self._seen.get(secret)
-        return entry[1] if entry is not None and entry[0] > now else None
+        return entry[1]
 
     def has_seen(self, secret: str) -> bool:
         """True for a secret that was right lately: asking for it again is no guess."""
@@ -198,6 +201,7 @@ class Access:
 
     def authenticate(self, secret: str) -> Principal:
         """The principal behind a secret. Raises Unauthenticated when it is unknown, expired or revoked."""
+        changes = self._changes
         try:
             with self._store.reading() as tx:
                 generation = tx.tokens.generation()
@@ -206,10 +210,10 @@ class Access:
             self._look_again = 0.0
             raise
         with self._lock:
-            if generation != self._generation:
-                self._seen.clear()
-                self._tokenless_until = 0.0
-                self._generation = generation
+            if generation != self._generation and changes == self._changes:
+                self._drop(generation)
+            elif generation != self._generation:  # read before a change that is known by now, or after one more
+                self._look_again = 0.0
         now = self._store.now()
         if token is None:
             raise Unauthenticated("This token is unknown: create one with `tula token create`.")
@@ -221,7 +225,7 @@ class Access:
             if trusted_s <= 0:
                 raise Unauthenticated("This token has expired: create one with `tula token create`.")
         principal = Principal(token.name, token.scope, token.id, token.project_id, token.job_id)
-        self._remember(secret, principal, trusted_s)
+        self._remember(secret, principal, trusted_s, generation)
         return principal
 
     def tokenless_now(self) -> Principal | None:
@@ -241,13 +245,19 @@ class Access:
     def forget(self) -> None:
         """Drop everything remembered, after a token was made or revoked here."""
         with self._lock:
-            self._seen.clear()
-            self._tokenless_until = 0.0
+            self._drop(())
 
-    def _remember(self, secret: str, principal: Principal, trusted_s: float) -> None:
+    def _drop(self, generation: tuple[object, ...]) -> None:
+        self._seen.clear()
+        self._tokenless_until = 0.0
+        self._generation = generation
+        self._changes += 1
+
+    def _remember(self, secret: str, principal: Principal, trusted_s: float, generation: tuple[object, ...]) -> None:
         now = time.monotonic()
         with self._lock:
-            self._seen[secret] = (now + trusted_s, principal)
+            if generation == self._generation:  # what was read before a change must not outlive it
+                self._seen[secret] = (now + trusted_s, principal)
             while len(self._seen) > CACHED_TOKENS:
                 self._seen.popitem(last=False)
             token_id = str(principal.token_id)

@@ -18,7 +18,7 @@ from tests.support.server import command
 from tula_service.api.security.scopes import AGENT_MAY, OPEN
 from tula_service.store import Store
 from tula_service.store.access import Tokens
-from tula_service.usecases.access import ANONYMOUS, digest, issue_token
+from tula_service.usecases.access import ANONYMOUS, digest, issue_token, revoke_token
 from tula_wire import MEDIA_TYPE, ProblemType, routes
 
 UNGUARDED = {
@@ -214,6 +214,38 @@ def test_a_remembered_token_costs_no_query_until_it_is_time_to_look(
     for client in clients * 4:
         assert client.get(routes.JOBS).status_code == 200
     assert len(looks) <= len(secrets) + 1
+
+
+def test_what_was_read_before_a_revocation_is_not_remembered_after_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that read its token just before the revocation, and ends after it, is the last one let in."""
+    access, secret = service.app.state.services.access, service.token("user")
+    access._cache_s = 3600.0
+    read = Tokens.by_hash
+
+    def revoked_meanwhile(tokens: Tokens, sha256: str) -> object:
+        found = read(tokens, sha256)
+        monkeypatch.setattr(Tokens, "by_hash", read)
+        assert found is not None
+        revoke_token(service.store, ANONYMOUS, found.id)
+        access.forget()
+        return found
+
+    monkeypatch.setattr(Tokens, "by_hash", revoked_meanwhile)
+    with service.client(secret) as client:
+        client.get(routes.JOBS)
+        assert "revoked" in str(problem(client.get(routes.JOBS), 401)["detail"])
+
+
+def test_guesses_take_no_look_away_from_the_tokens_that_are_known(service: Service) -> None:
+    """Else a flood of wrong tokens would keep a revocation elsewhere from being noticed."""
+    access, secret = service.app.state.services.access, service.token("user")
+    access.authenticate(secret)
+    access._look_again = 0.0
+    assert access.remembered("tula_guess") is None
+    assert access.remembered(secret) is None, "the look is still to be taken"
+    assert access.remembered(secret) is not None
 
 
 def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Service) -> None:
