@@ -23,7 +23,7 @@ class SpikeLimit:
     A gain above 1 turns one bad step into a worse one: without normalization layers the norm can grow a hundredfold
     within three steps, which no average of the past foresees. Only a limit on the step itself does. All ranks hold the
     bits that the all-reduce gave them, so all compute the same factor, as with torch's `clip_grad_norm_`.
-    A gradient with NaN or infinity passes as it is and is not remembered.
+    A gradient with NaN or infinity, or of zeros only, passes as it is and is not remembered.
     """
 
     def __init__(self, limit: float) -> None:
@@ -40,10 +40,11 @@ class SpikeLimit:
         norm = norm_squared([_counted(g) for g in dense]).sqrt()
         usual = torch.zeros_like(norm) if self._usual is None else self._usual.to(norm.device)
         finite, known = torch.isfinite(norm), usual > 0.0
+        tells = finite & (norm > 0.0)  # steps without a gradient would wear the average away, and freeze those to come
         allowed = torch.where(known, self._limit * usual, norm) if shorten else norm
         taken = torch.minimum(norm, allowed)
         blended = torch.where(known, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
-        self._usual = torch.where(finite, blended, usual)
+        self._usual = torch.where(tells, blended, usual)
         too_long = finite & (norm > allowed)
         if not shorten or (norm.is_cpu and not bool(too_long)):
             return  # on a processor asking costs nothing, multiplying by one does

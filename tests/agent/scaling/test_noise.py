@@ -95,6 +95,8 @@ def test_a_gradient_that_is_not_finite_or_zero_passes_and_is_not_remembered():
     assert lengths_after(limit, 0.0, 3.0, 100.0) == pytest.approx([0.0, 3.0, 6.0])
     limit([torch.tensor([math.nan])], shorten=True)
     assert lengths_after(limit, 1.0) == pytest.approx([1.0])
+    rested = SpikeLimit(2.0)
+    assert lengths_after(rested, 3.0, *[0.0] * 200, 3.0)[-1] == pytest.approx(3.0)
 
 
 def test_sparse_gradients_are_left_alone():
