@@ -68,5 +68,5 @@ def to_host(vector: torch.Tensor) -> Arrival:
     host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
     host.copy_(vector, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(vector.device))  # the current device may be another one
     return Arrival(host, event=event)

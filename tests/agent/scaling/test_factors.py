@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tula_agent.scaling import ScalingThresholds
 from tula_agent.scaling.factors import apply_to_gradients, apply_to_updates, factor_from_squares, norm_squared, squares
 from tula_agent.scaling.policy import gradient_variability, is_sensitive, noise_gain, noise_moments, paper_s_max
+from tula_agent.scaling.ranks import to_host
 from tula_agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
 
 GRANULARITIES = ("tensor", "channel", "element")
@@ -159,3 +160,26 @@ def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
 def test_senseless_thresholds_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):
         ScalingThresholds(**{field: value})
+
+
+def test_the_way_to_the_host_is_waited_for_on_the_device_that_the_numbers_are_on(monkeypatch):
+    """A script that sets no current device: another device's stream would say at once that all has arrived."""
+
+    class OnSecond:
+        device, shape, dtype = torch.device("cuda", 1), (2,), torch.float64
+
+    class Host:
+        def copy_(self, vector, non_blocking):
+            assert isinstance(vector, OnSecond)
+            assert non_blocking
+
+    class Event:
+        stream = None
+
+        def record(self, stream):
+            self.stream = stream
+
+    monkeypatch.setattr(torch, "empty", lambda *_args, **_named: Host())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    assert to_host(OnSecond()).event.stream == ("stream of", torch.device("cuda", 1))
