@@ -158,4 +158,4 @@ class Gain:
         self._variability = float(state["variability"])
         self._factor = float(state["factor"])
         if self._spikes is not None:
-            self._spikes.load(state["usual_norm"])
+            self._spikes.load(state.get("usual_norm"))

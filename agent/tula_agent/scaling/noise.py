@@ -68,6 +68,8 @@ class NoiseAverage:
         return dict(vars(self))
 
     def load(self, state: dict[str, float]) -> None:
-        """Inverse of `state`."""
+        """Inverse of `state`; a state from before shares of noise were averaged tells nothing, so it begins anew."""
+        if "slow" not in state:
+            state = vars(NoiseAverage())
         for name, value in state.items():
             setattr(self, name, int(value) if name == "count" else float(value))

@@ -224,7 +224,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         if own is not None:
             self._steps = int(own["steps"])
             self._site.thresholds = ScalingThresholds.from_vector(own["thresholds"])
-            self._restored = own["restored"]
+            self._restored = own.get("restored")
             self._agreement.load(own["agreement"])
             self._gain.load(own["gain"])
             self._gated.load(own["gated"])

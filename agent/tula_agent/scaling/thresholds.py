@@ -76,8 +76,9 @@ class ScalingThresholds:
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
-        """Inverse of `to_vector`."""
-        version, policy, granularity, delta, small, static, s_min, s_max, refresh, restore = slots
+        """Inverse of `to_vector`; the vector of an older checkpoint is shorter by what was not there yet."""
+        missing = [_NOTHING] * (VECTOR_LENGTH - len(slots))
+        version, policy, granularity, delta, small, static, s_min, s_max, refresh, restore = [*slots, *missing]
         return cls(
             version=int(version),
             policy=_POLICIES[int(policy)],
