@@ -62,7 +62,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
             Search(spec.search),
             evidence.candidates,
             evidence.observed,
-            goal=goal_of(spec),
+            goal=goal_of(convert.payable(spec, evidence.memory)),
             budget=_budget(spec, runs),
             prior=cold_start.prior_of(lessons, spec, evidence.candidates, measured=measured),
             collective=Collective(spec.collective),

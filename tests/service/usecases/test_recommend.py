@@ -14,7 +14,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import cold_start, fitting, ledger, predict, recommend, register, thresholds
+from tula_service.usecases import cold_start, fitting, ledger, predict, recommend, register, runs, thresholds
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -181,6 +181,21 @@ def test_a_price_per_gb_hour_waits_for_memory_and_then_counts_every_ranks_peak(
         assert c.memory_bytes is not None
         hours = c.total_time_s.value / 3600
         assert c.cost_usd.value == pytest.approx(hours * c.configuration.world_size * c.memory_bytes.value / 1e9 * 0.1)
+
+
+def test_at_a_price_per_gb_hour_the_plan_goes_on_where_no_run_tells_its_memory(cluster: Cluster) -> None:
+    """What is recommended by node-hours is measured like any other choice."""
+    nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.1}}
+    job_id = cluster.register(spec(objective="cost", cluster=nodes)).job.id
+    request = wire.ClaimRequest(holder="launcher")
+    while (run := runs.claim(cluster.store, ANONYMOUS, job_id, request).run) is not None:
+        cluster.patch(run.id, "running")
+        cluster.send(run, cluster.times(run.configuration, 20))
+        cluster.patch(run.id, "succeeded")
+    chosen = cluster.recommendation(job_id).chosen
+    assert chosen is not None
+    assert chosen.profiled
+    assert "stable" in cluster.job(job_id).plan_reason
 
 
 def test_several_instance_types_compete_in_one_job(cluster: Cluster) -> None:
