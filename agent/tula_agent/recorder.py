@@ -68,7 +68,6 @@ class Recorder:
         self._device_clock: DeviceClock | None = None
         self._begun = False
         self._in_step = False
-        self._handles: list[Any] = []  # of hooks on optimizers
         self._observers: list[Any] = []  # optimizers that probe with the batch
         self._scaled: list[tuple[Any, dict[str, float]]] = []  # optimizers with telemetry, and what they said last
         self._batch_size: int | None = None
@@ -141,7 +140,7 @@ class Recorder:
             if self.leads and hasattr(optimizer, "telemetry"):
                 self._scaled.append((optimizer, {}))
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                optimizer.register_step_pre_hook(self._before_step)
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
@@ -247,13 +246,15 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _let_go(self) -> None:
-        """Hold nothing of the job any more: a model that lives into the interpreter's end can abort it (gloo)."""
+        """Hold nothing of the job any more: a model that lives into the interpreter's end can abort it (gloo).
+
+        Hooks stay and do nothing: the look-out's thread may be here while an optimizer goes through its hooks, and
+        taking one away then raises in the job.
+        """
         if self._splitting is not None:
             self._splitting.end()
-        for handle in self._handles:
-            handle.remove()
         self.models, self.optimizers = [], []
-        self._handles, self._observers, self._scaled = [], [], []
+        self._observers, self._scaled = [], []
         self._splitting = self._noise = self._device_clock = self._poller = None
         self._gradients = GradientReader(self.reporter.rows.add_value)
 
@@ -275,6 +276,8 @@ class Recorder:
             logger.warning("the script uses batches of %d per rank but was told %d: pass it on", size, told)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        if self.finished:
+            return
         with self.guard("gradients"):
             self.timer.optimizer_stepped()
             if self._device_clock is not None:

@@ -139,6 +139,13 @@ def test_ranks_end_with_the_same_bits_whatever_the_loop_does(
     assert {body["rank"] for body in sink.telemetry if "step_time_s" in body["columns"]} == {0}
 
 
+def test_a_run_that_ends_within_a_step_takes_no_hook_from_under_the_optimizer(sink: Sink, launch: Launch) -> None:
+    done = launch("finishes_within_a_step.py")
+    assert done.printed("weight") == ["weight 0.0"]
+    assert sink.states == ["running", "succeeded"]
+    assert "failed" not in done.stderr
+
+
 def test_a_batch_other_than_the_one_told_is_reported_as_it_is(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
     assert "batches of 8 per rank but was told 32" in done.stderr
