@@ -262,6 +262,8 @@ def _towards_choice(
             return Plan((PlannedRun(best, why),), None)
     if chosen is None:
         return Plan((), f"No further run helps: {choice.reason}")
+    if not chosen.measured:
+        return Plan((), "The rest of the budget pays for no run of the choice: it stays a prediction.")
     if goal.objective is Objective.KNEE and choice.knee is None:
         return Plan((), f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}")
     return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
