@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.client.test_client import profile, steps
 from tula_client import Client, ServiceUnreachableError
-from tula_client.cli import commands, units, watch
+from tula_client.cli import commands, jobs, units, watch
 from tula_client.cli.app import run
-from tula_wire import Configuration, Event, Job, JobSpec, RunCreate, RunPatch, TelemetryChunk
+from tula_wire import Configuration, Event, Job, JobPage, JobSpec, RunCreate, RunPatch, TelemetryChunk
 
 Tula = Callable[..., tuple[int, str, str]]
 
@@ -77,6 +78,17 @@ def test_jobs_are_listed_and_shown(tula: Tula, job: str, spec: JobSpec) -> None:
     assert job in out
     _, out, _ = tula("jobs", "list", "--search", "no such name")
     assert "tula tune" in out
+
+
+@pytest.mark.parametrize(("total", "said"), [(999, "1 of 999 jobs"), (1000, "1 of 1000+ jobs")])
+def test_a_total_that_was_not_counted_to_its_end_says_so(total: int, said: str) -> None:
+    listed: dict[str, Any] = {"id": "job-1", "name": "net", "model_name": "net", "state": "ready", "objective": "knee"}
+    listed |= {"created_at": "2026-01-01T00:00:00Z", "runs_done": 3, "runs_planned": 3}
+    page = JobPage.model_validate({"jobs": [listed], "total": total, "next_cursor": "7"})
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(jobs._list_view(page))
+    assert said in capture.get()
 
 
 def test_a_job_shows_what_was_promised_beside_what_came(tula: Tula, job: str, address: str) -> None:
