@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import special
@@ -27,7 +28,7 @@ _QUANTILES = special.stdtrit(_DOF, (np.arange(400) + 0.5) / 400)
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
     """log of time (or cost) of a training up to a constant, shape (n,); large where the goal forbids a candidate.
 
-    Memory is not known yet, so a price per GB counts as if every rank held as much.
+    Memory is not known yet, so a price per GB-hour counts as if every rank held one.
     """
     steps = np.log(model.predict(candidates).mean_s)
     limits, found = goal.limits, np.full(len(candidates), _FORBIDDEN)
@@ -38,7 +39,8 @@ def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: G
         if not (limits.min_global_batch_size or 0) <= c.global_batch_size <= (limits.max_global_batch_size or math.inf):
             continue
         slowdown = spot_slowdown(offer.spot, c.num_nodes)
-        usd = offer.usd_per_s(c) + c.world_size * offer.usd_per_gb_hour if goal.objective is Objective.COST else 1.0
+        by_rank = replace(offer, usd_per_rank_hour=offer.usd_per_rank_hour + offer.usd_per_gb_hour)
+        usd = by_rank.usd_per_s(c) if goal.objective is Objective.COST else 1.0
         if math.isfinite(slowdown):
             found[row] = steps[row] - math.log(c.global_batch_size) + math.log(slowdown * max(usd, 1e-12))
     return found

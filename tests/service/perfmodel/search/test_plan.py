@@ -31,8 +31,10 @@ from tula_service.perfmodel import (
     recommend,
     summarise_steps,
 )
+from tula_service.perfmodel.predict.priors import generic_prior
+from tula_service.perfmodel.predict.step_time import unmeasured_model
 from tula_service.perfmodel.search.design import greedy_design
-from tula_service.perfmodel.search.promise import hopes
+from tula_service.perfmodel.search.promise import hopes, log_value
 
 GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
@@ -177,6 +179,16 @@ def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
     assert hope(1.3, 1.1) < hope(1.3, 1.5)
     # A normal would give a gain at five deviations a chance of one in three million.
     assert hope(np.exp(0.5), np.exp(0.17)) > 1e-4
+
+
+def test_a_gigabyte_hour_of_a_rank_weighs_what_as_dear_a_rank_hour_does():
+    model = unmeasured_model(generic_prior(), GRID)
+    rank, memory, nothing = (
+        log_value(model, GRID, replace(GOAL, offers={"default": Offer(usd_per_node_hour=3.0, **more)}))
+        for more in ({"usd_per_rank_hour": 0.5}, {"usd_per_gb_hour": 0.5}, {})
+    )
+    assert memory == pytest.approx(rank)
+    assert memory - nothing == pytest.approx(np.log(5.0 / 3.0))
 
 
 def test_a_design_spends_its_runs_where_variance_matters():
