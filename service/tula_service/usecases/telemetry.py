@@ -103,7 +103,8 @@ def _read(
         steps, values = tx.chunks.read(run.key, column, rank=rank, first_step=first_step, last_step=last_step)
         if column == _STEP_TIME and column not in available and run.num_samples:
             samples = tx.samples.recent(run.key, limit=_MOST_SAMPLES, rank=rank)
-            wanted = (samples.step >= (first_step or 0)) & (samples.step <= (last_step or np.iinfo(np.int64).max))
+            last = np.iinfo(np.int64).max if last_step is None else last_step
+            wanted = (samples.step >= (first_step or 0)) & (samples.step <= last)
             steps, values = samples.step[wanted], samples.step_time_s[wanted]
     names = sorted({*available, *([_STEP_TIME] if run.num_samples else [])})
     if column not in names:

@@ -257,6 +257,7 @@ class TestReadingBack:
         post(routes.RUN_SAMPLES, batch(3, step_time_s=[0.1, 0.2, 0.3]))
         assert read(service, red, "step_time_s")["values"] == [0.1, 0.2, 0.3]
         assert read(service, red, "step_time_s", first_step=1, last_step=1)["values"] == [0.2]
+        assert read(service, red, "step_time_s", last_step=0)["values"] == [0.1]
 
     def test_a_column_that_is_not_there_says_which_are(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
