@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tula_service.store import JobRecord, Store, Transaction
 from tula_service.usecases import planning, recommend
+from tula_service.usecases.choosing import Answer
 
 __all__ = ["settle"]
 
@@ -25,10 +26,18 @@ def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
             if now.data_version == job.data_version:
-                # Runs that are only planned change no fit: what was found holds for the version that they make.
-                return recommend.publish(tx, planning.commit(tx, now, decided), job.objective, found)
+                planned = planning.commit(tx, now, decided)
+                if not _tried_again(decided, found):
+                    # Runs that are only planned change no fit: what was found holds for the version that they make.
+                    return recommend.publish(tx, planned, job.objective, found)
+                retry_failed = False  # they are planned now, and no longer count as failed: find the answer anew
     with store.transaction() as tx:
         return _under_lock(tx, job_id, retry_failed=retry_failed)
+
+
+def _tried_again(decided: planning.Draft, found: Answer | str) -> bool:
+    """True when runs are planned that the answer took for failed."""
+    return isinstance(found, Answer) and any(new.configuration in found.evidence.unavailable for new in decided.new)
 
 
 def _under_lock(tx: Transaction, job_id: str, *, retry_failed: bool) -> str:

@@ -141,3 +141,19 @@ def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_searc
     assert cluster.job(job_id).state == "ready", "the next claim found the plan due and made it"
     assert cluster.recommendation(job_id).model.num_runs == len(first) + len(rest)
     assert cluster.job(job_id).runs_done == len(first) + len(rest)
+
+
+def test_what_is_tried_again_is_not_recommended_against_as_failed(cluster: Cluster) -> None:
+    wanted = spec(search="full", cluster={"max_nodes": 2})
+    job_id = cluster.register(wanted).job.id
+    request = wire.ClaimRequest(holder="launcher")
+    while (run := runs.claim(cluster.store, ANONYMOUS, job_id, request).run) is not None:
+        if (run.configuration.num_nodes, run.configuration.local_batch_size) == (2, 256):
+            cluster.patch(run.id, "failed")
+        else:
+            cluster.execute(run)
+    again = cluster.register(wanted)
+    assert [run.configuration.local_batch_size for run in again.runs] == [256]
+    with cluster.store.transaction() as tx:
+        tx.jobs.bump(job_id)
+    assert cluster.recommendation(job_id).chosen == again.recommendation.chosen
