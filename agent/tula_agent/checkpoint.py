@@ -151,7 +151,7 @@ def resume(
     exact = all(facts[name] == now[name] or now[name] is None for name in ("world_size", "local_batch_size"))
     consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, now)
     position = run.position
-    position.epoch, position.step = own["epoch"], own["step"]
+    position.epoch, position.step, position.resumed_at = own["epoch"], own["step"], own["step"]
     if exact:
         restore_randomness(own["now"], loader)
     if own["consumed"]:
@@ -180,8 +180,7 @@ def roll_back(
     step = getattr(optimizer, "restore_step", None)
     if step is None:
         return False
-    micro_steps = step * (1 if run.recorder is None else run.recorder.timer.grad_accum_steps)
-    folder = None if _is_sharded(model) else _agreed_newest(_directory(directory), not_after=micro_steps)
+    folder = None if _is_sharded(model) else _agreed_newest(_directory(directory), not_after=_micro_steps(run, step))
     if folder is None:
         logger.warning("scaling settings were taken back, but no whole checkpoint is from step %d or before", step)
         optimizer.roll_back(None)
@@ -203,6 +202,17 @@ def roll_back(
                 shutil.rmtree(later, ignore_errors=True)
     logger.warning("scaling settings were taken back: weights are those of %s again", folder.name)
     return True
+
+
+def _micro_steps(run: Run, step: int) -> int:
+    """The service counts steps of a run from zero, a checkpoint micro-steps from the start of training.
+
+    A run that torchrun restarted has counted from zero twice; then the earlier place is meant.
+    """
+    if run.recorder is None:
+        return run.position.resumed_at + step
+    restarted = run.recorder.config.restart.rpartition("-")[2] != "0"  # the first part: a run of its own
+    return (0 if restarted else run.position.resumed_at) + step * run.recorder.timer.grad_accum_steps
 
 
 def _scaling_of(optimizer: Any) -> list[Any] | None:

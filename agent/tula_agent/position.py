@@ -46,11 +46,15 @@ def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
 
 @dataclass
 class Position:
-    """Passes over the loader that are complete, and batches taken from the one under way."""
+    """Passes over the loader that are complete, and batches taken from the one under way.
+
+    `step` counts those of the process that was resumed from too; they are the first `resumed_at` of them.
+    """
 
     epoch: int = 0
     consumed: int = 0
     step: int = 0
+    resumed_at: int = 0
     at_pass_start: dict[str, Any] = field(default_factory=dict)
     loader: Any = None
     _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None

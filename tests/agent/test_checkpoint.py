@@ -13,6 +13,7 @@ import torch
 from tula_agent import init
 from tula_agent.checkpoint import CheckpointError
 from tula_agent.position import capture_randomness, restore_randomness
+from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
 SHARDED = SCRIPT.with_name("resumable_shards.py")
@@ -84,6 +85,23 @@ def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
     assert kept == ["step-0000000003", "step-0000000004"]
     (tmp_path / kept[-1] / "complete.json").unlink()
     assert init().resume(model, optimizer, directory=tmp_path).step == 3
+
+
+def test_weights_go_back_to_before_a_step_counted_from_the_start_of_a_resumed_run(tmp_path):
+    model, inner = small()
+    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=2))
+    run = init()
+    for _ in run.steps([0, 1, 2, 3]):
+        run.checkpoint(model, optimizer, directory=tmp_path)
+    run = init()
+    assert run.resume(model, optimizer, directory=tmp_path).step == 4
+    for number in run.steps([0.0] * 4 + [1.0, 2.0, 3.0]):
+        torch.nn.init.constant_(model.weight, number)
+        run.checkpoint(model, optimizer, directory=tmp_path)
+    assert run.roll_back(model, optimizer, directory=tmp_path)
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000006"]  # the later one holds the harm
+    assert not run.roll_back(model, optimizer, directory=tmp_path)  # once
 
 
 def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_path):
