@@ -142,7 +142,7 @@ class Jobs(Repository):
         """Jobs newest first; `search` is a case-blind part of the job's or the model's name.
 
         The page starts behind its cursor's key and the total is counted up to `MOST_COUNTED`, so that neither takes
-        longer with the number of jobs.
+        longer with the number of jobs; a search that few match reads the project's part of the index through.
         """
         wanted: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
         if project_id is not None:

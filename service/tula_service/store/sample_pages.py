@@ -32,7 +32,8 @@ class SamplePages(Repository):
     ) -> tuple[list[RowMap], SampleCursor | None]:
         """Rows of a job, process after process, each in its order; and the cursor of the next page, None on the last.
 
-        Every page is read along the primary key, one process at a time, and so costs the same as the first.
+        Every page is read along the primary key, one process at a time, and so costs the same as the first; `warmup`
+        and the steps are no part of that key, so rows that they leave out are read too.
         """
         found: list[RowMap] = []
         for source, sequence in self._sources(job_id, run_id, rank, cursor):
