@@ -20,7 +20,7 @@ demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; unde
 
 test: $(STAMP)  ## every test, nothing skipped
 	tests/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,20 @@ from tests.support.postgres import PostgresServer
 from tula_service.store import Store
 from tula_service.store.schema import upgrade_schema
 
+LONG_FIRST = (
+    "test_crash.py",
+    "tests/e2e/",
+    "tests/test_documents.py",
+    "tests/agent/test_failures_ddp.py",
+    "tests/browser/",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest files first: one that is started last leaves the other worker idle for minutes."""
+    items.sort(key=lambda item: not any(part in str(item.path) for part in LONG_FIRST))
+
 
 def migrate(url: str) -> None:
     """Build the schema, by the migrations and nothing else."""

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from types import TracebackType
@@ -26,6 +27,9 @@ T = TypeVar("T")
 _current: Run | None = None
 _ends_in: int | None = None  # the process that `_process_ends` is registered in
 _watching = False
+_GLOO_LETS_GO_S = 0.05
+"""A pause before the model dies: its end waits, with the GIL, for gloo's threads; one that still lets go of the
+last reduction needs that very GIL, and both would wait for ever."""
 
 
 def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_accum_steps: int | None = None) -> Run:
@@ -281,6 +285,7 @@ def _process_ends(pid: int) -> None:
     if run is not None and os.getpid() == pid:
         run._process_ends()
         if run.recorder is not None:
+            time.sleep(_GLOO_LETS_GO_S)
             del run
             gc.collect()  # a process's first DDP model dies no earlier: an import in its constructor keeps frames
 

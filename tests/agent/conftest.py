@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 from tests.agent.sink import Sink, start
 
 SCRIPTS = Path(__file__).parent / "scripts"
+_PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -82,16 +86,28 @@ class Zygote:
         ]
         self._process.stdin.write(json.dumps({"argv": argv, "processes": processes}) + "\n")
         self._process.stdin.flush()
-        return list(json.loads(self._process.stdout.readline()))
+        self._started: list[int] = list(json.loads(self._process.stdout.readline()))
+        return self._started
 
     def wait(self) -> Done:
-        """Wait for what was started last."""
+        """Wait for what was started last; what hangs is killed, so that one test fails and not all that follow."""
         assert self._process.stdout is not None
-        codes = [os.waitstatus_to_exitcode(status) for status in json.loads(self._process.stdout.readline())]
+        hangs = threading.Timer(_PATIENCE_S, self._kill)
+        hangs.start()
+        try:
+            statuses = json.loads(self._process.stdout.readline())
+        finally:
+            hangs.cancel()
+        codes = [os.waitstatus_to_exitcode(status) for status in statuses]
         out, err = (
             "".join(path.read_text(errors="replace") for path in paths) for paths in zip(*self._files, strict=True)
         )
         return Done(codes[0], out, err, codes)
+
+    def _kill(self) -> None:
+        for child in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
     def close(self) -> None:
         """End it."""

@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import sys
+import time
 import weakref
 
 import torch
@@ -50,6 +51,7 @@ def main() -> None:
     atexit.register(tell, alive, "at exit")  # registered before the agent's own, hence called after it
     alive += train(sys.argv[1] == "finish")
     tell(alive, "after")
+    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
     dist.destroy_process_group()
 
 

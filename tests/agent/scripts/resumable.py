@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ def main() -> None:
     for policy in args.policies:
         train(policy, Path(os.environ["TULA_CHECKPOINT_DIR"]), args)
     if dist.is_initialized():
+        time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
         dist.destroy_process_group()
 
 
