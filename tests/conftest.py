@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from tests.support.clock import ManualClock
 from tests.support.postgres import PostgresServer
 from tula_service.store import Store
 from tula_service.store.schema import upgrade_schema
+
+os.environ.pop("COLUMNS", None)  # commands would print for the width of whose terminal runs the tests
 
 LONG_FIRST = (
     "test_crash.py",

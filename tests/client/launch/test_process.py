@@ -141,7 +141,7 @@ for rank in ranks:
 def test_a_rank_that_has_shown_its_stack_by_itself_is_not_asked_again(tmp_path):
     script = """
 import os, subprocess, sys
-code = "import os, time\\nprint('tula: stack of rank', os.environ['SHOWN'], '(up)', flush=True)\\ntime.sleep(600)"
+code = "import os, time\\nos.write(1, b'tula: stack of rank %s (up)\\\\n' % os.environb[b'SHOWN'])\\ntime.sleep(600)"
 for rank in range(2):
     subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank), "SHOWN": str(rank or 9)})
 os.wait()
