@@ -8,6 +8,12 @@ from tests.support.server import make_token
 from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
 
+# One statement, so one snapshot: between two, a server may commit.
+_COUNTED_AND_STORED = (
+    "SELECT runs.num_samples, step_samples.rank, step_samples.sequence"
+    " FROM runs LEFT JOIN step_samples ON step_samples.run_key = runs.key WHERE runs.kind = 'train'"
+)
+
 
 @dataclass
 class Prepared:
@@ -23,13 +29,13 @@ class Prepared:
         store = Store.open(self.database)
         try:
             with store.reading() as tx:
-                samples = tx.connection.exec_driver_sql("SELECT rank, sequence FROM step_samples").all()
+                rows = tx.connection.exec_driver_sql(_COUNTED_AND_STORED).all()
                 chunks = tx.connection.exec_driver_sql("SELECT rank, sequence FROM telemetry_chunks").all()
-                counted = tx.runs.get(self.run_id).num_samples
         finally:
             store.close()
-        assert counted == len(samples), "the run's counter and its rows are stored together"
-        return [(rank, number) for rank, number in samples], [(rank, number) for rank, number in chunks]
+        samples = [(rank, number) for _, rank, number in rows if rank is not None]
+        assert {count for count, *_ in rows} == {len(samples)}, "the run's counter and its rows are stored together"
+        return samples, [(rank, number) for rank, number in chunks]
 
 
 def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
