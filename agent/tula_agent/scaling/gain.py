@@ -107,6 +107,8 @@ class Gain:
         gradients = site.gradients()
         if site.tap.armed and (site.ranks.size > 1 or site.tap.read().parts >= 2):
             return encode_tap(site.tap, gradients, site.ranks.size, site.parameters()[0].device)
+        if site.source != "probe" and self.wants(step) is None:
+            return None  # between two measured steps: nothing was tapped, and nothing is to be probed instead
         if not site.may_probe:
             if step == 0 and site.ranks.size == 1:
                 _LOG.warning(
