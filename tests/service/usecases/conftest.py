@@ -12,3 +12,11 @@ from tula_service.store import Store
 def cluster(sqlite_store: Store) -> Cluster:
     """A cluster whose truth is `overlapping`."""
     return Cluster(sqlite_store)
+
+
+@pytest.fixture
+def profiled(cluster: Cluster) -> tuple[Cluster, str]:
+    """A job whose plan is done."""
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    return cluster, job_id

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import sqlalchemy as sa
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import cold_start, fitting, ledger, predict, recommend, register, runs, thresholds
+from tula_service.usecases import fitting, recommend, runs, thresholds
 from tula_service.usecases.access import ANONYMOUS
-
-
-@pytest.fixture
-def profiled(cluster: Cluster) -> tuple[Cluster, str]:
-    """A job whose plan is done."""
-    job_id = cluster.register().job.id
-    cluster.work(job_id)
-    return cluster, job_id
 
 
 def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
@@ -260,91 +247,6 @@ def test_a_type_with_lessons_does_not_lend_its_certainty_to_one_without(cluster:
     assert width["strange"] > 1.5 * width["known"]
 
 
-def test_the_ledger_keeps_every_recommendation_and_cannot_be_changed(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    before = ledger.entries(cluster.store, ANONYMOUS, job_id).entries
-    assert [entry.basis for entry in before][-1] == "prior"
-    assert before[0].recommendation_id == cluster.recommendation(job_id).id
-    patch = wire.JobPatch(prices={"default": wire.Price(usd_per_node_hour=6.0)})
-    register.change(cluster.store, ANONYMOUS, job_id, patch)
-    after = ledger.entries(cluster.store, ANONYMOUS, job_id).entries
-    assert after[1:] == before
-    assert after[0].prices["default"]["usd_per_node_hour"] == 6.0  # type: ignore[index]
-    with pytest.raises(sa.exc.DatabaseError), cluster.store.transaction() as tx:
-        tx.connection.execute(sa.text("UPDATE ledger SET basis = 'profiled'"))
-
-
-def test_training_is_put_beside_its_prediction_and_widens_what_was_too_narrow(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    chosen = cluster.recommendation(job_id).chosen
-    assert chosen is not None
-    width = chosen.step_time_s.high / chosen.step_time_s.low
-    for _ in range(4):
-        run = cluster.train(job_id, chosen.configuration)
-        cluster.send(run, [1.3 * overlapping(chosen.configuration)] * 4)
-        cluster.patch(run.id, "succeeded")
-    entries = [entry for entry in ledger.entries(cluster.store, ANONYMOUS, job_id).entries if entry.run_id]
-    assert len(entries) == 4
-    newest = entries[-1]
-    assert newest.measured_step_time_s == pytest.approx(1.3 * overlapping(chosen.configuration))
-    assert newest.predicted_step_time_s is not None
-    assert newest.error == pytest.approx(newest.measured_step_time_s / newest.predicted_step_time_s.value - 1)
-    assert newest.within_interval is False
-    assert cluster.job(job_id).prediction_error is not None
-    other = cluster.register(spec(epochs=2)).job.id
-    cluster.work(other)
-    again = cluster.recommendation(other).candidates
-    (same,) = [c for c in again if c.configuration == chosen.configuration]
-    assert same.step_time_s.high / same.step_time_s.low > width
-
-
-def test_training_is_put_beside_the_recommendation_that_it_follows_whoever_asked_last(
-    profiled: tuple[Cluster, str],
-) -> None:
-    cluster, job_id = profiled
-    own, other = cluster.recommendation(job_id), cluster.recommendation(job_id, "cost")
-    assert own.chosen is not None
-    assert other.chosen is not None
-    assert own.chosen.configuration != other.chosen.configuration
-    for followed in (own, other):
-        run = cluster.train(job_id, followed.chosen.configuration)  # type: ignore[union-attr]
-        cluster.send(run, [overlapping(run.configuration)] * 4)
-        cluster.patch(run.id, "succeeded")
-    kept = ledger.entries(cluster.store, ANONYMOUS, job_id).entries
-    assert {e.recommendation_id for e in kept if e.run_id is not None} == {own.id, other.id}
-    neither = next(
-        c.configuration
-        for c in own.candidates
-        if c.configuration not in {own.chosen.configuration, other.chosen.configuration}
-    )
-    run = cluster.train(job_id, neither)
-    cluster.send(run, [overlapping(run.configuration)] * 4)
-    cluster.patch(run.id, "succeeded")
-    assert all(e.run_id != run.id for e in ledger.entries(cluster.store, ANONYMOUS, job_id).entries)
-
-
-def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
-    profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, job_id = profiled
-    chosen = cluster.recommendation(job_id).chosen
-    assert chosen is not None
-    promised = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0].predicted_step_time_s
-    assert promised is not None
-    # Had the promise been twice as wide as the model's own, the pair kept must be half as wide: else widening undoes
-    # itself as soon as widened promises come true.
-    monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
-    run = cluster.train(job_id, chosen.configuration)
-    cluster.send(run, [overlapping(chosen.configuration)] * 4)
-    cluster.patch(run.id, "succeeded")
-    with cluster.store.reading() as tx:
-        job = tx.jobs.get(job_id)
-        ((value, low, high, measured),) = cold_start.lessons_of(tx, job, fitting.spec_of(job)).pairs
-    assert (value, measured) == pytest.approx((promised.value, overlapping(chosen.configuration)))
-    assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
-    assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)
-
-
 def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     unknown = cluster.recommendation(job_id, "time_to_quality")
@@ -361,85 +263,3 @@ def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profi
     base = min(known.candidates, key=lambda c: c.global_batch_size)
     assert base.statistical_efficiency == pytest.approx(1.0)
     assert all(c.statistical_efficiency is not None and c.statistical_efficiency <= 1 for c in known.candidates)
-
-
-def ask(cluster: Cluster, job_id: str, **question: Any) -> wire.Predictions:
-    """A what-if."""
-    return predict.predictions(cluster.store, ANONYMOUS, job_id, predict.WhatIf(**question))
-
-
-def test_a_what_if_answers_for_what_was_never_a_candidate(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    (found,) = ask(cluster, job_id, num_nodes=[3], local_batch_size=[48]).candidates
-    assert found.global_batch_size == 3 * 2 * 48
-    truth = overlapping(found.configuration)
-    assert found.step_time_s.low < truth < found.step_time_s.high
-    (outside,) = ask(cluster, job_id, num_nodes=[32], local_batch_size=[48]).candidates
-    assert outside.extrapolated
-    width = outside.step_time_s.high / outside.step_time_s.low
-    assert width > found.step_time_s.high / found.step_time_s.low
-
-
-def test_a_what_if_grid_price_and_deadline_replace_the_jobs_own(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    grid = ask(cluster, job_id, num_nodes=[1, 2, 4], global_batch_size=[256, 512])
-    assert {(c.configuration.num_nodes, c.global_batch_size) for c in grid.candidates} == {
-        (n, b) for n in (1, 2, 4) for b in (256, 512)
-    }
-    dear = ask(cluster, job_id, num_nodes=[1], local_batch_size=[32], usd_per_node_hour=6.0, deadline_s=1e-3)
-    (plain,) = ask(cluster, job_id, num_nodes=[1], local_batch_size=[32]).candidates
-    assert plain.cost_usd is not None
-    assert dear.candidates[0].cost_usd is not None
-    assert dear.candidates[0].cost_usd.value == pytest.approx(2 * plain.cost_usd.value)
-    assert "deadline" in (dear.candidates[0].excluded_by or "") or " s" in (dear.candidates[0].excluded_by or "")
-
-
-@pytest.mark.parametrize(
-    ("question", "field"),
-    [
-        ({"global_batch_size": [512], "local_batch_size": [32]}, "local_batch_size"),
-        ({"num_nodes": [3], "global_batch_size": [7]}, "global_batch_size"),
-        ({"instance_type": ["p4d"]}, "instance_type"),
-        ({"usd_per_node_hour": float("nan")}, "usd_per_node_hour"),
-        ({"deadline_s": float("inf")}, "deadline_s"),
-        ({"num_nodes": list(range(1, 50)), "local_batch_size": list(range(1, 50))}, "num_nodes"),
-    ],
-)
-def test_a_question_without_an_answer_is_refused_by_field(
-    profiled: tuple[Cluster, str], question: dict[str, Any], field: str
-) -> None:
-    cluster, job_id = profiled
-    with pytest.raises(InvalidInput) as caught:
-        ask(cluster, job_id, **question)
-    assert caught.value.field == field
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(nodes=st.integers(1, 16), batch=st.integers(1, 512))
-def test_every_prediction_lies_inside_its_own_interval(profiled: tuple[Cluster, str], nodes: int, batch: int) -> None:
-    cluster, job_id = profiled
-    (found,) = ask(cluster, job_id, num_nodes=[nodes], local_batch_size=[batch]).candidates
-    for value in (found.step_time_s, found.total_time_s, found.cost_usd):
-        assert value is not None
-        assert 0 < value.low <= value.value <= value.high < float("inf")
-
-
-def test_what_if_reads_only(profiled: tuple[Cluster, str], sqlite_store: Store) -> None:
-    cluster, job_id = profiled
-    with sqlite_store.reading() as tx:
-        before = tx.jobs.data_version(job_id)
-    ask(cluster, job_id)
-    with sqlite_store.reading() as tx:
-        assert tx.jobs.data_version(job_id) == before
-
-
-def test_samples_that_say_the_same_do_not_fill_the_ledger(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    chosen = cluster.recommendation(job_id).chosen
-    assert chosen is not None
-    run = cluster.train(job_id, chosen.configuration)
-    before = len(ledger.entries(cluster.store, ANONYMOUS, job_id).entries)
-    for _ in range(6):
-        cluster.send(run, cluster.times(run.configuration, 20))
-        cluster.recommendation(job_id)
-    assert len(ledger.entries(cluster.store, ANONYMOUS, job_id).entries) <= before + 1
