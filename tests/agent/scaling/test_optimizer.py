@@ -358,6 +358,21 @@ def test_a_probe_changes_nothing_but_the_factor():
         assert torch.equal(quiet, probed)
 
 
+def test_between_measured_steps_nothing_is_probed():
+    """Micro-steps tell the noise where they are tapped; a model and a loss at hand are no reason to pay for more."""
+    probed = []
+
+    def counted(module: nn.Module, batch) -> torch.Tensor:
+        probed.append(batch)
+        return loss_of(module, batch)
+
+    model = network()
+    optimizer = TulaOptimizer(sgd(model), model=model, loss=counted, measure_every=4, global_batch_size=32)
+    train(optimizer, model, batches(6))
+    assert optimizer.telemetry()["scale"] > 1.0
+    assert not probed
+
+
 def test_what_cannot_be_wrapped_is_refused_in_one_sentence():
     model = network()
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
