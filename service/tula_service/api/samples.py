@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from tula_service.api.bodies import RawBody, parse, request_body
 from tula_service.api.deps import Caller, Current
-from tula_service.usecases.samples import list_samples
+from tula_service.usecases.samples import SampleFilter, list_samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
 __all__ = ["router"]
@@ -39,15 +39,5 @@ def get_samples(
     limit: Annotated[int, Query(ge=1, le=5000)] = 500,
 ) -> SamplePage:
     """Samples of a job as they were stored, process after process."""
-    return list_samples(
-        have.store,
-        caller,
-        job_id,
-        run_id=run_id,
-        rank=rank,
-        warmup=warmup,
-        first_step=first_step,
-        last_step=last_step,
-        cursor=cursor,
-        limit=limit,
-    )
+    wanted = SampleFilter(run_id, rank, warmup, first_step, last_step)
+    return list_samples(have.store, caller, job_id, wanted, cursor=cursor, limit=limit)

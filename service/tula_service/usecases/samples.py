@@ -7,11 +7,11 @@ from typing import Final
 
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.store.sample_pages import SampleCursor
+from tula_service.store.sample_pages import SampleCursor, SampleFilter
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import SamplePage, StepSample
 
-__all__ = ["list_samples"]
+__all__ = ["SampleFilter", "list_samples"]
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -20,31 +20,18 @@ def list_samples(
     store: Store,
     principal: Principal,
     job_id: str,
+    wanted: SampleFilter,
     *,
-    run_id: str | None = None,
-    rank: int | None = None,
-    warmup: bool | None = None,
-    first_step: int | None = None,
-    last_step: int | None = None,
     cursor: str | None = None,
     limit: int = 500,
 ) -> SamplePage:
     """Samples of a job's runs, process after process. Raises NotFound, and InvalidInput for a cursor that is none."""
     after = None if cursor is None else _parsed(cursor)
-    if run_id is not None and not run_id.isprintable():
+    if wanted.run_id is not None and not wanted.run_id.isprintable():
         raise InvalidInput("run_id holds characters that no id has: use one of the job's runs.", field="run_id")
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        rows, following = tx.sample_pages.page(
-            job_id,
-            run_id=run_id,
-            rank=rank,
-            warmup=warmup,
-            first_step=first_step,
-            last_step=last_step,
-            cursor=after,
-            limit=limit,
-        )
+        rows, following = tx.sample_pages.page(job_id, wanted, cursor=after, limit=limit)
     samples = [StepSample(**{name: row[name] for name in StepSample.model_fields}) for row in rows]
     return SamplePage(samples=samples, next_cursor=None if following is None else f"{following[0]}-{following[1]}")
 

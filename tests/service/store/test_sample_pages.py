@@ -8,7 +8,7 @@ from tests.service.store.examples import a_job, a_run, samples
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.store import Store
 from tula_service.usecases.access import ANONYMOUS, Principal
-from tula_service.usecases.samples import list_samples
+from tula_service.usecases.samples import SampleFilter, list_samples
 from tula_wire import StepSample
 
 ROWS = 7
@@ -35,7 +35,8 @@ def everything(store: Store, job_id: str, *, limit: int, **narrowed: object) -> 
     found: list[StepSample] = []
     cursor: str | None = None
     while True:
-        page = list_samples(store, ANONYMOUS, job_id, cursor=cursor, limit=limit, **narrowed)  # type: ignore[arg-type]
+        wanted = SampleFilter(**narrowed)  # type: ignore[arg-type]
+        page = list_samples(store, ANONYMOUS, job_id, wanted, cursor=cursor, limit=limit)
         assert len(page.samples) <= limit
         found += page.samples
         cursor = page.next_cursor
@@ -78,7 +79,7 @@ def test_strangers_and_nonsense_are_refused(store: Store, filled: tuple[str, lis
     job_id, _ = filled
     stranger = Principal("stranger", "user", project_id="elsewhere")
     with pytest.raises(NotFound):
-        list_samples(store, stranger, job_id)
+        list_samples(store, stranger, job_id, SampleFilter())
     for cursor in ("", "1", "1-", "-1-2", "1-2-3", "x-y", "9" * 19 + "-1"):
         with pytest.raises(InvalidInput, match="next_cursor"):
-            list_samples(store, ANONYMOUS, job_id, cursor=cursor)
+            list_samples(store, ANONYMOUS, job_id, SampleFilter(), cursor=cursor)
