@@ -6,6 +6,7 @@ from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, 
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.events import Event, EventKind
 from tula_wire.jobs import (
+    JOBS_COUNTED,
     BatchSpec,
     ClusterSpec,
     DatasetSpec,
@@ -55,6 +56,7 @@ from tula_wire.telemetry import COLUMNS, TelemetryAccepted, TelemetryChunk, Tele
 __all__ = [
     "COLUMNS",
     "DEFAULT_INSTANCE_TYPE",
+    "JOBS_COUNTED",
     "MAX_STEPS",
     "MEDIA_TYPE",
     "Basis",

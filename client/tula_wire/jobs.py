@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
@@ -13,6 +13,7 @@ from tula_wire.recommendations import Recommendation
 from tula_wire.runs import Run
 
 __all__ = [
+    "JOBS_COUNTED",
     "BatchSpec",
     "ClusterSpec",
     "Collective",
@@ -32,6 +33,9 @@ __all__ = [
     "Search",
     "SpotPrice",
 ]
+
+JOBS_COUNTED: Final = 1000
+"""A list of jobs counts no further, so that it takes no longer however many there are: so many may be more."""
 
 Objective = Literal["time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
@@ -185,7 +189,9 @@ class JobPage(WireModel):
     """One page of jobs; `next_cursor` is None on the last."""
 
     jobs: list[JobSummary]
-    total: int = Field(description="How many match; counted up to 1,000, so 1,000 means at least so many.")
+    total: int = Field(
+        description=f"How many match; counted up to {JOBS_COUNTED:,}, so {JOBS_COUNTED:,} means at least so many."
+    )
     next_cursor: str | None = None
 
 

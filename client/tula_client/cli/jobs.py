@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -13,12 +13,9 @@ from tula_client.cli.exits import UsageError
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit, table
 from tula_client.handle import all_runs, find_job
-from tula_wire import Job, JobPage, JobState, Ledger, LedgerEntry, Run
+from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
 
 __all__ = ["add_to", "job_view"]
-
-_MOST_COUNTED: Final = 1000
-"""The service counts no further, so that so many may be more."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -167,6 +164,6 @@ def _list_view(page: JobPage) -> RenderableType:
     shown = table(["id", "name", "state", ">runs", "recommended", ">training", ">cost"], rows)
     if page.next_cursor is None:
         return shown
-    total = f"{page.total}{'+' if page.total >= _MOST_COUNTED else ''}"
+    total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"
     rest = f"{len(page.jobs)} of {total} jobs: go on with --cursor {page.next_cursor}"
     return Group(shown, Text(rest, style="dim"))

@@ -17,7 +17,7 @@ from tula_service.dashboard.templating import render
 from tula_service.usecases import events, ledger, recommend, register, runs
 from tula_service.usecases.access import visible_tokens
 from tula_service.usecases.projects import visible_projects
-from tula_wire import Candidate, JobState, Objective, Recommendation, read
+from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
 __all__ = ["router"]
 
@@ -55,6 +55,7 @@ def jobs_page(
         here,
         "jobs.html",
         page=page,
+        counted=JOBS_COUNTED,
         search=search,
         state_wanted=wanted or "",
         archived=archived,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -14,9 +14,8 @@ from tula_service.store._base import Repository, RowMap, configuration_from, con
 from tula_service.store.records import JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 
-__all__ = ["MOST_COUNTED", "Jobs"]
+__all__ = ["Jobs"]
 
-MOST_COUNTED: Final = 1000
 """A list's total is exact below this; where it is reached there may be more."""
 
 _UPDATABLE = frozenset(
@@ -138,10 +137,11 @@ class Jobs(Repository):
         include_archived: bool = False,
         cursor: int | None = None,
         limit: int = 50,
+        count_up_to: int | None = None,
     ) -> JobPage:
         """Jobs newest first; `search` is a case-blind part of the job's or the model's name.
 
-        The page starts behind its cursor's key and the total is counted up to `MOST_COUNTED`, so that neither takes
+        The page starts behind its cursor's key and the total is counted up to `count_up_to`, so that neither takes
         longer with the number of jobs; a search that few match reads the project's part of the index through.
         """
         wanted: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
@@ -155,7 +155,7 @@ class Jobs(Repository):
             wanted.append(jobs.c.state.in_(states))
         elif not include_archived:
             wanted.append(jobs.c.state != "archived")
-        some = sa.select(sa.literal(1)).select_from(jobs).where(*wanted).limit(MOST_COUNTED).subquery("some")
+        some = sa.select(sa.literal(1)).select_from(jobs).where(*wanted).limit(count_up_to).subquery("some")
         total = self._connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one()
         page = sa.select(jobs).where(*wanted).order_by(jobs.c.key.desc()).limit(limit + 1)
         if cursor is not None:

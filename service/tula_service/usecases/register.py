@@ -93,6 +93,7 @@ def list_jobs(
             include_archived=include_archived,
             cursor=parse_cursor(cursor),
             limit=limit,
+            count_up_to=wire.JOBS_COUNTED,
         )
     return wire.JobPage(
         jobs=[shown.job_summary(job) for job in page.jobs],
