@@ -105,8 +105,8 @@ def demonstrate(folder: Path, output: Path, epochs: int) -> None:
             "run", "digits", "--launcher", "torchrun", "--method", "ags", *work, "--", *SCRIPT, "--epochs", str(epochs)
         )
         trained = next(run for run in job.runs() if run.kind == "train")
-        log = folder / "work" / job.id / "logs" / f"{trained.id}.log"
-        told = [line for line in log.read_text().splitlines() if line.startswith("epoch")]
+        logs = (folder / "work" / job.id / "logs").glob(f"{trained.id}*.log")  # one for each start of the run
+        told = [line for log in sorted(logs) for line in log.read_text().splitlines() if line.startswith("epoch")]
         say("\n".join([*told[4:-1:5], *told[-1:]]))
         if trained.step_time_s is not None:
             say(f"Measured over the training: {units.seconds(trained.step_time_s)} a step.")
