@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of the demonstration leaves no process and no file behind."""
+"""The demonstration goes through to its curve, and Ctrl-C in its middle leaves no process and no file behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +52,15 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
     assert not commands_holding(folder[1])
     assert not Path(folder[1]).exists()
     assert not output.exists()
+
+
+@pytest.mark.timeout(600)
+def test_the_whole_demonstration_trains_what_it_recommends_and_draws_the_curve(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.demo", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=590, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told_then_measured = re.findall(r"^\d nodes?, global batch .* (?:yes|no) *$", done.stdout, re.MULTILINE)
+    assert len(told_then_measured) == 2
+    assert re.search(r"^epoch 20: global batch \d+, test accuracy 0\.\d+$", done.stdout, re.MULTILINE)
+    assert "Measured over the training" in done.stdout
+    assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
