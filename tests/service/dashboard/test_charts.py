@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -91,9 +92,64 @@ def test_tradeoff_names_what_coincides_once() -> None:
 def test_no_knee_no_rule() -> None:
     with_knee = charts.job_chart("tradeoff", models.job(), models.recommendation(), models.ledger())
     without = charts.job_chart("tradeoff", models.job(), models.recommendation(knee=False), models.ledger())
-    assert with_knee["datasets"]["knee"] == [{"batch": 900.0, "label": "knee"}]
-    assert without["datasets"]["knee"] == []
+    assert with_knee["datasets"]["rules"] == [{"batch": 900.0, "label": "knee", "place": 0}]
+    assert without["datasets"]["rules"] == []
     assert len(without["layer"]) == len(with_knee["layer"]) - 3  # the rule, its label and the label's outline
+
+
+def ruled(sensible: int | None, *, knee: float | None = 900.0) -> charts.Spec:
+    """The trade-off where more than `sensible` examples hardly help a step and the knee is at `knee`."""
+    found = models.recommendation(knee=knee is not None)
+    told = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}
+    return charts.job_chart("tradeoff", models.job(), found.model_copy(update=told), models.ledger())
+
+
+@pytest.mark.parametrize("sensible", [32, 700, 900, 1000, 1800, 4096])
+def test_the_largest_sensible_batch_is_ruled_beside_the_knee_and_no_label_covers_another(sensible: int) -> None:
+    spec = ruled(sensible)
+    rules = {row["label"]: row for row in spec["datasets"]["rules"]}
+    if sensible == 900:
+        assert [(row["batch"], row["label"]) for row in rules.values()] == [(900.0, "knee, largest sensible batch")]
+    else:
+        assert {label: row["batch"] for label, row in rules.items()} == {
+            "knee": 900,
+            "largest sensible batch": sensible,
+        }
+    drawn = [
+        (layer["mark"], row)
+        for layer in spec["layer"]
+        for row in spec["datasets"]["rules"]
+        if layer.get("data") == {"name": "rules"}
+        and layer["transform"] == [{"filter": f"datum.place === {row['place']}"}]
+    ]
+    assert sum(mark["type"] == "rule" for mark, _ in drawn) == len(rules)
+    texts = [(mark, row) for mark, row in drawn if mark["type"] == "text" and "style" not in mark]
+    boxes = [text_box(mark, row, frame=440.0) for mark, row in texts]
+    for left, _, right, _ in boxes:
+        assert 0 <= left < right <= 440
+    for one, other in itertools.combinations(boxes, 2):
+        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+    assert "largest sensible batch" in compiles(spec)
+
+
+def text_box(mark: charts.Spec, row: charts.Spec, *, frame: float) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of an italic label of 11 points in a frame of batches from 32 to 4096."""
+    x = frame * math.log2(row["batch"] / 32) / math.log2(4096 / 32) + mark["dx"]
+    wide = 5.5 * len(row["label"])
+    return (
+        (x - wide, mark["y"], x, mark["y"] + 12)
+        if mark["align"] == "right"
+        else (x, mark["y"], x + wide, mark["y"] + 12)
+    )
+
+
+def test_a_largest_sensible_batch_outside_the_frame_is_said_and_stretches_nothing() -> None:
+    for outside in (8, 100_000):
+        spec = ruled(outside)
+        assert [row["label"] for row in spec["datasets"]["rules"]] == ["knee"]
+        assert f"largest sensible batch {outside:,}" in spec["title"]["subtitle"]
+    assert "sensible" not in ruled(None)["title"]["subtitle"]
+    assert [row["label"] for row in ruled(700, knee=None)["datasets"]["rules"]] == ["largest sensible batch"]
 
 
 def test_cost_without_prices_is_explained_and_the_surface_shows_time() -> None:

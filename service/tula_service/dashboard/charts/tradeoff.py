@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -40,6 +41,10 @@ _FRAME = 440.0
 """Width for which labels are placed, points: a chart of the page is about as wide."""
 _PLACES = (("left", 12, -11), ("right", -12, -11), ("left", 12, 15), ("right", -12, 15))
 """Where a label may stand beside its point: alignment, dx and dy, the best place first."""
+_RULE_PLACES = (("left", 5, 2), ("right", -5, 2), ("left", 5, 18), ("right", -5, 18))
+"""Where a label may stand beside its upright rule: alignment, dx and y, the best place first."""
+_Box = tuple[float, float, float, float]
+"""Left, top, right and bottom of a label in the frame, points."""
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
@@ -62,7 +67,8 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     allowed = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded === ''")
     refused = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded !== ''")
     tooltip = _tooltip(unit)
-    marked = _landmark_rows(recommendation, quantity, unit, rows)
+    ruled, taken = _rule_rows(recommendation, rows)
+    marked = _landmark_rows(recommendation, quantity, unit, rows, taken)
     layers = [
         *_limits(job, quantity, rows, unit),
         allowed.mark_area(opacity=0.14, tooltip=None)
@@ -79,15 +85,16 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
             fill=alt.condition("datum.profiled", colour, alt.value("transparent")),
             tooltip=tooltip,
         ),
-        *_landmark_layers(recommendation, marked),
+        *_rule_layers(ruled),
+        *_landmark_layers(marked),
     ]
     chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
     datasets = {
         "candidates": rows,
         "landmarks": marked,
-        "knee": _knee_rows(recommendation),
+        "rules": ruled,
     }
-    return finish(chart, title, _subtitle(recommendation), datasets)
+    return finish(chart, title, _subtitle(recommendation, rows), datasets)
 
 
 def _scale(rows: list[Row], positive: bool) -> alt.Scale:
@@ -165,14 +172,21 @@ def _limits(job: Job, quantity: Quantity, rows: list[Row], unit: Unit) -> list[A
     return shades
 
 
-def _landmark_layers(recommendation: Recommendation, marked: list[Row]) -> list[Any]:
-    base = alt.Chart(alt.NamedData("landmarks"))
-    knee = alt.Chart(alt.NamedData("knee"))
+def _rule_layers(ruled: list[Row]) -> list[Any]:
+    """Upright rules: the knee, and where gradient noise says that more examples hardly help a step."""
+    base = alt.Chart(alt.NamedData("rules"))
     layers: list[Any] = []
-    if recommendation.knee.found and recommendation.knee.global_batch_size:
-        layers.append(knee.mark_rule(strokeDash=[4, 4], strokeWidth=1.5, color=FAINT).encode(x="batch:Q"))
-        text = knee.encode(x="batch:Q", text="label:N")
-        layers += outlined(text, align="left", baseline="top", dx=5, y=2, fontStyle="italic")
+    for place in sorted({row["place"] for row in ruled}):
+        align, dx, y = _RULE_PLACES[place]
+        here = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q")
+        layers.append(here.mark_rule(strokeDash=[4, 4], strokeWidth=1.5, color=FAINT))
+        layers += outlined(here.encode(text="label:N"), align=align, baseline="top", dx=dx, y=y, fontStyle="italic")
+    return layers
+
+
+def _landmark_layers(marked: list[Row]) -> list[Any]:
+    base = alt.Chart(alt.NamedData("landmarks"))
+    layers: list[Any] = []
     layers.append(
         base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q")
     )
@@ -183,7 +197,9 @@ def _landmark_layers(recommendation: Recommendation, marked: list[Row]) -> list[
     return layers
 
 
-def _landmark_rows(recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row]) -> list[Row]:
+def _landmark_rows(
+    recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row], taken: list[_Box]
+) -> list[Row]:
     merged: dict[tuple[int, float, str], list[str]] = {}
     # Where a configuration is offered at both prices, the line shows the lower: a landmark beside it says which it is.
     offers = [candidate.configuration for candidate in recommendation.candidates]
@@ -197,54 +213,80 @@ def _landmark_rows(recommendation: Recommendation, quantity: Quantity, unit: Uni
     marked: list[Row] = []
     for (batch, value, price), names in merged.items():
         marked.append({"batch": batch, "value": value, "label": ", ".join(names) + price})
-    _place(marked, rows)
+    _place(marked, rows, taken)
     return marked
 
 
-def _place(marked: list[Row], rows: list[Row]) -> None:
+def _place(marked: list[Row], rows: list[Row], ruled: list[_Box]) -> None:
     """Give each label a place inside the frame where it covers no other label and no other landmark."""
-    left, right = (math.log2(end(row["batch"] for row in rows)) for end in (min, max))
     bottom, top = _reach(rows)
     height = math.log if bottom > 0 else float
     spots = [
         (
-            _FRAME * (math.log2(row["batch"]) - left) / max(right - left, 1e-9),
+            _across(row["batch"], rows),
             HEIGHT * (height(top) - height(row["value"])) / max(height(top) - height(bottom), 1e-9),
         )
         for row in marked
     ]
-    taken: list[tuple[float, float, float, float]] = []
+    taken = list(ruled)
     for row, (x, y) in zip(marked, spots, strict=True):
-        wide = 6.6 * len(row["label"])
-        boxes = [
-            (
-                x + dx - (wide if align == "right" else 0),
-                y + dy - 7,
-                x + dx + (0 if align == "right" else wide),
-                y + dy + 7,
-            )
-            for align, dx, dy in _PLACES
-        ]
+        boxes = [_box(row["label"], align, x + dx, y + dy) for align, dx, dy in _PLACES]
         others = [(a - 8, b - 8, a + 8, b + 8) for a, b in spots if (a, b) != (x, y)]
-        faults = [
-            (box[0] < 0)
-            + (box[2] > _FRAME)
-            + (box[3] > HEIGHT)
-            + sum(_overlap(box, other) for other in (*taken, *others))
-            for box in boxes
-        ]
-        row["place"] = faults.index(min(faults))
+        row["place"] = _least_faulty(boxes, [*taken, *others])
         taken.append(boxes[row["place"]])
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+def _across(batch: float, rows: list[Row]) -> float:
+    """How far to the right of the frame's left end `batch` stands, points."""
+    left, right = (math.log2(end(row["batch"] for row in rows)) for end in (min, max))
+    return _FRAME * (math.log2(batch) - left) / max(right - left, 1e-9)
+
+
+def _box(label: str, align: str, x: float, y: float) -> _Box:
+    """Of a label that begins or ends at `x`, its middle at height `y`."""
+    wide = 6.6 * len(label)
+    return (x - wide if align == "right" else x, y - 7, x if align == "right" else x + wide, y + 7)
+
+
+def _least_faulty(boxes: list[_Box], taken: list[_Box], lines: Sequence[_Box] = ()) -> int:
+    """Which of `boxes` lies best: inside the frame, over none of those `taken` and, if it can be, over no line."""
+    faults = [
+        (
+            (box[0] < 0) + (box[2] > _FRAME) + (box[3] > HEIGHT) + sum(_overlap(box, other) for other in taken),
+            sum(_overlap(box, line) for line in lines),
+        )
+        for box in boxes
+    ]
+    return faults.index(min(faults))
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def _knee_rows(recommendation: Recommendation) -> list[Row]:
-    if not recommendation.knee.found or not recommendation.knee.global_batch_size:
-        return []
-    return [{"batch": recommendation.knee.global_batch_size, "label": "knee"}]
+def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Row], list[_Box]]:
+    """What is ruled, each with the place of its label, and where those labels stand."""
+    at: dict[float, list[str]] = {}
+    if recommendation.knee.found and recommendation.knee.global_batch_size:
+        at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
+    sensible = recommendation.max_sensible_batch_size
+    if sensible is not None and _in_frame(sensible, rows):
+        at.setdefault(sensible, []).append("largest sensible batch")
+    ruled: list[Row] = []
+    taken: list[_Box] = []
+    lines = [_across(batch, rows) for batch in at]
+    for (batch, names), x in zip(at.items(), lines, strict=True):
+        label = ", ".join(names)
+        boxes = [_box(label, align, x + dx, y + 7) for align, dx, y in _RULE_PLACES]
+        others = [(line - 1, 0.0, line + 1, float(HEIGHT)) for line in lines if line != x]
+        place = _least_faulty(boxes, taken, others)
+        taken.append(boxes[place])
+        ruled.append({"batch": batch, "label": label, "place": place})
+    return ruled, taken
+
+
+def _in_frame(batch: float, rows: list[Row]) -> bool:
+    return min(row["batch"] for row in rows) <= batch <= max(row["batch"] for row in rows)
 
 
 def _unit(shown: list[Candidate], quantity: Quantity) -> Unit:
@@ -253,15 +295,19 @@ def _unit(shown: list[Candidate], quantity: Quantity) -> Unit:
     return time_unit(candidate.total_time_s.value for candidate in shown)
 
 
-def _subtitle(recommendation: Recommendation) -> str:
+def _subtitle(recommendation: Recommendation, rows: list[Row]) -> str:
     words = {
         "prior": "from what is known of the hardware",
         "transfer": "from similar jobs",
         "profiled": "from profiling",
     }
-    return (
+    said = (
         f"Predicted {words[recommendation.basis]}; bands hold 90 %, filled points were profiled, crosses are excluded"
     )
+    sensible = recommendation.max_sensible_batch_size
+    if sensible is None or _in_frame(sensible, rows):
+        return said
+    return f"{said}; largest sensible batch {sensible:,}"  # outside: a rule would stretch the frame
 
 
 def _nothing(recommendation: Recommendation, quantity: Quantity) -> str:
