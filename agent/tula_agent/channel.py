@@ -1,10 +1,18 @@
-"""A side road between the ranks of a run that is no collective: small messages in the job's own key-value store."""
+"""A side road between the ranks of a run that is no collective: small messages in a key-value store.
+
+The store is torchrun's or, where there is none, one that the first rank hosts for this alone: the process group's own
+would have to be kept from closing, and a group that is made again at the same address would meet what it left there.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 import time
+import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,30 +20,30 @@ import torch.distributed as dist
 
 from tula_agent.config import AgentConfig
 
-__all__ = ["Channel", "connect"]
+__all__ = ["Channel", "Meeting", "current_group"]
 
 _stores: Any = dist  # torch builds without distributed lack these names
 
 RING = 64
 """Messages of one sender that the store holds at most; older ones are overwritten."""
 CONNECT_WITHIN_S = 5.0
+_ADDRESS = "address"
 _NO_JSON = "?"
 """No message reads so. Stores of torch 2.2 cannot be asked whether they have a key, but answer this to a comparison
 with it where they do not, and set nothing then."""
 
 
 class Channel:
-    """Messages between ranks. Every key is private to one session of one start of one run.
+    """Messages between ranks, from any thread. Every key is private to one session of one start of one run.
 
-    `set` and `get` are round trips of about 50 us to the store that the process group itself met through. Raises
-    what the store raises (RuntimeError and its kin) when it is gone; callers are under a guard.
+    `set` and `get` are round trips of about 50 us. Raises what the store raises (RuntimeError and its kin) when it is
+    gone; callers are under a guard.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, group_store: Any = None) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._group_store = group_store  # the first rank may host the store: a destroyed group must not take it along
         self._prefix = prefix
         self._sent = 0
         self._next = [0] * world_size
@@ -83,32 +91,58 @@ class Channel:
         return messages
 
 
-def connect(config: AgentConfig, session: int) -> Channel | None:
-    """A channel between the ranks of the default process group; None where there is one rank or no store.
+class Meeting:
+    """How the ranks of the default process group come to a channel of theirs: one connection each, for all threads.
 
-    Under env:// (torchrun, SLURM scripts) it is a connection of our own to the store at MASTER_ADDR, so that nothing
-    waits for a lock that training holds. Otherwise the group's own store serves, which torch reaches only privately.
+    Made by every rank when it begins to train in that group. The first rank then hosts a store on a port of its own
+    and leaves its address in the group's store, which torch reaches only privately and which is not kept; under
+    torchrun the store of the launcher serves, which outlives every rank.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    store = _own_client() or _group_store()
-    if store is None:
-        return None
-    prefix = f"tula/{config.run_id}/{config.restart}/{session}/"
-    return Channel(store, prefix, dist.get_rank(), dist.get_world_size(), _group_store())
+
+    def __init__(self, config: AgentConfig, session: str) -> None:
+        self._prefix = f"tula/{config.run_id}/{config.restart}/{session}/"
+        self._place = dist.get_rank(), dist.get_world_size()
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._lost = False
+        group = _group_store()
+        self._group = None if group is None else weakref.ref(group)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with suppress(RuntimeError, ValueError, KeyError):
+                self._channel = self._connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if self._channel is None and group is not None and self._place[0] == 0:
+            store = _stores.TCPStore("localhost", 0, **_OPTIONS, is_master=True)
+            self._channel = Channel(store, self._prefix, *self._place)
+            self._in_group(group).set(_ADDRESS, [_host_of(group), store.port])
+
+    def channel(self, within_s: float = 0.0) -> Channel | None:
+        """The channel, or None as long as the first rank has not said where its store is: not `within_s` seconds."""
+        ends = time.monotonic() + within_s
+        if self._channel is None and not self._lost and self._lock.acquire(timeout=max(0.0, within_s)):
+            try:
+                group = None if self._group is None else self._group()
+                if self._channel is None and group is not None:
+                    address = self._in_group(group).wait(_ADDRESS, ends - time.monotonic())
+                    if address is not None:
+                        self._lost = True  # one try: what cannot be reached now would cost each further one as long
+                        self._channel = self._connect(*address)
+            finally:
+                self._lock.release()
+        return self._channel
+
+    def _in_group(self, store: Any) -> Channel:
+        return Channel(store, self._prefix, *self._place)
+
+    def _connect(self, host: str, port: int) -> Channel:
+        return Channel(_stores.TCPStore(host, port, **_OPTIONS, is_master=False), self._prefix, *self._place)
 
 
-def _own_client() -> Any:
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _group_is_tcp()
-    if not host or not port.isdigit() or not shared:
-        return None
-    try:
-        return _stores.TCPStore(
-            host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_WITHIN_S), wait_for_workers=False
-        )
-    except (RuntimeError, ValueError, TypeError):
-        return None
+_OPTIONS: dict[str, Any] = {"timeout": timedelta(seconds=CONNECT_WITHIN_S), "wait_for_workers": False}
+
+
+def current_group() -> Any:
+    """The default process group, or None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _group_store() -> Any:
@@ -119,10 +153,10 @@ def _group_store() -> Any:
         return None
 
 
-def _group_is_tcp() -> bool:
-    store = _group_store()
+def _host_of(store: Any) -> str:
+    """Where other ranks reach this one, which hosts the group's store too if that is a TCPStore."""
     while isinstance(store, _stores.PrefixStore):
-        store = getattr(store, "underlying_store", None)
-    return isinstance(store, _stores.TCPStore) and getattr(store, "port", None) == int(
-        os.environ.get("MASTER_PORT", "0")
-    )
+        store = getattr(store, "underlying_store", None)  # absent in old versions
+    if isinstance(store, _stores.TCPStore):
+        return str(store.host)
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()

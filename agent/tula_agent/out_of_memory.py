@@ -14,12 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tula_agent.channel import CONNECT_WITHIN_S, connect
+from tula_agent.channel import CONNECT_WITHIN_S, Channel
 
 if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
@@ -31,9 +30,6 @@ EXIT_WITHIN_S: Final = 10.0
 """Seconds from the notice to the end of every rank; time enough for clean-up and for the agent's last words."""
 LOOK_EVERY_S: Final = 1.0
 STALLED_S: Final = 60.0
-_FIRST_SESSION: Final = 1_000_000
-"""Keys apart from those of the recorders, whose sessions count from zero."""
-_watches = count()
 EXIT_CODE: Final = 137
 """What a shell shows for a process that the kernel killed for its memory, which launchers already understand."""
 _KEY: Final = "out_of_memory"
@@ -49,16 +45,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutOfMemoryWatch:
-    """One rank's look-out. `channel` is a connection of its own (`tula_agent.channel`), or None for one rank.
+    """One rank's look-out.
 
-    `report` tells the service (message, batch); `batch_size` and `steps` are asked for at the moment. A CUDA error
+    `channel` answers the way to the other ranks, or None while there is none; it is None itself where there is one
+    rank. `report` tells the service (message, batch); `batch_size` and `steps` are asked for at the moment. A CUDA error
     that the script caught counts at once in a profiling run; in training only when no step follows for STALLED_S,
     since scripts exist that try a smaller batch by themselves.
     """
 
     def __init__(
         self,
-        channel: Any,
+        channel: Callable[[], Any] | None,
         *,
         rank: int,
         report: Callable[[str | None, int | None], None],
@@ -113,22 +110,27 @@ class OutOfMemoryWatch:
         self._say(f"rank {self._rank} ran out of memory" + (f" at a local batch of {batch}" if batch else ""))
         if self._channel is not None:
             self._later()
-            try:
-                self._channel.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
-            except Exception as error:  # the store's rank is gone, and with it the group
-                self._say(f"the other ranks could not be told ({error})")
+        try:
+            channel = self._channel() if self._channel is not None else None
+            if channel is not None:
+                channel.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
+        except Exception as error:  # the store's rank is gone, and with it the group
+            self._say(f"the other ranks could not be told ({error})")
         self._report(message, batch)
 
     def _look(self) -> None:
+        ask, lost = self._channel or (lambda: None), None
         while not (self._closed.wait(self._look_every_s) or self._known.is_set()):
             if self._caught():
                 self.tell("CUDA out of memory, caught by the script.")
                 return
+            channel = told = None
             try:
-                told = self._channel.get(_KEY) if self._channel is not None and self._channel.has(_KEY) else None
-            except Exception:  # the store has closed: nothing more to hear
-                self._channel = None
-                continue
+                channel = ask()
+                if channel is not None and channel is not lost and channel.has(_KEY):
+                    told = channel.get(_KEY)
+            except Exception:  # the store has closed: nothing more to hear there
+                lost = channel
             if told is not None:
                 self._known.set()
                 self._say(f"rank {told['rank']} ran out of memory, so rank {self._rank} ends too")
@@ -160,14 +162,17 @@ class OutOfMemoryWatch:
 
 def watch_for(run: Run, recorder: Recorder) -> OutOfMemoryWatch:
     """Start the look-out of this process, once its ranks are about to train together."""
-    channel = connect(recorder.config, _FIRST_SESSION + next(_watches))
+
+    def channel() -> Channel | None:
+        meeting = recorder.reporter.meeting
+        return None if meeting is None else meeting.channel()
 
     def report(message: str | None, batch: int | None) -> None:
         with run.guard("reporting out of memory"):
             recorder.finish("out_of_memory", message, batch)
 
     watch = OutOfMemoryWatch(
-        channel,
+        channel if recorder.world_size > 1 else None,
         rank=recorder.config.rank,
         report=report,
         batch_size=lambda: recorder.local_batch_size,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.channel import connect
+from tula_agent.channel import Meeting, current_group
 from tula_agent.config import AgentConfig, ProfilePlan
 from tula_agent.forks import forget_in_children
 from tula_agent.guard import Guard, logger
@@ -27,6 +28,7 @@ from tula_agent.ship.reporter import Reporter
 from tula_agent.ship.thresholds import ThresholdPoller
 from tula_agent.ship.transport import Reply, Transport
 from tula_agent.together import Together
+from tula_agent.watched import Watched
 from tula_wire import routes
 
 if TYPE_CHECKING:
@@ -56,20 +58,20 @@ class Recorder:
         self.profiling = Profiling(config.plan, self.leads, guard)
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.watched = Watched()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
         self.reporter = Reporter(config, guard, self.boot_id, lambda: self.world_size)
         self._session = next(_sessions)
         self.memory = MemoryReports(guard, self.reporter, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         self._gradients = GradientReader(self.reporter.rows.add_value)
         self._splitting: Splitting | None = None
-        self._noise: NoiseHook | None = None
+        self._noise: weakref.ref[NoiseHook] | None = None  # the model's, whose process group it knows
         self._device_clock: DeviceClock | None = None
         self._begun = False
+        self._group: weakref.ref[Any] | None = None
+        self._groups = 0
+        self._ranks = config.world_size
         self._in_step = False
-        self._observers: list[Any] = []  # optimizers that probe with the batch
-        self._scaled: list[tuple[Any, dict[str, float]]] = []  # optimizers with telemetry, and what they said last
         self._batch_size: int | None = None
         self._last_step_s = 0.1
         self._asked_for_plan = config.plan is not None
@@ -108,9 +110,10 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """As the process sees it."""
-        dist = torch.distributed
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else self.config.world_size
+        """As the process sees it, or saw it before its group went."""
+        if current_group() is not None:
+            self._ranks = torch.distributed.get_world_size()
+        return self._ranks
 
     @property
     def local_batch_size(self) -> int | None:
@@ -125,62 +128,87 @@ class Recorder:
     # Moments of the loop.
 
     def watch(self, models: list[Any], optimizers: list[Any], scaler: Any, comm_hook: bool = False) -> None:
-        """Hook the optimizers; nothing is put on the model, its communication hook stays free unless asked for."""
+        """Hook the optimizers; nothing is put on the model, its communication hook stays free unless asked for.
+
+        Models and optimizers stay the script's: see `Watched`.
+        """
         del scaler  # it unscales before an optimizer's step hooks run, and a skipped step ends by counting
-        self.models = [model for model in models if isinstance(model, torch.nn.Module)]
-        for optimizer in optimizers:
-            if hasattr(optimizer, "apply_thresholds") and self.leads and self._poller is None and self.config.job_id:
+        self._look_at_group()
+        for optimizer in self.watched.add(models, optimizers):
+            if hasattr(optimizer, "apply_thresholds") and self.leads and self.config.job_id and not self._polls():
                 # The script's own policy is a choice; only a user's choice for the job goes before it.
                 policy = optimizer.scripted_thresholds.policy
                 path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
                 self._poller = ThresholdPoller(path, optimizer)
-            self.optimizers.append(optimizer)
-            if hasattr(optimizer, "observe_batch"):
-                self._observers.append(optimizer)
-            if self.leads and hasattr(optimizer, "telemetry"):
-                self._scaled.append((optimizer, {}))
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
+        held = list(self.watched.models)
         if (comm_hook or self.config.comm_hook) and self._noise is None:
             with self.guard("the communication hook"):
                 from tula_agent.measure.comm_hook import attach  # brings much of scaling: only where it is wanted
 
-                self._noise = attach(self.models, self.leads, lambda: self.timer.step, lambda: self.timer.examples)
-        self.memory.probe.before_training(self.models)
+                hook = attach(held, self.leads, lambda: self.timer.step, lambda: self.timer.examples)
+                self._noise = None if hook is None else weakref.ref(hook)
+        self._count_memory(held)
+
+    def _polls(self) -> bool:
+        return self._poller is not None and self._poller.wanted
+
+    def _count_memory(self, models: list[torch.nn.Module]) -> None:
+        if self.timer.step == 0:
+            self.memory.probe.before_training(models)
+        else:
+            self.memory.probe.before_more_training(models)
+
+    def _look_at_group(self) -> None:
+        """A second process group, made after the first was destroyed, is begun in as the first was."""
+        group = current_group()
+        known = None if self._group is None else self._group()
+        if group is None or group is known:
+            return
+        if self._group is not None:
+            self.watched.forget()
+            self._splitting = self._noise = None
+            self._gradients = GradientReader(self.reporter.rows.add_value)
+        self._begun = False
+        self._group = weakref.ref(group)
+        self._groups += 1
 
     def begin_epoch(self, loader: Any) -> None:
         """The loop starts over its loader."""
+        self._look_at_group()
         if not self._begun:
             self._begun = True
             self._first_epoch()
             if self.leads:
                 check_shards(loader, self.dataset_size, self.world_size)
-        for optimizer in self.optimizers:
+        for optimizer in self.watched.optimizers:
             if hasattr(optimizer, "next_epoch"):
                 optimizer.next_epoch()
         self.exporter.start()
 
     def _first_epoch(self) -> None:
-        self.memory.probe.before_training(self.models)
-        with self.guard("finding the other ranks"):
-            channel = connect(self.config, self._session)
-            self.reporter.channel = channel
-            self.profiling.together = Together(channel, self.guard)
-            self.profiling.together.announce()
-            if channel is not None:
+        models = list(self.watched.models)
+        self._count_memory(models)
+        world_size = self.world_size
+        self.profiling.together = Together(None, self.guard, world_size)
+        if world_size > 1 and current_group() is not None:
+            with self.guard("finding the other ranks"):
+                self.reporter.meeting = Meeting(self.config, f"{self._session}.{self._groups}")
+                self.profiling.together = Together(self.reporter.meeting, self.guard, world_size)
                 self._splitting = Splitting(
-                    self.models,
+                    models,
                     self.reporter,
                     profiling=self.plan is not None,
                     alternate=self.config.alternate_sync,
                     grad_accum_steps=self.timer.grad_accum_steps,
                 )
-        if self.leads:
+        if self.leads and self._device_clock is None:
             with self.guard("the device's clock"):
-                self._device_clock = clock_for(device_of(self.models))
+                self._device_clock = clock_for(device_of(models))
 
     def want_batch(self) -> None:
         """The boundary between two micro-steps."""
@@ -214,7 +242,7 @@ class Recorder:
             self._first_batch(size)
         if size is not None:
             self.memory.saw_batch(size, batch, loader)
-        for optimizer in self._observers:
+        for optimizer in self.watched.observers:
             optimizer.observe_batch(batch)
 
     def end_epoch(self) -> None:
@@ -223,6 +251,8 @@ class Recorder:
         self.timer.pause()
         if self._device_clock is not None:
             self._device_clock.drop()
+        if self.timer.step and not self.memory.read_once and not self.finished:
+            self._read_memory()  # a short run: its model may not live to see the end
 
     def log(self, values: dict[str, Any]) -> None:
         """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
@@ -240,7 +270,7 @@ class Recorder:
             self._read_memory()
         self._let_go()
         self.exporter.close(self.config.exit_deadline_s, self._last_words(state, message, failed_local_batch_size))
-        self.reporter.channel = None
+        self.reporter.meeting = None
         self.profiling.together = Together(None, self.guard)
         if self.dropped:
             logger.warning("%d measurements were dropped", self.dropped)
@@ -253,8 +283,7 @@ class Recorder:
         """
         if self._splitting is not None:
             self._splitting.end()
-        self.models, self.optimizers = [], []
-        self._observers, self._scaled = [], []
+        self.watched.forget()
         self._splitting = self._noise = self._device_clock = self._poller = None
         self._gradients = GradientReader(self.reporter.rows.add_value)
 
@@ -284,10 +313,10 @@ class Recorder:
                 self._device_clock.optimizer()
             step = self.timer.step
             if step == 1:
-                self.memory.probe.at_optimizer(self.models)
-            if not self.leads or not self.guard.works("gradients") or optimizer is not self.optimizers[0]:
+                self.memory.probe.at_optimizer(list(self.watched.models))
+            if not self.leads or not self.guard.works("gradients") or optimizer is not self.watched.optimizers.first:
                 return
-            self._gradients.read(step, self._last_step_s, self.models, optimizer)
+            self._gradients.read(step, self._last_step_s, self.watched.models, optimizer)
 
     def _samples(self, step: int) -> bool:
         """True when a step of this number is worth a row."""
@@ -305,11 +334,13 @@ class Recorder:
         if interval is not None:
             self.reporter.marked(step, interval) if sampled else interval.release()
         self.reporter.rows.add_step(timing, step < warmup_steps, sampled)
-        if self._noise is not None and (noise_scale := self._noise.news()) is not None:
+        hook = None if self._noise is None else self._noise()
+        if hook is not None and (noise_scale := hook.news()) is not None:
             # A TulaOptimizer that says the same of more measurements, below, has the last word.
             self.reporter.rows.add_value(step, "gradient_noise_scale", noise_scale)
-        for optimizer, said in self._scaled:
-            self._record_scaling(step, optimizer, said)
+        if self.leads:
+            for name, value in self.watched.news():
+                self.reporter.rows.add_value(step, name, value)
         read = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if read:
             self._read_memory()
@@ -326,15 +357,9 @@ class Recorder:
             self.exporter.wake()
         return read or self.plan is not None
 
-    def _record_scaling(self, step: int, optimizer: Any, said: dict[str, float]) -> None:
-        """What gradient scaling did, where it changed."""
-        for name, value in optimizer.telemetry().items():
-            if said.get(name) != value and name != "step":
-                said[name] = value
-                self.reporter.rows.add_value(step, name, value)
-
     def _read_memory(self) -> None:
-        self.memory.read(max(0, self.timer.step - 1), self.models, self.optimizers)
+        last = max(0, self.timer.step - 1)
+        self.memory.read(last, list(self.watched.models), list(self.watched.optimizers))
 
     # On the shipping thread.
 

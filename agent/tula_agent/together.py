@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tula_agent.channel import Channel
+import time
+
+from tula_agent.channel import Channel, Meeting
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
 
@@ -18,16 +20,18 @@ WORD_WITHIN_S = 600.0
 class Together:
     """The first rank decides; the others follow its word at fixed steps.
 
-    `announce` before the first step; `meet` once, after steps that synchronise gradients: by then a rank that has an
-    agent at all has announced itself, so a rank without one costs PEERS_WITHIN_S once and nobody waits for it again.
-    Then a rank waits only for a first rank that it knows to be measuring too and that its own training waits for.
+    `meet` once, after steps that synchronise gradients: all ranks that have an agent come there at the same time, so
+    a rank without one costs PEERS_WITHIN_S once and nobody waits for it again. Then a rank waits only for a first
+    rank that it knows to be measuring too and that its own training waits for. Ranks that have no way to meet
+    (`meeting` is None) never agree.
     """
 
-    def __init__(self, channel: Channel | None, guard: Guard) -> None:
-        self._channel = channel
+    def __init__(self, meeting: Meeting | None, guard: Guard, world_size: int = 1) -> None:
+        self._meeting = meeting
+        self._channel: Channel | None = None
         self._guard = guard
-        self._agreed = channel is None
-        self._met = channel is None
+        self._agreed = world_size == 1
+        self._met = world_size == 1
 
     @property
     def met(self) -> bool:
@@ -39,30 +43,30 @@ class Together:
         """True when all ranks take part: only then may a loop end by itself."""
         return self._agreed
 
-    def announce(self) -> None:
-        """This rank measures."""
-        if self._channel is not None:
-            self._channel.set(f"here/{self._channel.rank}", True)
-
     def meet(self, plan: ProfilePlan | None) -> ProfilePlan | None:
         """Settle who takes part, and the plan: the first rank's, on every rank."""
-        self._met = True
-        channel = self._channel
-        if channel is None:
+        if self._met:
             return plan
+        self._met = True
         with self._guard("meeting the other ranks"):
-            if channel.rank == 0:
+            channel = self._channel = None if self._meeting is None else self._meeting.channel(PEERS_WITHIN_S)
+            if channel is not None and channel.rank == 0:
+                ends = time.monotonic() + PEERS_WITHIN_S
                 others = [f"here/{rank}" for rank in range(1, channel.world_size)]
-                self._agreed = all(channel.wait(key, PEERS_WITHIN_S) for key in others[:1]) and channel.has(*others)
+                self._agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
                 word = [plan.warmup_steps, plan.measure_steps, plan.precision] if plan else None
                 channel.set("verdict", [self._agreed, word])
-            elif channel.wait("here/0", PEERS_WITHIN_S):
-                verdict = channel.wait("verdict", 3 * PEERS_WITHIN_S)
+            elif channel is not None:
+                channel.set(f"here/{channel.rank}", True)
+                verdict = channel.wait("verdict", 2 * PEERS_WITHIN_S)
                 if verdict is not None:
                     self._agreed = bool(verdict[0])
                     plan = ProfilePlan(*verdict[1]) if verdict[1] else None
         if not self._agreed and plan is not None:
-            logger.warning("not every rank runs the agent: call tula_agent.init() on all, or the run can't end early")
+            logger.warning(
+                "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
+                "begin run.steps() after init_process_group()"
+            )
         return plan
 
     def decide(self, measured: int, mine: bool) -> bool:

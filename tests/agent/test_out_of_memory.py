@@ -44,7 +44,7 @@ class Rank:
         self.codes = []
         options.setdefault("exit_within_s", 0.1)
         self.watch = OutOfMemoryWatch(
-            channel,
+            None if channel is None else lambda: channel,
             rank=rank,
             report=lambda message, batch: self.reports.append((message, batch)),
             batch_size=lambda: 64,

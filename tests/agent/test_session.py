@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -112,13 +113,40 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
 
 
 @pytest.mark.parametrize("ends", ["finish", "leave"])
-def test_nothing_of_the_job_is_held_once_the_run_is_over(sink: Sink, launch: Launch, ends: str) -> None:
-    """A model that we kept until the interpreter is torn down would keep gloo's threads, which abort the process."""
+def test_nothing_of_the_job_is_held_whether_the_run_is_over_or_not(sink: Sink, launch: Launch, ends: str) -> None:
+    """A model that we kept would keep its process group and gloo's threads, which abort the process at its end."""
     done = launch("lets_go.py", ends, ranks=2, forked=True)
     assert sink.column("gradient_noise_scale")
-    assert done.printed("alive at exit") == ["alive at exit 0 ", "alive at exit 1 "]
-    if ends == "finish":  # the place in the data stays, for a checkpoint
-        assert done.printed("alive after") == ["alive after 0 DataLoader", "alive after 1 DataLoader"]
+    # The place in the data stays, for a checkpoint, as long as there is a run to make one.
+    assert sorted(done.printed("alive after")) == ["alive after 0 DataLoader", "alive after 1 DataLoader"]
+    assert sorted(done.printed("alive at exit")) == ["alive at exit 0 ", "alive at exit 1 "]
+
+
+def test_a_second_process_group_at_the_same_address_needs_no_word_of_ours(
+    sink: Sink, launch: Launch, tmp_path: Path
+) -> None:
+    """A model or a store that we kept would keep the first group's address open, with what it left there."""
+    said = []
+    for url in ("", sink.url):
+        folder = tmp_path / f"agent{bool(url)}"
+        folder.mkdir()
+        done = launch("second_group.py", str(folder), ranks=2, forked=True, TULA_URL=url)
+        said.append(sorted(done.stdout.splitlines()))
+    assert said[0] == said[1]
+    assert [line.rpartition(" ")[2] for line in said[1]] == ["closed"] * 4
+    assert len({line.split()[2] for line in said[1]}) == 2  # ranks agree, and the second stretch went on
+    assert not sink.invalid
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps() == list(range(40))
+    told = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
+    assert told >= {*range(2, 9), *range(22, 29)}  # DDP's clock is read in its first ten steps, and then seldom
+
+
+def test_what_ranks_saw_until_the_group_went_is_heard_after_it(sink: Sink, launch: Launch) -> None:
+    """The first rank hosts the group's store here: its end takes nothing of ours along."""
+    launch("train.py", "--pause", "0.01", ranks=2, forked=True, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
+    told = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
+    assert told >= set(range(2, 31))
 
 
 @pytest.mark.parametrize(

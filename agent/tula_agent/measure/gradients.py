@@ -101,7 +101,7 @@ class GradientReader:
         self._sharded: bool | None = None
 
     def read(
-        self, step: int, step_time_s: float, models: list[torch.nn.Module], optimizer: torch.optim.Optimizer
+        self, step: int, step_time_s: float, models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
         """Says `grad_norm` and, of the second of a pair, `gradient_variability` (equation 5). Nothing of sharded ones.
 

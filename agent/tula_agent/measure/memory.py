@@ -130,6 +130,7 @@ class MemoryProbe:
     """Reads memory at the few moments when its parts can be told apart. Nothing here runs per step.
 
     `before_training` once the model is built; `at_optimizer` while gradients exist; `breakdown` when a report is due.
+    What was counted is remembered, for a report at the end, when the script has let its model go.
     """
 
     def __init__(self, ranks_per_node: int = 1) -> None:
@@ -137,12 +138,18 @@ class MemoryProbe:
         self._resident_before: int | None = None
         self._parameters: int | None = None
         self._gradients: int | None = None
+        self._state: int | None = None
         self._batch: int | None = None
 
     def before_training(self, models: list[torch.nn.Module]) -> None:
         """Note what is resident before the first forward."""
         self._resident_before = resident_bytes()
-        self._parameters = parameter_bytes(models) if models else None
+        self.before_more_training(models)
+
+    def before_more_training(self, models: list[torch.nn.Module]) -> None:
+        """Other models are trained now, in a process that has held activations before."""
+        if models:
+            self._parameters = parameter_bytes(models)
 
     def at_optimizer(self, models: list[torch.nn.Module]) -> None:
         """Gradients exist now; later they may be set to None."""
@@ -158,10 +165,13 @@ class MemoryProbe:
         self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device
     ) -> Memory:
         """The components as known now; activations are the peak less everything static."""
-        parameters = self._parameters if self._parameters is not None else (parameter_bytes(models) if models else None)
-        state = optimizer_bytes(optimizers) if optimizers else None
+        if self._parameters is None and models:
+            self._parameters = parameter_bytes(models)
+        if optimizers:
+            self._state = optimizer_bytes(optimizers)
+        parameters, state = self._parameters, self._state
         static = (parameters or 0) + (self._gradients or 0) + (state or 0)
-        known = bool(models)
+        known = parameters is not None
         if device.type == "cuda":
             peak = int(torch.cuda.max_memory_allocated(device))
             return Memory(

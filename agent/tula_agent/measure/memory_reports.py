@@ -33,6 +33,13 @@ class MemoryReports:
         self._guard = guard
         self._reporter = reporter
         self._largest_seen = 0
+        self._device: torch.device | None = None
+        self._buckets = 0
+
+    @property
+    def read_once(self) -> bool:
+        """True once memory was read."""
+        return self._device is not None
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
         """A batch of `size` examples; only one larger than all before it changes anything."""
@@ -45,13 +52,15 @@ class MemoryReports:
         if not self._guard.works("memory"):
             return
         with self._guard("memory"):
-            device = device_of(models)
+            if models or self._device is None:
+                self._device = device_of(models)
+                # On a host, buckets are resident before training begins, or never were touched.
+                self._buckets = bucket_bytes(models) if self._device.type == "cuda" else 0
+            device = self._device
             memory = self.probe.breakdown(models, optimizers, device)
             self._reporter.memory = memory.to_wire()
             if self._largest_seen:
-                # On a host, buckets are resident before training begins, or never were touched.
-                fixed = bucket_bytes(models) if device.type == "cuda" else 0
-                self.headroom.observe(memory, self._largest_seen, fixed)
+                self.headroom.observe(memory, self._largest_seen, self._buckets)
             largest = self.headroom.largest_local_batch_size()
             if largest is not None:
                 self._reporter.rows.add_value(step, "largest_local_batch_size", float(largest))

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from tula_agent.measure.sync_split import Split
+from tula_agent.weakly import Weakly
 
 __all__ = ["Alternation", "Lap", "split_by_alternation"]
 
@@ -28,7 +29,7 @@ class Alternation:
     """
 
     def __init__(self, models: list[Any]) -> None:
-        self._models = models
+        self._models = Weakly(models)
         self._synchronised = True
 
     def lap_over(self, step: int, busy_time_s: float) -> Lap:

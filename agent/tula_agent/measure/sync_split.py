@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tula_agent.weakly import Weakly
+
 __all__ = ["DdpClock", "Reading", "Split", "ddp_models", "merge", "sample_rate"]
 
 TRAIN_RATE = 50
@@ -85,11 +87,12 @@ class DdpClock:
     """Reads DDP's runtime statistics: private since torch 1.8 and still there in 2.13, hence feature-detected.
 
     They lag: what the forward of one synchronised iteration publishes are the times of the one before. `iteration`
-    tells whether anything new was published. `poll` is called at the end of every micro-step, in order.
+    tells whether anything new was published. `poll` is called at the end of every micro-step, in order. The models
+    stay the script's: one that it lets go is read no more.
     """
 
     def __init__(self, models: list[Any], rate: int) -> None:
-        self._models = [m for m in models if hasattr(m, "_get_ddp_logging_data")]
+        self._models = Weakly(m for m in models if hasattr(m, "_get_ddp_logging_data"))
         self._rate = rate
         self._iteration = -1
         self._synced_step: int | None = None
@@ -115,6 +118,8 @@ class DdpClock:
             self._wait -= 1
             return None
         data = [model._get_ddp_logging_data() for model in self._models]
+        if not data:
+            return None
         iteration = int(data[0].get("iteration", 0))
         if iteration == self._iteration or iteration == 0:
             return None

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-from tula_agent.channel import Channel
+from tula_agent.channel import Channel, Meeting
 from tula_agent.config import AgentConfig
 from tula_agent.guard import Guard
 from tula_agent.measure.device_clock import Interval
@@ -20,6 +20,8 @@ from tula_agent.ship.envelope import Envelope, encode
 from tula_wire import routes
 
 __all__ = ["Reporter"]
+
+T = TypeVar("T")
 
 HOLD_S = 5.0
 """How long a row waits for what the other ranks saw of its step."""
@@ -33,12 +35,13 @@ class Reporter:
     def __init__(self, config: AgentConfig, guard: Guard, boot_id: str, world_size: Callable[[], int]) -> None:
         self.rows = Rows(config.row_limit)
         self.readings: deque[Reading] = deque(maxlen=config.row_limit)
-        self.channel: Channel | None = None
+        self.meeting: Meeting | None = None  # of the process group that the ranks train in now
         self.splits_expected = False
         self.alternates = False
         self.laps: deque[Lap] = deque(maxlen=config.row_limit)
         self.training = config.plan is None
         self.memory: dict[str, Any] | None = None
+        self.epochs_before = 0.0  # what training had behind it when this process began
         self._config = config
         self._guard = guard
         self._boot_id = boot_id
@@ -67,14 +70,15 @@ class Reporter:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
         taken = self.rows.take_steps()
         self._marked.update(self._marks.popleft() for _ in range(len(self._marks)))
-        mine = [self.readings.popleft() for _ in range(len(self.readings))]
-        laps = [self.laps.popleft() for _ in range(len(self.laps))]
+        channel = self._reach()
         if not self._leads:
-            self._tell_leader(mine, laps)
+            if channel is not None:
+                self._tell_leader(channel)
             self._summary.extend(timing for timing, warmup, sampled in taken if sampled and not warmup)
             due = self._summarise()
         else:
             now = time.monotonic()
+            mine, laps = _taken(self.readings), _taken(self.laps)
             for timing, warmup, sampled in taken:
                 self._newest = max(self._newest, timing.step)
                 if self.training:
@@ -87,7 +91,8 @@ class Reporter:
                 self._seen.setdefault(reading.step, {})[0] = reading
                 self._hold_reading(reading, now)
             self._laps.setdefault(0, []).extend(laps)
-            self._hear_others(last)
+            if channel is not None and (self._seen or self.alternates):
+                self._hear_others(channel, last)
             due = self._samples(self._release(now, last))
         return due + self._telemetry()
 
@@ -99,20 +104,27 @@ class Reporter:
         timing = like._replace(step=reading.step, step_time_s=reading.step_time_s, input_time_s=reading.input_time_s)
         self._held[reading.step] = (SampleRow(timing, warmup=False), now)
 
-    def _tell_leader(self, readings: list[Reading], laps: list[Lap]) -> None:
-        if laps and self.channel is not None:
+    def _reach(self) -> Channel | None:
+        """The way to the other ranks, once there is one. What is to be told waits until then."""
+        if self.meeting is not None and self._guard.works("reaching the other ranks"):
+            with self._guard("reaching the other ranks"):
+                return self.meeting.channel()
+        return None
+
+    def _tell_leader(self, channel: Channel) -> None:
+        laps, readings = _taken(self.laps), _taken(self.readings)
+        if laps:
             with self._guard("telling the first rank"):
-                self.channel.post({"laps": [[lap.step, lap.synchronised, lap.busy_time_s] for lap in laps]})
-        if readings and self.channel is not None:
+                channel.post({"laps": [[lap.step, lap.synchronised, lap.busy_time_s] for lap in laps]})
+        if readings:
             with self._guard("telling the first rank"):
                 columns = [
                     [r.step, r.step_time_s, r.input_time_s, r.comm_time_s, r.exposed_comm_time_s] for r in readings
                 ]
-                self.channel.post(columns)
+                channel.post(columns)
 
-    def _hear_others(self, last: bool) -> None:
-        channel = self.channel
-        if channel is None or not (self._seen or self.alternates) or not self._guard.works("hearing the other ranks"):
+    def _hear_others(self, channel: Channel, last: bool) -> None:
+        if not self._guard.works("hearing the other ranks"):
             return
         ends = time.monotonic() + (LAST_CALL_S if last else 0.0)
         with self._guard("hearing the other ranks"):
@@ -223,6 +235,8 @@ class Reporter:
         memory, self.memory = self.memory, None
         due = []
         for body in sample_bodies(rows, self._identity(), self._sequence):
+            if self.epochs_before:
+                body["epochs_before"] = self.epochs_before
             if memory is not None:
                 body["memory"] = memory
             due.append(Envelope("POST", path, encode(body), len(body["sequence"])))
@@ -239,3 +253,8 @@ class Reporter:
 
     def _identity(self) -> dict[str, Any]:
         return {"rank": self._config.rank, "boot_id": self._boot_id, "world_size": self._world_size()}
+
+
+def _taken(queue: deque[T]) -> list[T]:
+    """All that the training thread has put there so far."""
+    return [queue.popleft() for _ in range(len(queue))]

@@ -1,4 +1,4 @@
-"""Trains under everything that the agent hooks into, and tells what is still alive once the run is over.
+"""Trains under everything that the agent hooks into, and tells what is still alive once the script has let it go.
 
 lets_go.py finish|leave: `run.finish()` is called by the script, or by nobody before the process ends.
 """
@@ -34,8 +34,6 @@ def train(finish: bool) -> list[weakref.ref]:
         run.log(loss=loss)
     if finish:
         run.finish()
-    else:
-        model.cycle = [model]  # as PyTorch's own: DDP imports in its constructor, and frames of that stay
     return [weakref.ref(thing) for thing in (model, optimizer, inner, loader)]
 
 

@@ -1,0 +1,54 @@
+"""The models and optimizers that a script has shown to the agent, for as long as the script itself keeps them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tula_agent.weakly import Weakly
+
+__all__ = ["Watched"]
+
+
+class Watched:
+    """What `run.watch` was given, over all its calls; what the script lets go is gone from here too.
+
+    observers: optimizers that probe with the batch.
+    """
+
+    def __init__(self) -> None:
+        self.models: Weakly[torch.nn.Module] = Weakly()
+        self.optimizers: Weakly[Any] = Weakly()
+        self.observers: Weakly[Any] = Weakly()
+        self._said: weakref.WeakKeyDictionary[Any, dict[str, float]] = weakref.WeakKeyDictionary()
+
+    def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
+        """Take these in; returns the optimizers that were not known yet."""
+        for model in models:
+            if isinstance(model, torch.nn.Module):
+                self.models.add(model)
+        new = [optimizer for optimizer in optimizers if self.optimizers.add(optimizer)]
+        for optimizer in new:
+            if hasattr(optimizer, "observe_batch"):
+                self.observers.add(optimizer)
+            if hasattr(optimizer, "telemetry"):
+                self._said[optimizer] = {}
+        return new
+
+    def news(self) -> Iterator[tuple[str, float]]:
+        """What gradient scaling did, where it changed: name and value."""
+        for optimizer, said in list(self._said.items()) if self._said else ():
+            for name, value in optimizer.telemetry().items():
+                if said.get(name) != value and name != "step":
+                    said[name] = value
+                    yield name, value
+
+    def forget(self) -> None:
+        """Know of nothing any more."""
+        self.models.clear()
+        self.optimizers.clear()
+        self.observers.clear()
+        self._said.clear()
