@@ -86,6 +86,7 @@ class RunCreate(WireModel):
     kind: RunKind
     configuration: Configuration
     method: Name | None = None
+    continues: Name | None = Field(None, description="The training run that this one goes on from.")
     holder: Name | None = None
     lease_s: Annotated[float, Field(ge=5, le=86_400)] = 120.0
 

@@ -56,6 +56,9 @@ class SampleBatch(WireModel):
     timing_method: TimingMethod = "wall"
     memory: MemoryBreakdown | None = None
     warmup: bool = Field(False, description="True: discarded by the fit.")
+    epochs_before: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        0.0, description="Passes over the data that training had behind it when this process began."
+    )
     sequence: Annotated[list[Number], Field(min_length=1, max_length=MAX_STEPS)]
     step: list[Number]
     step_time_s: list[StepTime]

@@ -186,7 +186,10 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class NewSamples:
-    """One batch of one rank as it arrived, with what the process saw of its own configuration."""
+    """One batch of one rank as it arrived, with what the process saw of its own configuration.
+
+    `epochs_before` is what its training had behind it when the process began, in passes over the data.
+    """
 
     rank: int
     boot_id: str
@@ -197,6 +200,7 @@ class NewSamples:
     grad_accum_steps: int | None = None
     timing_method: str = "wall"
     memory: MemoryReading | None = None
+    epochs_before: float = 0.0
 
 
 @dataclass(frozen=True)

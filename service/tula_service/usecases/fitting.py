@@ -185,12 +185,13 @@ def _step_times(tx: Transaction, job_id: str, summaries: Sequence[RunSummary]) -
         return times, None
     newest = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)[0]
     state = newest.drift_state or {}
-    if not newest.drifted or newest.id not in times or not state.get("sentence"):
+    if not newest.drifted or not state.get("sentence"):
         return times, None
     for run_id, factor in state["ratios"].items():
         if run_id in times:
             times[run_id] *= float(factor)
-    times[newest.id] = float(state["level_s"])
+    if newest.id in times and state["level_s"] is not None:
+        times[newest.id] = float(state["level_s"])
     return times, str(state["sentence"])
 
 

@@ -150,6 +150,7 @@ def samples_from_wire(batch: SampleBatch) -> NewSamples:
         grad_accum_steps=batch.grad_accum_steps,
         timing_method=batch.timing_method,
         memory=None if batch.memory is None else MemoryReading(**batch.memory.model_dump()),
+        epochs_before=batch.epochs_before,
     )
 
 

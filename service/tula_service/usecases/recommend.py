@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tula_wire as wire
 from tula_service.domain import Basis, Configuration, Objective
 from tula_service.errors import InvalidInput
-from tula_service.perfmodel import ObservationError
+from tula_service.perfmodel import Interval, ObservationError
 from tula_service.store import JobRecord, LedgerRecord, Store, Transaction
 from tula_service.usecases import (
     choosing,
@@ -25,7 +26,7 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
 
-__all__ = ["body_of", "compute", "expectation", "get", "publish"]
+__all__ = ["Expectation", "body_of", "compute", "expectation", "get", "publish"]
 
 
 def get(
@@ -85,17 +86,27 @@ def publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | str
     return body
 
 
-def expectation(
-    tx: Transaction, job: JobRecord, configuration: Configuration
-) -> tuple[wire.Estimate | None, str | None]:
-    """The predicted step time of a run about to start, and the recommendation that it follows, if it does."""
+@dataclass(frozen=True)
+class Expectation:
+    """Of a run about to start: its step time, a rank's peak memory, and the recommendation that it follows."""
+
+    step_time_s: Interval | None = None
+    peak_bytes: float | None = None
+    recommendation_id: str | None = None
+
+
+def expectation(tx: Transaction, job: JobRecord, configuration: Configuration) -> Expectation:
+    """What is expected of a run about to start; nothing where no model can say."""
     spec = fitting.spec_of(job)
     try:
         evidence = fitting.evidence_of(tx, job, spec)
         predicted = fitting.fit(tx, job, spec, evidence).predict([configuration])
     except ObservationError:
-        return None, None
-    return convert.wire_estimate(predicted.intervals()[0]), _followed(tx, job, configuration)
+        return Expectation()
+    (peak,) = evidence.peaks([configuration])
+    return Expectation(
+        predicted.intervals()[0], None if peak is None else float(peak.mean), _followed(tx, job, configuration)
+    )
 
 
 def _followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:

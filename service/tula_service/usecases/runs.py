@@ -6,7 +6,7 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.domain import RunKind, RunState
-from tula_service.errors import Conflict, InvalidInput
+from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
@@ -24,6 +24,7 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
 _VANISHED = "Nothing was heard of this training since its lease ran out."
+_CONTINUED = "It ended without saying so: another run went on from it."
 _NEVER_CALLED = (
     "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training script "
     "and loop over run.steps(loader)."
@@ -72,6 +73,7 @@ def give_up_vanished(tx: Transaction, job_id: str) -> None:
     for run in tx.runs.list(job_id, kind=RunKind.TRAIN, states=(RunState.CLAIMED, RunState.RUNNING)):
         if run.lease_expires_at is not None and run.lease_expires_at < now:
             tx.runs.transition(run.id, expected=[run.state], to=RunState.FAILED, message=_VANISHED)
+            tx.runs.update(run.id, finished_at=run.lease_expires_at)
             tx.events.append(job_id, "run", run_id=run.id, data={"state": "failed", "message": _VANISHED})
             _training_moved(tx, tx.runs.get(run.id))
 
@@ -89,12 +91,13 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 field="configuration.instance_type",
             )
         # Fitted while only reading, so that nobody who writes waits for it.
-        expected, recommendation_id = recommend.expectation(tx, job, configuration)
+        expected = recommend.expectation(tx, job, configuration)
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
         if now.data_version != job.data_version:
-            expected, recommendation_id = recommend.expectation(tx, now, configuration)
+            expected = recommend.expectation(tx, now, configuration)
         give_up_vanished(tx, job_id)
+        before = _gone_on_from(tx, job_id, request)
         profile = request.kind == "profile"
         run = tx.runs.create(
             job_id,
@@ -105,16 +108,36 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 purpose="Asked for by the user." if profile else "Training.",
                 instruction=planning.instruction_of(spec) if profile else None,
                 method=request.method,
-                predicted_step_time_s=None if expected is None else expected.value,
-                recommendation_id=recommendation_id,
+                predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
+                recommendation_id=expected.recommendation_id,
                 holder=request.holder,
                 lease_s=request.lease_s,
             ),
         )
-        if expected is not None and not profile:
-            tx.runs.update(run.id, drift_state=watch.expect(expected))
+        if not profile:
+            watch.begin(tx, now, run, expected, before)
         tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
-        return shown.run(run)
+        return shown.run(tx.runs.get(run.id))
+
+
+def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
+    """The training run that a new one continues, ended by that if nobody had. Raises InvalidInput when it is none."""
+    if request.continues is None:
+        return None
+    try:
+        before = tx.runs.get(request.continues)
+    except NotFound:
+        before = None
+    if before is None or before.job_id != job_id or before.kind is not RunKind.TRAIN or request.kind != "train":
+        raise InvalidInput(
+            f"{request.continues!r} is no training run of this job: a training continues one, or none.",
+            field="continues",
+        )
+    if not before.state.is_final:
+        to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
+        tx.runs.transition(before.id, expected=[before.state], to=to, message=_CONTINUED)
+        tx.events.append(job_id, "run", run_id=before.id, data={"state": to.value, "message": _CONTINUED})
+    return before
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:

@@ -7,39 +7,67 @@ from typing import Any
 
 import numpy as np
 
-import tula_wire as wire
-from tula_service.domain import Configuration, Objective, RunKind
+from tula_service.domain import RunKind
 from tula_service.perfmodel import DriftState, ObservationError, watch_drift
-from tula_service.store import NewSamples, RunRecord, Transaction
-from tula_service.usecases import choosing, convert, drift, fitting, sentences
+from tula_service.store import JobRecord, NewSamples, RunRecord, Transaction
+from tula_service.usecases import advice, drift, fitting
+from tula_service.usecases.advice import Progress
+from tula_service.usecases.recommend import Expectation
+from tula_service.usecases.remaining import examples_left, usd_per_s
 
-__all__ = ["expect", "observe"]
+__all__ = ["begin", "observe"]
 
 _LEVEL_STEPS = 8
 _CHECK_EVERY_STEPS = 50
 _FROM_START_STEPS = 50
-_LEAST_SAVING = 0.02
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """What is remembered of a training run between two batches of samples; stored as JSON on the run."""
+    """What is remembered of a training run between two batches of samples; stored as JSON on the run.
 
-    detector: DriftState
-    low_s: float
-    high_s: float
+    `spent_s` and `spent_usd` are what the runs took that this one goes on from; `elapsed_s` is its own time. Without a
+    prediction there is no detector, and only limits are minded.
+    """
+
+    detector: DriftState | None = None
+    low_s: float = 0.0
+    high_s: float = 0.0
     restart_s: float | None = None
     checked_at: int = 0
     said: list[str] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
     level_s: float | None = None
     sentence: str | None = None
+    peak_bytes: float | None = None
+    elapsed_s: float = 0.0
+    spent_s: float = 0.0
+    spent_usd: float = 0.0
 
 
-def expect(predicted: wire.Estimate) -> dict[str, Any]:
-    """The state of a watch on a run that is predicted to take so long a step."""
-    detector = DriftState.expecting(predicted.low, predicted.high)
-    return asdict(_Watched(detector, predicted.low, predicted.high))
+def begin(tx: Transaction, job: JobRecord, run: RunRecord, expected: Expectation, before: RunRecord | None) -> None:
+    """Watch a training run from now on, which goes on from `before`, if that is one.
+
+    What the earlier run took counts, and what drifted in its time has drifted.
+    """
+    watched = _Watched(peak_bytes=expected.peak_bytes)
+    if expected.step_time_s is not None:
+        low, high = expected.step_time_s.low, expected.step_time_s.high
+        watched = replace(watched, detector=DriftState.expecting(low, high), low_s=low, high_s=high)
+    if before is not None and before.drift_state is not None:
+        earlier = _read(before.drift_state)
+        took_s = earlier.elapsed_s
+        if before.started_at is not None and before.finished_at is not None:
+            took_s = (before.finished_at - before.started_at).total_seconds()
+        rate = usd_per_s(fitting.spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
+        watched = replace(
+            watched,
+            spent_s=earlier.spent_s + took_s,
+            spent_usd=earlier.spent_usd + rate * took_s,
+            ratios=earlier.ratios,
+            sentence=earlier.sentence,
+        )
+    tx.runs.update(run.id, drifted=bool(watched.sentence), drift_state=asdict(watched))
 
 
 def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> None:
@@ -51,26 +79,30 @@ def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> None:
         return
     watched = _read(run.drift_state)
     times = new.columns.step_time_s
-    if watched.restart_s is None and run.started_at is not None:
-        # What it took to get here, less the steps themselves, is what starting again would take.
-        waited = (tx.now() - run.started_at).total_seconds() - float(times.sum())
-        watched = replace(watched, restart_s=max(waited, 0.0))
+    if run.started_at is not None:
+        watched = replace(watched, elapsed_s=(tx.now() - run.started_at).total_seconds())
+        if watched.restart_s is None:
+            # What it took to get here, less the steps themselves, is what starting again would take.
+            watched = replace(watched, restart_s=max(watched.elapsed_s - float(times.sum()), 0.0))
     if not new.warmup:
-        watched = replace(watched, detector=watch_drift(watched.detector, times))
-        if watched.detector.alarm is not None:
-            watched = _on_drift(tx, run, watched, new)
+        if watched.detector is not None:
+            detector = watch_drift(watched.detector, times)
+            watched = replace(watched, detector=detector)
+            if detector.alarm is not None:
+                watched = _on_drift(tx, run, watched, detector, new)
         step = int(new.columns.step.max())
-        if step >= watched.checked_at + _CHECK_EVERY_STEPS:
-            watched = _check_limits(tx, run, replace(watched, checked_at=step), step, float(np.median(times)))
+        # A launcher that restarts its processes within a run makes their steps begin anew.
+        if step < watched.checked_at or step >= watched.checked_at + _CHECK_EVERY_STEPS:
+            at = _progress(tx, run, watched, new, float(np.median(times)))
+            watched = replace(watched, checked_at=step, said=advice.mind_limits(tx, run, at, said=watched.said))
     tx.runs.update(run.id, drift_state=asdict(watched))
 
 
-def _on_drift(tx: Transaction, run: RunRecord, watched: _Watched, new: NewSamples) -> _Watched:
+def _on_drift(tx: Transaction, run: RunRecord, watched: _Watched, detector: DriftState, new: NewSamples) -> _Watched:
     """Say that the speed changed, correct what was measured before, and look whether another configuration pays."""
     recent = tx.samples.recent(run.key, limit=_LEVEL_STEPS, rank=0)
     level = float(np.median(recent.step_time_s))
     inside = watched.low_s <= level <= watched.high_s
-    detector = watched.detector
     data: dict[str, Any] = {
         "alarm": "recovered" if inside else detector.alarm,
         "step": int(new.columns.step.max()),
@@ -108,89 +140,24 @@ def _on_drift(tx: Transaction, run: RunRecord, watched: _Watched, new: NewSample
     watched = replace(watched, ratios=ratios, sentence=sentence)
     tx.runs.update(run.id, drifted=True, drift_state=asdict(watched), bump=True)
     tx.events.append(run.job_id, "drift", run_id=run.id, data=data | {"sentence": f"{sentence}."})
-    _advise(tx, tx.runs.get(run.id), watched, level, data["step"])
+    advice.reconfigure(tx, tx.runs.get(run.id), _progress(tx, run, watched, new, level))
     return watched
 
 
-def _advise(tx: Transaction, run: RunRecord, watched: _Watched, level_s: float, step: int) -> None:
-    """Recommend another configuration when what it saves over the rest exceeds what the restart costs."""
-    job = tx.jobs.get(run.job_id)
-    spec = fitting.spec_of(job)
-    try:
-        found = choosing.answer(tx, job, spec, job.objective)
-    except ObservationError:
-        return
-    chosen = found.choice.chosen
-    if chosen is None or chosen.configuration == run.configuration:
-        return
-    left = max(0.0, spec.epochs * spec.dataset.size - step * run.configuration.global_batch_size)
-    stay_s = left / run.configuration.global_batch_size * level_s
-    move_s = left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
-    restart_s = watched.restart_s or 0.0
-    by_cost = Objective(job.objective) is Objective.COST
-    stay, move = stay_s, move_s + restart_s
-    if by_cost:
-        stay, move = _usd(spec, run, stay), _usd_of(spec, chosen.configuration, move)
-    saving = stay - move
-    unit = "USD" if by_cost else "s"
-    pays = stay > 0 and saving > _LEAST_SAVING * stay
-    data = {
-        "kind": "reconfigure" if pays else "stay",
-        "step": step,
-        "from": convert.wire_configuration(run.configuration).model_dump(),
-        "to": convert.wire_configuration(chosen.configuration).model_dump(),
-        "remaining_examples": left,
-        "step_time_s": level_s,
-        "predicted_step_time_s": chosen.step_time_s.mean,
-        "stay_s": stay_s,
-        "move_s": move_s,
-        "restart_s": restart_s,
-        "saving": saving,
-        "unit": unit,
-        "sentence": (
-            f"{'Restart with' if pays else 'Stay; not worth moving to'} {sentences.name_of(chosen.configuration)}: "
-            f"the rest takes {stay:.4g} {unit} as it is and {move:.4g} {unit} there, "
-            f"{restart_s:.3g} s of restart included."
-        ),
-    }
-    tx.events.append(run.job_id, "advice", run_id=run.id, data=data)
-
-
-def _check_limits(tx: Transaction, run: RunRecord, watched: _Watched, step: int, level_s: float) -> _Watched:
-    """Say, once each, that deadline or budget will not hold at the present speed."""
-    job = tx.jobs.get(run.job_id)
-    spec = fitting.spec_of(job)
-    if run.started_at is None or (spec.limits.deadline_s is None and spec.limits.budget_usd is None):
-        return watched
-    elapsed = (tx.now() - run.started_at).total_seconds()
-    steps_left = max(0.0, spec.epochs * spec.dataset.size / run.configuration.global_batch_size - step)
-    total_s = elapsed + steps_left * level_s
-    total_usd = _usd(spec, run, total_s)
-    said = list(watched.said)
-    for name, value, limit, unit in (
-        ("deadline", total_s, spec.limits.deadline_s, "s"),
-        ("budget", total_usd, spec.limits.budget_usd, "USD"),
-    ):
-        if limit is None or value <= limit or name in said:
-            continue
-        said.append(name)
-        sentence = (
-            f"At {level_s:.3g} s a step, with {steps_left:.0f} steps left, training ends at {value:.4g} {unit}, "
-            f"beyond the {name} of {limit:.4g} {unit}."
-        )
-        data = {"kind": name, "step": step, "projected": value, "limit": limit, "unit": unit, "sentence": sentence}
-        tx.events.append(job.id, "advice", run_id=run.id, data=data)
-    return replace(watched, said=said)
-
-
-def _usd(spec: wire.JobSpec, run: RunRecord, seconds: float) -> float:
-    return _usd_of(spec, run.configuration, seconds)
-
-
-def _usd_of(spec: wire.JobSpec, configuration: Configuration, seconds: float) -> float:
-    offers = {**convert.spot_offers_of(spec), **convert.offers_of(spec)}
-    return seconds * offers[configuration.instance_type].usd_per_s(configuration)
+def _progress(tx: Transaction, run: RunRecord, watched: _Watched, new: NewSamples, level_s: float) -> Progress:
+    """Where the training stands, at `level_s` a step."""
+    return Progress(
+        step=int(new.columns.step.max()),
+        examples_left=examples_left(fitting.spec_of(tx.jobs.get(run.job_id)), run.configuration, new),
+        step_time_s=level_s,
+        elapsed_s=watched.elapsed_s,
+        spent_s=watched.spent_s,
+        spent_usd=watched.spent_usd,
+        restart_s=watched.restart_s or 0.0,
+        peak_bytes=watched.peak_bytes,
+    )
 
 
 def _read(state: dict[str, Any]) -> _Watched:
-    return _Watched(**{**state, "detector": DriftState(**state["detector"])})
+    detector = state.get("detector")
+    return _Watched(**{**state, "detector": None if detector is None else DriftState(**detector)})

@@ -121,9 +121,9 @@ class Cluster:
         request = wire.RunPatch.model_validate({"state": state, "holder": "launcher", **more})
         return runs.patch(self.store, self.principal, run_id, request)
 
-    def train(self, job_id: str, configuration: wire.Configuration) -> wire.Run:
-        """Start a training run."""
-        request = wire.RunCreate(kind="train", configuration=configuration, holder="launcher")
+    def train(self, job_id: str, configuration: wire.Configuration, *, continues: str | None = None) -> wire.Run:
+        """Start a training run, which may go on from another."""
+        request = wire.RunCreate(kind="train", configuration=configuration, holder="launcher", continues=continues)
         run = runs.create(self.store, self.principal, job_id, request)
         return self.patch(run.id, "running")
 

@@ -1,0 +1,140 @@
+"""What is left of a training is counted from what its checkpoint had behind it, not from the start of its process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tests.service.usecases.test_watch import feed
+from tests.support.clock import ManualClock
+from tula_service.errors import InvalidInput
+from tula_service.usecases.convert import domain_configuration
+from tula_service.usecases.remaining import usd_per_s
+
+SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
+LARGE = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
+
+
+def registered(cluster: Cluster, **limits: float) -> str:
+    """A profiled job of 10 epochs over 100,000 examples with limits that are set once it is profiled."""
+    job_id = cluster.register(spec(limits=limits)).job.id
+    cluster.work(job_id)
+    return job_id
+
+
+def send(cluster: Cluster, run: wire.Run, first_step: int, *, steps: int = 10, epochs_before: float = 0.0) -> None:
+    """Steps of a second each, from `first_step` on, as a process numbers them that began `epochs_before` in."""
+    numbers = list(range(first_step, first_step + steps))
+    cluster.send(run, [1.0] * steps, step=numbers, epochs_before=epochs_before)
+
+
+@pytest.mark.parametrize("epochs_before", [0.0, 2.5, 9.75])
+def test_a_resumed_training_has_left_what_its_checkpoint_left(cluster: Cluster, epochs_before: float) -> None:
+    job_id = registered(cluster, deadline_s=60.0)
+    run = cluster.train(job_id, SMALL)
+    send(cluster, run, 50, epochs_before=epochs_before)
+    advice = cluster.events(job_id, "advice")[-1]
+    left = (10 - epochs_before) * 100_000 / 64 - 60
+    assert advice["steps_left"] == pytest.approx(left)
+    assert advice["projected"] == pytest.approx(left * 1.0, rel=0.01)  # the clock stands still
+    assert f"with {left:.0f} steps left" in advice["sentence"]
+
+
+def test_on_another_batch_what_was_done_counts_in_examples(cluster: Cluster) -> None:
+    job_id = registered(cluster, deadline_s=60.0)
+    first = cluster.train(job_id, SMALL)
+    send(cluster, first, 0)
+    second = cluster.train(job_id, LARGE, continues=first.id)
+    send(cluster, second, 50, epochs_before=4.0)
+    advice = cluster.events(job_id, "advice")[-1]
+    assert advice["steps_left"] == pytest.approx((10 - 4) * 100_000 / 256 - 60)
+
+
+def test_nothing_is_left_of_a_training_that_does_more_than_it_was_to(cluster: Cluster) -> None:
+    job_id = registered(cluster, deadline_s=60.0)
+    run = cluster.train(job_id, SMALL)
+    send(cluster, run, 50, epochs_before=12.0)
+    assert cluster.events(job_id, "advice") == []
+
+
+def test_time_and_money_of_earlier_runs_count_toward_the_limits(cluster: Cluster, clock: ManualClock) -> None:
+    job_id = registered(cluster, deadline_s=1000.0, budget_usd=0.1)
+    first = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=32))
+    clock.advance(300.0)
+    cluster.patch(first.id, "out_of_memory")
+    clock.advance(5000.0)  # waiting for a machine is nobody's training
+    second = cluster.train(job_id, SMALL, continues=first.id)
+    clock.advance(100.0)
+    third = cluster.train(job_id, SMALL, continues=second.id)  # the second was killed before it said anything
+    send(cluster, third, 50, epochs_before=9.9)
+    left = 0.1 * 100_000 / 64 - 60
+    (advice,) = cluster.events(job_id, "advice")  # 300 s and a hundred steps of a second hold the deadline
+    assert advice["kind"] == "budget"
+    assert advice["projected"] == pytest.approx((300 * 2 + left * 1.0) * 3.0 / 3600)
+    assert "300 s of earlier starts included" in advice["sentence"]
+
+
+def test_a_run_that_another_goes_on_from_has_ended(cluster: Cluster) -> None:
+    job_id = registered(cluster)
+    first = cluster.train(job_id, SMALL)
+    cluster.train(job_id, SMALL, continues=first.id)
+    with cluster.store.reading() as tx:
+        ended = tx.runs.get(first.id)
+    assert (ended.state.value, ended.message) == (
+        "failed",
+        "It ended without saying so: another run went on from it.",
+    )
+    assert cluster.job(job_id).state == "training"
+
+
+@pytest.mark.parametrize("what", ["nothing", "a profiling run", "another job's"])
+def test_only_a_training_run_of_the_same_job_is_gone_on_from(cluster: Cluster, what: str) -> None:
+    job_id = registered(cluster)
+    profiled = cluster.job(job_id).plan[0].id
+    other = cluster.register(spec(name="other")).job.id
+    elsewhere = cluster.train(other, SMALL).id
+    named = {"nothing": "run-0", "a profiling run": profiled, "another job's": elsewhere}[what]
+    with pytest.raises(InvalidInput, match="is no training run of this job") as caught:
+        cluster.train(job_id, SMALL, continues=named)
+    assert caught.value.field == "continues"
+
+
+def test_a_launcher_that_restarts_its_ranks_has_their_limits_minded_again(cluster: Cluster) -> None:
+    job_id = registered(cluster, deadline_s=1500.0)
+    run = cluster.train(job_id, SMALL)
+    send(cluster, run, 500, epochs_before=9.0)  # 1 epoch less 510 steps: 1,052 s
+    assert cluster.events(job_id, "advice") == []
+    send(cluster, run, 0, epochs_before=8.5)  # further back, and counted from zero: 2,334 s
+    assert [advice["kind"] for advice in cluster.events(job_id, "advice")] == ["deadline"]
+
+
+def test_what_drifted_before_a_restart_has_drifted_after_it(cluster: Cluster) -> None:
+    job_id = registered(cluster)
+    chosen = cluster.recommendation(job_id).chosen
+    assert chosen is not None
+    first = cluster.train(job_id, chosen.configuration)
+    feed(cluster, first, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    feed(cluster, first, 50)
+    drifted = cluster.recommendation(job_id)
+    second = cluster.train(job_id, chosen.configuration, continues=first.id)
+    assert second.drifted
+    feed(cluster, second, 50)
+    after = cluster.recommendation(job_id)
+    assert any("slower" in warning for warning in after.model.warnings)
+    before_s, after_s = ([one.step_time_s.value for one in each.candidates] for each in (drifted, after))
+    assert np.median(np.abs(np.array(after_s) / before_s - 1)) < 0.05
+
+
+def test_a_second_costs_nodes_and_the_memory_they_use() -> None:
+    priced = spec(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.5}})
+    where = domain_configuration(wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=32))
+    assert usd_per_s(priced, where, 10e9) == pytest.approx(4 * 2 * 10 * 0.5 / 3600)
+    assert usd_per_s(priced, where, None) is None
+    spot = {"usd_per_node_hour": 1.8, "interruptions_per_node_hour": 1.0}
+    only_spot = spec(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"spot": spot}})
+    assert usd_per_s(only_spot, where, None) == pytest.approx(4 * 1.8 / 3600)
