@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ One more is kept: the newest that was made under other settings of gradient scal
 """
 
 _COMPLETE: Final = "complete.json"
+_OURS: Final = re.compile(r"step-[0-9]+")
 
 
 class CheckpointError(RuntimeError):
@@ -152,6 +154,7 @@ def resume(
     consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, now)
     position = run.position
     position.epoch, position.step, position.resumed_at = own["epoch"], own["step"], own["step"]
+    position.epochs_before = float(own["epoch"])
     if exact:
         restore_randomness(own["now"], loader)
     if own["consumed"]:
@@ -175,7 +178,8 @@ def roll_back(
     optimizer come from the newest checkpoint at or before the step that the service named; the place in the data, the
     learning-rate schedule and the random numbers go on. Later checkpoints hold the harm and are deleted. Where none is
     old enough, or the model is sharded, that is said once and training goes on with the settings taken back.
-    Raises `CheckpointError` without a directory, or when the checkpoint does not fit.
+    Raises `CheckpointError` without a directory, and on all ranks when the checkpoint does not fit or cannot be read on
+    one of them.
     """
     step = getattr(optimizer, "restore_step", None)
     if step is None:
@@ -185,23 +189,44 @@ def roll_back(
         logger.warning("scaling settings were taken back, but no whole checkpoint is from step %d or before", step)
         optimizer.roll_back(None)
         return False
-    try:
-        whole = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    whole: dict[str, Any] = {}
+
+    def read() -> None:
+        whole.update(torch.load(folder / "training.pt", map_location="cpu", weights_only=True))
+
+    def load() -> None:
         _unwrapped(model).load_state_dict(whole["model"])
         optimizer.roll_back(whole["optimizer"])
         if scaler is not None and "scaler" in whole:
             scaler.load_state_dict(whole["scaler"])
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {folder} does not fit this script ({error}): delete it, or undo the change"
-        ) from error
-    _barrier()
+
+    for part in (read, load):  # no rank changes anything before all could read
+        _on_all_ranks(part, folder)
     if _rank() == 0:
         for later in _complete(folder.parent):
-            if later.name > folder.name:
+            if _step_of(later) > _step_of(folder):
                 shutil.rmtree(later, ignore_errors=True)
     logger.warning("scaling settings were taken back: weights are those of %s again", folder.name)
     return True
+
+
+def _on_all_ranks(part: Callable[[], None], folder: Path) -> None:
+    """Do `part`; where it fails on any rank it fails on all: the others would wait for that one for ever."""
+    failure: str | None = None
+    cause: Exception | None = None
+    try:
+        part()
+    except Exception as error:
+        failure, cause = f"rank {_rank()}: {type(error).__name__}: {error}", error
+    failures = [failure]
+    if _world_size() > 1:
+        failures = [None] * _world_size()
+        dist.all_gather_object(failures, failure)
+    said = next((each for each in failures if each is not None), None)
+    if said is not None:
+        raise CheckpointError(
+            f"the checkpoint {folder} does not fit this script or cannot be read ({said}): delete it or undo the change"
+        ) from cause
 
 
 def _micro_steps(run: Run, step: int) -> int:
@@ -249,13 +274,18 @@ def _shape(loader: Any) -> dict[str, Any]:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path.parent for path in root.glob(f"step-*/{_COMPLETE}"))
+    """Complete checkpoints, oldest first; a copy that someone put beside them under another name is none of ours."""
+    found = [path.parent for path in root.glob(f"step-*/{_COMPLETE}")]
+    return sorted((path for path in found if _OURS.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _agreed_newest(root: Path, *, not_after: int | None = None) -> Path | None:
     """What the first rank sees, so that ranks that look at different moments load the same."""
-    found = [path for path in _complete(root) if not_after is None or int(path.name.partition("-")[2]) <= not_after]
+    found = [path for path in _complete(root) if not_after is None or _step_of(path) <= not_after]
     name = [found[-1].name if found else None]
     if _world_size() > 1:
         dist.broadcast_object_list(name, src=0)

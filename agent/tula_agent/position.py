@@ -48,13 +48,15 @@ def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
 class Position:
     """Passes over the loader that are complete, and batches taken from the one under way.
 
-    `step` counts those of the process that was resumed from too; they are the first `resumed_at` of them.
+    `step` counts those of the process that was resumed from too; they are the first `resumed_at` of them. In passes,
+    which are the same at every batch, what was done before this process is `epochs_before`.
     """
 
     epoch: int = 0
     consumed: int = 0
     step: int = 0
     resumed_at: int = 0
+    epochs_before: float = 0.0
     at_pass_start: dict[str, Any] = field(default_factory=dict)
     loader: Any = None
     _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
@@ -78,6 +80,7 @@ class Position:
             if next(batches, _END) is _END:
                 break
             self.consumed += 1
+        self.epochs_before = self.epoch + _share(self.consumed, loader)
         if now is not None:
             restore_randomness(now, loader)
         return batches
@@ -94,6 +97,14 @@ class Position:
 
 
 _END: Any = object()
+
+
+def _share(batches: int, loader: Iterable[Any]) -> float:
+    """How much of a pass so many batches are; 0 of a loader that does not know its length."""
+    try:
+        return min(1.0, batches / len(loader))  # type: ignore[arg-type]
+    except (TypeError, ZeroDivisionError):
+        return 0.0
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

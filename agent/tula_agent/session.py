@@ -114,6 +114,7 @@ class Run:
             while repeat:
                 repeat = False
                 for_this_pass = position.begin(loader)
+                recorder.reporter.epochs_before = position.epochs_before
                 repeatable = for_this_pass is not loader
                 while True:
                     try:
@@ -140,10 +141,20 @@ class Run:
                 recorder.end_epoch()
             position.end()
 
+    def begin_at(self, epoch: float) -> None:
+        """Say where training goes on, for a script that loads checkpoints of its own; `resume` says so by itself.
+
+        epoch: passes over the data that are behind it: 2.5 in the middle of the third. Call it before the first step;
+        time and cost that the service says are left, and its advice, rest on it.
+        """
+        with self.guard("telling where training goes on"):
+            self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
+
     def begin_loop(self, loader: Any = None) -> None:
         """For a loop that belongs to a framework: it is about to go over `loader`."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
+            recorder.reporter.epochs_before = self.position.epochs_before
             with self.guard("starting to measure"):
                 recorder.begin_epoch(loader)
             with self.guard("looking out for out of memory"):

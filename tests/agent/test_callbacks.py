@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.agent.conftest import Launch
@@ -31,3 +33,15 @@ def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, scr
     assert int(done.printed("steps")[0].split()[1]) in (11, 12)
     assert sink.steps() == list(range(11))
     assert sink.states == ["running", "succeeded"]
+
+
+@pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])
+def test_a_training_that_the_framework_resumes_says_what_it_had_behind_it(
+    sink: Sink, launch: Launch, tmp_path: Path, script: str
+) -> None:
+    checkpoint = tmp_path / "saved"
+    launch(script, "2", str(checkpoint))  # leaves one from the middle of the second pass
+    assert not any("epochs_before" in body for body in sink.samples)
+    launch(script, "3", str(checkpoint))
+    assert not sink.invalid
+    assert {body.get("epochs_before") for body in sink.samples} == {None, 1.5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,38 @@ def test_weights_go_back_to_before_a_step_counted_from_the_start_of_a_resumed_ru
     assert not run.roll_back(model, optimizer, directory=tmp_path)  # once
 
 
+def test_a_copy_beside_the_checkpoints_is_neither_read_nor_deleted(tmp_path):
+    model, inner = small()
+    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=4))
+    run = init()
+    for number in run.steps([1.0, 2.0, 3.0, 4.0]):
+        torch.nn.init.constant_(model.weight, number)
+        run.checkpoint(model, optimizer, directory=tmp_path)
+        if number == 2.0:
+            shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-0000000002-backup")
+            shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-best")
+    assert run.roll_back(model, optimizer, directory=tmp_path)
+    assert model.weight.tolist() == [[4.0, 4.0]]
+    assert run.resume(model, optimizer, directory=tmp_path).step == 4
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step-0000000002-backup", "step-0000000003", "step-0000000004", "step-best"]
+
+
+def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_waits_for_ever(tmp_path):
+    script = SCRIPT.with_name("roll_back_apart.py")
+    lines = train(tmp_path / "unused", str(tmp_path / "a"), str(tmp_path / "b"), ranks=2, script=script).splitlines()
+    refused = sorted(line for line in lines if line.startswith("refused"))
+    assert [line.partition(": ")[0] for line in refused] == [
+        "refused rank 0, weights kept",
+        "refused rank 1, weights kept",
+    ]
+    assert all("rank 1: FileNotFoundError" in line for line in refused)
+    made = {line.split()[1] for line in lines if line.startswith("made")}
+    assert len(made) == 1
+    done = sorted(line for line in lines if line.startswith("done"))
+    assert done == [f"done True {min(made)} rank 0", f"done True {min(made)} rank 1"]
+
+
 def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_path):
     data = [torch.full((2,), float(i)) for i in range(48)]
     model, optimizer = small()
@@ -117,6 +150,38 @@ def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_pat
     resumed = run.resume(model, optimizer, loader=loader, directory=tmp_path)
     assert (resumed.epoch, resumed.consumed, resumed.exact) == (0, 6, False)
     assert next(iter(run.steps(loader)))[0, 0] == 24
+    assert run.position.epochs_before == 0.5  # as it was at the other batch
+
+
+def test_what_is_behind_a_training_is_told_in_passes(tmp_path):
+    model, optimizer = small()
+    run = init()
+    assert run.position.epochs_before == 0.0
+    for _ in range(2):
+        for _ in run.steps([0, 1, 2]):
+            pass
+    run.checkpoint(model, optimizer, directory=tmp_path)  # between two passes
+    run = init()
+    run.resume(model, optimizer, directory=tmp_path)
+    assert run.position.epochs_before == 2.0
+    for number, _ in enumerate(run.steps([0, 1, 2]), 1):
+        if number == 2:
+            run.checkpoint(model, optimizer, directory=tmp_path)
+    run = init()
+    run.resume(model, optimizer, directory=tmp_path)
+    assert list(run.steps([0, 1, 2])) == [2]
+    assert run.position.epochs_before == pytest.approx(2 + 2 / 3)
+    run = init()
+    run.resume(model, optimizer, directory=tmp_path)
+    assert list(run.steps(iter([0, 1, 2]))) == [2]  # of unknown length: whole passes only
+    assert run.position.epochs_before == 2.0
+
+
+@pytest.mark.parametrize(("said", "kept"), [(2.5, 2.5), (-1, 0.0), (float("nan"), 0.0), ("none", 0.0), (1e9, 1e6)])
+def test_a_script_with_checkpoints_of_its_own_says_where_it_goes_on(said, kept):
+    run = init()
+    run.begin_at(said)
+    assert run.position.epochs_before == kept
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):

@@ -40,6 +40,8 @@ class TulaCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Everything is built by now: the strategy's model is the DDP module where there is one."""
         if self.run is not None:
+            with self.run.guard("finding where the fit goes on"):
+                self.run.begin_at(_epochs_before(trainer))
             model = getattr(trainer.strategy, "model", None) or pl_module
             self.run.watch(model, list(trainer.optimizers))
 
@@ -92,3 +94,11 @@ class TulaCallback(Callback):
         """Deliver what is left."""
         if self.run is not None:
             self.run.finish()
+
+
+def _epochs_before(trainer: Any) -> float:
+    """Passes that a resumed fit has behind it: whole ones, and the batches of one that was left in the middle."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    left = epochs.ready > epochs.processed
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready if left else 0
+    return float(epochs.processed + batches / max(1, trainer.num_training_batches))

@@ -40,6 +40,7 @@ class TulaTrainerCallback(TrainerCallback):
             epochs=args.num_train_epochs,
             grad_accum_steps=args.gradient_accumulation_steps,
         )
+        self.run.begin_at(state.epoch or 0.0)
         optimizer = others.get("optimizer")
         self.run.watch(others.get("model"), getattr(optimizer, "optimizer", optimizer))
 

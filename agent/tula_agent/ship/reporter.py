@@ -237,6 +237,8 @@ class Reporter:
         for body in sample_bodies(rows, self._identity(), self._sequence):
             if self.epochs_before:
                 body["epochs_before"] = self.epochs_before
+            if self.epochs_before:
+                body["epochs_before"] = self.epochs_before
             if memory is not None:
                 body["memory"] = memory
             due.append(Envelope("POST", path, encode(body), len(body["sequence"])))

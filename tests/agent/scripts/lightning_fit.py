@@ -1,6 +1,7 @@
 """Lightning, with a model built from nothing."""
 
 import sys
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +26,15 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Saves(pl.Callback):
+    """In the middle of the second pass."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            trainer.save_checkpoint(CHECKPOINT)
+
+
+CHECKPOINT = sys.argv[2] if len(sys.argv) > 2 else None
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
 loader = torch.utils.data.DataLoader(data, batch_size=8)
@@ -32,12 +42,12 @@ callback = TulaCallback(dataset_size=64)
 trainer = pl.Trainer(
     max_epochs=int(sys.argv[1]),
     accumulate_grad_batches=2,
-    callbacks=[callback],
+    callbacks=[callback, Saves()] if CHECKPOINT else [callback],
     logger=False,
     accelerator="cpu",
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Module(), loader, loader)
+trainer.fit(Module(), loader, loader, ckpt_path=CHECKPOINT if CHECKPOINT and Path(CHECKPOINT).exists() else None)
 print("steps", trainer.global_step)

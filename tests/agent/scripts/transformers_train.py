@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -13,7 +14,8 @@ config = BertConfig(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30, num_labels=2
 )
 rows = [{"input_ids": torch.randint(0, 30, (6,)), "labels": torch.tensor(n % 2)} for n in range(64)]
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as temporary:
+    folder = sys.argv[2] if len(sys.argv) > 2 else temporary
     arguments = TrainingArguments(
         output_dir=folder,
         num_train_epochs=int(sys.argv[1]),
@@ -22,7 +24,8 @@ with tempfile.TemporaryDirectory() as folder:
         eval_strategy="epoch",
         logging_steps=2,
         report_to=[],
-        save_strategy="no",
+        save_strategy="steps" if folder != temporary else "no",
+        save_steps=12,
         use_cpu=True,
         disable_tqdm=True,
     )
@@ -34,5 +37,6 @@ with tempfile.TemporaryDirectory() as folder:
         compute_metrics=lambda got: {"accuracy": float((got.predictions.argmax(1) == got.label_ids).mean())},
         callbacks=[TulaTrainerCallback(dataset_size=64)],
     )
-    trainer.train()
+    checkpoint = Path(folder, "checkpoint-12")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint.is_dir() else None)
 print("steps", trainer.state.global_step)
