@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from tula_service.perfmodel.predict.physical import jacobian, log_terms
 from tula_service.perfmodel.predict.priors import StepTimePrior
 from tula_service.perfmodel.predict.residual import (
     HYPOTHESES,
+    Hypothesis,
     ResidualScales,
     residual_covariance,
     residual_variance,
@@ -147,18 +149,23 @@ def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Poster
     return Posterior(prior, reference_batch_size, points, (member,), np.ones(1), _PRIOR_DOF)
 
 
-def fit_posterior(targets: Targets, prior: StepTimePrior, reference_batch_size: float) -> Posterior:
+def fit_posterior(
+    targets: Targets,
+    prior: StepTimePrior,
+    reference_batch_size: float,
+    hypotheses: Sequence[Hypothesis] = HYPOTHESES,
+) -> Posterior:
     """One Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
     centre = prior.mean.copy()
     if not prior.absolute:
         start = log_terms(centre, targets.points, reference_batch_size).step
         centre[0] += float(np.mean(targets.log_step - start))
     members: list[Member] = []
-    for hypothesis in HYPOTHESES:
+    for hypothesis in hypotheses:
         scales = hypothesis.apply(prior.scales)
         start = members[0].theta if members else centre
         members.append(_fit_member(start, centre, prior.sd, scales, targets, reference_batch_size))
-    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, HYPOTHESES, strict=True)])
+    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, hypotheses, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     kept = np.flatnonzero(weights >= _LEAST_WEIGHT * weights.sum())
     return Posterior(

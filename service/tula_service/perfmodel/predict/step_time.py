@@ -17,6 +17,7 @@ from tula_service.perfmodel.predict.observations import FloatArray, ObservationE
 from tula_service.perfmodel.predict.physical import PARAMETERS, log_terms
 from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_service.perfmodel.predict.repeats import merge_repeats, statements
+from tula_service.perfmodel.predict.residual import HYPOTHESES, Hypothesis
 
 __all__ = ["Form", "StepTimeModel", "StepTimePredictions", "fit_step_time", "unmeasured_model"]
 
@@ -197,13 +198,14 @@ def fit_step_time(
     prior: StepTimePrior | Priors | None = None,
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
+    hypotheses: Sequence[Hypothesis] = HYPOTHESES,
 ) -> StepTimeModel:
     """Fit the step time of every instance type that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
     after the largest batch is profiled. A type that was measured less, or not at all, starts from the one that was
-    measured most, moved by what the hardware of the two differs in. Raises ObservationError when there is neither a
-    measurement nor a prior with a scale.
+    measured most, moved by what the hardware of the two differs in. `hypotheses` are the beliefs about how far a job
+    strays from the form. Raises ObservationError when there is neither a measurement nor a prior with a scale.
     """
     priors = Priors.of(prior)
     empty = observations is None or len(observations) == 0
@@ -230,7 +232,7 @@ def fit_step_time(
         if posteriors:
             start = _carried(posteriors[by_count[0]], by_count[0], name, priors, collective)
         targets = merged.targets(types == name, start.scales)
-        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
+        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest, hypotheses)
     first = by_count[0]
     unmeasured = {
         name: _from_prior(_carried(posteriors[first], first, name, priors, collective), largest)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import special
@@ -17,12 +17,21 @@ from tula_service.perfmodel.predict.intervals import Interval
 from tula_service.perfmodel.predict.observations import FloatArray
 from tula_service.perfmodel.predict.step_time import StepTimeModel
 
-__all__ = ["hopes", "log_value"]
+__all__ = ["Doubt", "hopes", "log_value"]
 
 _FORBIDDEN = 50.0
 _WIDEST = 0.4
+_CHANCE_OF_SURPRISE = 0.1
 _DOF = 4.0
 _QUANTILES = special.stdtrit(_DOF, (np.arange(400) + 0.5) / 400)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A candidate in a job that strays far from the form: how its log step time moves, and the deviation it gets."""
+
+    log_shift: float
+    log_sd: float
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
@@ -46,12 +55,15 @@ def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: G
     return found
 
 
-def hopes(choice: Choice, estimates: Sequence[Estimate], goal: Goal) -> list[tuple[float, Configuration]]:
+def hopes(
+    choice: Choice, estimates: Sequence[Estimate], goal: Goal, *, doubts: Mapping[Configuration, Doubt] | None = None
+) -> list[tuple[float, Configuration]]:
     """What measuring each unmeasured candidate may be expected to gain, as a share of the choice's value.
 
     Expected improvement E[(1 - value / best)+] times the chance that it keeps deadline and budget; log values follow
-    Student's t with four degrees, since grids hold more surprises than any fit says. While no candidate is likely to
-    keep the limits, or none does by its mean, that chance alone counts.
+    Student's t with four degrees, since grids hold more surprises than any fit says. For the same reason one part in
+    ten of it is what the candidate's doubt promises: a few runs speak neither for a job that strays far from the form
+    nor against it. While no candidate is likely to keep the limits, or none does by its mean, that chance alone counts.
     """
     if choice.objective is Objective.KNEE:
         return []
@@ -65,7 +77,7 @@ def hopes(choice: Choice, estimates: Sequence[Estimate], goal: Goal) -> list[tup
         chance = min(chance, _chance_below(estimate.cost_usd, goal.limits.budget_usd))
         value = _value(estimate, choice.objective)
         if choice.within_limits_is_likely and best is not None and value.mean > 0.0:
-            chance *= _expected_improvement(math.log(value.mean / best), _log_sd(value))
+            chance *= _gain(math.log(value.mean / best), _log_sd(value), (doubts or {}).get(estimate.configuration))
         found.append((chance, estimate.configuration))
     return found
 
@@ -83,6 +95,14 @@ def _chance_below(value: Interval, limit: float | None) -> float:
     if limit is None or value.mean <= 0.0:
         return 1.0
     return float(special.stdtr(_DOF, math.log(limit / value.mean) / _log_sd(value)))
+
+
+def _gain(log_ratio: float, log_sd: float, doubt: Doubt | None) -> float:
+    gain = _expected_improvement(log_ratio, log_sd)
+    if doubt is None:
+        return gain
+    surprise = _expected_improvement(log_ratio + doubt.log_shift, doubt.log_sd)
+    return (1.0 - _CHANCE_OF_SURPRISE) * gain + _CHANCE_OF_SURPRISE * surprise
 
 
 def _expected_improvement(log_ratio: float, log_sd: float) -> float:
