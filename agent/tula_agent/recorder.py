@@ -139,7 +139,7 @@ class Recorder:
                 # The script's own policy is a choice; only a user's choice for the job goes before it.
                 policy = optimizer.scripted_thresholds.policy
                 path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
-                self._poller = ThresholdPoller(path, optimizer)
+                self._poller = ThresholdPoller(path, optimizer, self.config.run_id)
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
                 self.timer.watched = True

@@ -29,6 +29,7 @@ class ScalingThresholds(WireModel):
     restore_step: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Settings taken back: a checkpoint at or before this step has the weights from before them."
     )
+    restore_run_id: str | None = Field(None, description="The run that `restore_step` is a step of.")
     gradient_noise_scale: float | None = None
     gradient_noise_scale_error: float | None = None
     critical_batch_size: float | None = None

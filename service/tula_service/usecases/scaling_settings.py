@@ -38,6 +38,8 @@ def shown(record: ScalingRecord | None, policy: str | None, run: RunRecord | Non
     wanted = body["policy"] or policy or _DEFAULT_POLICY
     own = body["policies"][wanted]
     restore = body.get("restore")
+    if restore and (run is None or restore["run_id"] != run.id):
+        restore = None
     return wire.ScalingThresholds.model_validate(
         {
             **own.get(_SET, {}),
@@ -45,7 +47,8 @@ def shown(record: ScalingRecord | None, policy: str | None, run: RunRecord | Non
             "policy": wanted,
             "delta": in_force(own, "delta"),
             "small_batch_size": in_force(own, "small_batch_size"),
-            "restore_step": restore["step"] if restore and run is not None and restore["run_id"] == run.id else None,
+            "restore_step": restore["step"] if restore else None,
+            "restore_run_id": restore["run_id"] if restore else None,
             "gradient_noise_scale": body.get("gradient_noise_scale"),
             "gradient_noise_scale_error": body.get("gradient_noise_scale_error"),
             "critical_batch_size": body.get("critical_batch_size"),

@@ -105,6 +105,7 @@ def test_a_setting_that_hurts_validation_accuracy_is_taken_back_for_good(
     assert "taken back" in after.reason
     assert "accuracy fell" in after.reason
     assert (before.restore_step, after.restore_step) == (None, 180)  # the last evaluation before the harm
+    assert (before.restore_run_id, after.restore_run_id) == (None, run.id)
     cluster.report(run, first_step=600, gradient_variability=rough(300, 0.1, 3))
     assert current(cluster, job_id, "ags") == after  # and said once
 

@@ -1,0 +1,50 @@
+"""Two ranks asked to go back, of which the second sees no checkpoint at first, as without a shared file system."""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tula_agent
+from tula_agent.checkpoint import CheckpointError
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+
+
+def main() -> None:
+    shared, elsewhere = (Path(name) for name in sys.argv[1:])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    asked = tula_agent.ScalingThresholds(restore_step=3)
+    optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), thresholds=asked)
+    run = tula_agent.init()
+    torch.manual_seed(rank)
+    for x in run.steps([torch.randn(8, 4) for _ in range(4)]):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        run.checkpoint(model, optimizer, directory=shared)
+        if run.position.step == 3:
+            print(f"made {digest(model)} rank {rank}", flush=True)
+    before = digest(model)
+    try:
+        run.roll_back(model, optimizer, directory=shared if rank == 0 else elsewhere)
+    except CheckpointError as error:
+        print(f"refused rank {rank}, weights {'kept' if digest(model) == before else 'moved'}: {error}", flush=True)
+    dist.barrier()  # reached by both, or this hangs
+    print(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}", flush=True)
+    dist.barrier()
+    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
