@@ -16,7 +16,7 @@ __all__ = ["Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "m
 _DEFAULT_MOST_RUNS = 8
 _ACTIVE = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _STATES_KEPT = ("archived", "training")
-_DUE = "plan due"
+_PLAN, _DUE, _DUE_FOR_MEMORY, _MADE = "plan due", "yes", "out of memory", "no"
 
 
 def goal_of(spec: wire.JobSpec, objective: str | None = None) -> Goal:
@@ -102,22 +102,27 @@ def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:
         cold_start.remember(tx, job, decided.learnt)
     if decided.checked is not None:
         validation.keep(tx, job.id, decided.checked)
-    _set_due(tx, job.id, due=False)
+    _set_due(tx, job.id, _MADE)
     return _publish(tx, job, "planning" if decided.waiting else "ready", decided.reason)
 
 
-def mark_due(tx: Transaction, job_id: str) -> None:
-    """Say, in the transaction that changes what a plan rests on, that the job has to be planned anew after it."""
-    _set_due(tx, job_id, due=True)
+def mark_due(tx: Transaction, job_id: str, *, memory: bool = False) -> None:
+    """Say, in the transaction that changes what a plan rests on, that the job has to be planned anew after it.
+
+    `memory`: a run has just run out of it, so what waits may not fit either.
+    """
+    if memory or not is_due(tx, job_id):
+        _set_due(tx, job_id, _DUE_FOR_MEMORY if memory else _DUE)
 
 
-def is_due(tx: Transaction, job_id: str) -> bool:
-    """True while a change waits to be planned for: whoever made it is at it, or died."""
-    return tx.fits.get(job_id, _DUE, data_version=0, model_version="1") == "yes"
+def is_due(tx: Transaction, job_id: str, *, memory: bool = False) -> bool:
+    """True while a change waits to be planned for (`memory`: an out-of-memory): whoever made it is at it, or died."""
+    kept = tx.fits.get(job_id, _PLAN, data_version=0, model_version="1")
+    return kept == _DUE_FOR_MEMORY or (kept == _DUE and not memory)
 
 
-def _set_due(tx: Transaction, job_id: str, *, due: bool) -> None:
-    tx.fits.put(job_id, _DUE, data_version=0, model_version="1", body="yes" if due else "no")
+def _set_due(tx: Transaction, job_id: str, body: str) -> None:
+    tx.fits.put(job_id, _PLAN, data_version=0, model_version="1", body=body)
 
 
 def _new_runs(spec: wire.JobSpec, found: Plan, model: StepTimeModel | None, position: int) -> tuple[NewRun, ...]:

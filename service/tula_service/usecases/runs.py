@@ -24,6 +24,7 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
 _VANISHED = "Nothing was heard of this training since its lease ran out."
+_AFTER_MEMORY = "A run has just run out of memory: the plan is being made anew."
 _CONTINUED = "It ended without saying so: another run went on from it."
 _NEVER_CALLED = (
     "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training script "
@@ -45,11 +46,14 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, settled: bool = False
 ) -> wire.RunClaimed | None:
-    """The same, or None while there is nothing to claim only because a plan is due."""
+    """The same, or None while nothing may be claimed only because a plan is due."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
+        if planning.is_due(tx, job_id, memory=True):
+            # What waits may not fit either: nobody gets it before the plan has been looked through.
+            return wire.RunClaimed(run=None, reason=_AFTER_MEMORY, retry_after_s=_RETRY_AFTER_S) if settled else None
         run = tx.runs.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
@@ -262,7 +266,7 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if run.kind is RunKind.TRAIN:
         _training_moved(tx, moved)
     if wanted.is_final and (run.kind is RunKind.PROFILE or wanted is RunState.OUT_OF_MEMORY):
-        planning.mark_due(tx, run.job_id)
+        planning.mark_due(tx, run.job_id, memory=wanted is RunState.OUT_OF_MEMORY)
     if wanted.is_final and run.kind is RunKind.TRAIN:
         ledger.record_outcome(tx, moved)
     return moved

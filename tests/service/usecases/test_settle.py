@@ -143,6 +143,29 @@ def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_searc
     assert cluster.job(job_id).runs_done == len(first) + len(rest)
 
 
+def test_nobody_gets_a_run_that_cannot_fit_while_the_plan_is_made_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = cluster.register(spec(search="full", cluster={"max_nodes": 4}, batch={"max_local_batch_size": 64})).job.id
+    request = wire.ClaimRequest(holder="launcher")
+    first = runs.claim(cluster.store, ANONYMOUS, job_id, request).run
+    assert first is not None
+    waiting = [run.configuration.local_batch_size for run in cluster.job(job_id).plan if run.state == "pending"]
+    assert 64 in waiting
+    with monkeypatch.context() as planning_takes_long:
+        planning_takes_long.setattr(runs, "settle", lambda *_: None)
+        cluster.patch(first.id, "out_of_memory", failed_local_batch_size=64)
+        meanwhile = runs.claim(cluster.store, ANONYMOUS, job_id, request)
+        assert meanwhile.run is None
+        assert meanwhile.retry_after_s is not None
+        assert "out of memory" in meanwhile.reason
+        cluster.patch(cluster.train(job_id, first.configuration).id, "succeeded")  # planning is due for nothing less
+        assert runs.claim(cluster.store, ANONYMOUS, job_id, request).run is None
+    ran = [run.configuration.local_batch_size for run in cluster.work(job_id)]
+    assert ran
+    assert max(ran) < 64
+
+
 def test_what_is_tried_again_is_not_recommended_against_as_failed(cluster: Cluster) -> None:
     wanted = spec(search="full", cluster={"max_nodes": 2})
     job_id = cluster.register(wanted).job.id
