@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tula_agent.channel import CONNECT_WITHIN_S, Channel
+from tula_agent.channel import Channel
 
 if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
@@ -48,8 +48,8 @@ class OutOfMemoryWatch:
     """One rank's look-out.
 
     `channel` answers the way to the other ranks, or None while there is none; it is None itself where there is one
-    rank. `report` tells the service (message, batch); `batch_size` and `steps` are asked for at the moment. A CUDA error
-    that the script caught counts at once in a profiling run; in training only when no step follows for STALLED_S,
+    rank. `report` tells the service (message, batch); `batch_size` and `steps` are asked for at the moment. An error of
+    CUDA that the script caught counts at once in a profiling run; in training only when no step follows for STALLED_S,
     since scripts exist that try a smaller batch by themselves.
     """
 
@@ -89,15 +89,19 @@ class OutOfMemoryWatch:
         self._thread = threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop looking out: the run is over.
+    def stop(self) -> None:
+        """Stop looking out: the run is over."""
+        self._closed.set()
 
-        Waits for a question to the store that is under way: a thread that comes back from C++ into an interpreter that
+    def close(self, within_s: float) -> None:
+        """Stop, and wait `within_s` seconds at most for a question to the store or a report that is under way.
+
+        A thread that comes back from C++ into an interpreter that
         is being torn down ends the process with "terminate called without an active exception" (Python before 3.14).
         """
-        self._closed.set()
+        self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CONNECT_WITHIN_S)
+            self._thread.join(max(0.0, within_s))
         self._channel = None
 
     def tell(self, message: str | None, local_batch_size: int | None = None) -> None:

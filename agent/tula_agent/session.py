@@ -230,12 +230,19 @@ class Run:
 
         Afterwards nothing of the job (model, optimizer, the ranks' store) is held here any more.
         """
-        if self.recorder is not None and not self.recorder.finished:
-            with self.guard("finishing"):
-                if self._memory_watch is not None:
-                    self._memory_watch.close()
-                    self._memory_watch = None
-                self.recorder.finish("succeeded" if succeeded else "failed", message)
+        recorder = self.recorder
+        if recorder is None:
+            return
+        # One deadline for all that is waited for; what the look-out has under way may be its report, and is waited for.
+        ends = time.monotonic() + recorder.config.exit_deadline_s
+        with self.guard("finishing"):
+            watch, self._memory_watch = self._memory_watch, None
+            if watch is not None:
+                watch.stop()
+            if not recorder.finished:
+                recorder.finish("succeeded" if succeeded else "failed", message)
+            if watch is not None:
+                watch.close(ends - time.monotonic())
 
     def _process_ends(self) -> None:
         """At exit: a run that nobody finished has succeeded, unless `sys.exit` was told otherwise."""

@@ -135,7 +135,7 @@ def test_a_store_that_is_gone_does_not_keep_the_rank_alive():
 def test_a_look_out_that_was_closed_stays_silent():
     road = Road()
     rank = Rank(road)
-    rank.watch.close()
+    rank.watch.close(5)
     time.sleep(0.05)
     road.set("out_of_memory", {"rank": 1, "local_batch_size": 64})
     assert not rank.ended.wait(0.3)

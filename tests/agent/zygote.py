@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -47,7 +48,7 @@ def become(argv: list[str], wanted: dict[str, Any]) -> None:
         os.dup2(os.open(wanted[name], flags), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = argv
-    sys.path[:0] = [os.path.dirname(argv[0]), *filter(None, wanted["env"].get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, wanted["env"].get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -22,6 +22,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 QUICK_FOR_S, SLOW_FLUSHES = 30.0, 5
 """A young run is delivered every flush interval; an older one, which nobody watches by the second, less often."""
 REJECTED_LIMIT_BYTES = 4 * 2**20
+SAVING_SHARE = 0.1
+"""Of the time to close: kept for bringing to disk what a service that hangs has not taken."""
 
 
 def backoff_s(failures: int, jitter: float) -> float:
@@ -100,22 +102,28 @@ class Exporter:
         self._wake.set()
 
     def close(self, deadline_s: float, last_words: list[Envelope]) -> None:
-        """Deliver what is left and then `last_words` within `deadline_s`, put the rest on disk, and return."""
+        """Deliver what is left and then `last_words`, put the rest on disk, and return: all within `deadline_s`."""
         ends = time.monotonic() + deadline_s
         self.start()
         self._last_words = last_words
         self._closing = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(max(0.0, deadline_s))
-        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(max(0.0, deadline_s * (1 - SAVING_SHARE)))
+        if self._thread is None or self._thread.is_alive():
             self._abandoned = True  # stuck in a request: leave it, and save what it has not sent
-            with self._guard("collecting at exit"):
-                for envelope in [*self._collect(False), *self._take_last_words()]:
-                    self.put(envelope)
+            saver = threading.Thread(target=self._save, name="tula-agent-saving", daemon=True)
+            saver.start()
+            saver.join(max(0.0, ends - time.monotonic()))
+            if saver.is_alive():
+                logger.warning("not everything could be kept within %g s: the spool's disk is slow", deadline_s)
+
+    def _save(self) -> None:
+        """On a thread of its own too, for a disk can hang like a network."""
+        with self._guard("collecting at exit"):
+            for envelope in [*self._collect(False), *self._take_last_words()]:
+                self.put(envelope)
         self._spool_all()
-        if time.monotonic() > ends + 1.0:
-            logger.warning("closing took longer than its deadline: the spool's disk is slow")
 
     def forget(self) -> None:
         """In a forked child: new lock, queue and thread, no connection; what was queued is the parent's to send."""
@@ -146,6 +154,8 @@ class Exporter:
                 for envelope in self._take_last_words() if last else []:
                     self.put(envelope)
                 self._deliver(last)
+            if last and not self._abandoned:
+                self._spool_all()
             self.cpu_s += time.thread_time() - started
             if last:
                 break

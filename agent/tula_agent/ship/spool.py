@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,8 @@ _MAX_RECORD = 16 * 2**20
 SUFFIX = ".spool"
 REJECTED = ".rejected"
 TAKEN = ".uploading"
+LOCK_WITHIN_S = 0.5
+"""How long a write waits for another one; `tula upload` locks for longer, but a file that it has moved away first."""
 
 
 class Spool:
@@ -61,16 +65,19 @@ class Spool:
         return True
 
     def _open(self) -> int:
+        ends = time.monotonic() + LOCK_WITHIN_S
         while True:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            lock(descriptor)
             try:
-                # `tula upload` may have moved the file away between opening and locking it.
-                if self.path.stat().st_ino == os.fstat(descriptor).st_ino:
+                # `tula upload` moves a file away before it locks it, and may have done so since it was opened.
+                if try_lock(descriptor) and self.path.stat().st_ino == os.fstat(descriptor).st_ino:
                     return descriptor
             except FileNotFoundError:
                 pass
             os.close(descriptor)
+            if time.monotonic() > ends:
+                raise OSError(errno.EAGAIN, "another process holds the spool's lock", str(self.path))
+            time.sleep(0.001)
 
     def envelopes(self) -> Iterator[Envelope]:
         """What waits, oldest first."""
@@ -89,6 +96,19 @@ def lock(descriptor: int) -> None:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def try_lock(descriptor: int) -> bool:
+    """As `lock`, without waiting: False while another has the file."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (OSError, ImportError):
+        pass
+    return True
 
 
 def read_records(path: Path) -> Iterator[Envelope]:

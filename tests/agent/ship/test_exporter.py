@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
 from tula_agent.guard import GIVE_UP_AFTER, Guard
+from tula_agent.out_of_memory import OutOfMemoryWatch
 from tula_agent.recorder import Recorder
+from tula_agent.session import Run
 from tula_agent.ship.envelope import Envelope
 from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter, backoff_s
 from tula_agent.ship.spool import read_records
@@ -138,3 +141,38 @@ def test_what_was_dropped_is_reported_with_the_end_of_the_run(sink: Sink, tmp_pa
     recorder.finish("succeeded")
     assert sink.bodies("/v1/runs/r")[-1]["dropped"] == 10 - 3
     assert not sink.invalid
+
+
+class Stuck:
+    """What never answers: a store whose host is gone, a disk that hangs."""
+
+    def __init__(self) -> None:
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, *_arguments: object) -> bool:
+        self.asked.set()
+        self.released.wait(60)
+        return False
+
+
+def test_one_deadline_holds_for_all_that_is_waited_for_at_the_end(sink: Sink, tmp_path: Path) -> None:
+    """The service, the other ranks' store and the disk all hang: together they cost what one of them may."""
+    sink.behaviour = "hang"
+    config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
+    assert config is not None
+    run = Run(replace(config, exit_deadline_s=1.0))
+    recorder, store, disk = run.recorder, Stuck(), Stuck()
+    assert recorder is not None
+    recorder.exporter._spool.append = disk  # type: ignore[method-assign]
+    run._memory_watch = OutOfMemoryWatch(
+        store, rank=0, report=lambda *_: None, batch_size=lambda: None, look_every_s=0.001
+    )
+    run._memory_watch.start()
+    assert store.asked.wait(10)
+    began = time.monotonic()
+    run.finish()
+    took = time.monotonic() - began
+    assert disk.asked.is_set()
+    store.released.set()
+    disk.released.set()
+    assert took < 2.5  # each by itself would have taken its five seconds, or for ever

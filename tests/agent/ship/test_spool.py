@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.ship.envelope import Envelope, encode
-from tula_agent.ship.spool import Spool, read_records, spool_files
+from tula_agent.ship.spool import Spool, lock, read_records, spool_files
 
 envelopes = st.builds(
     Envelope,
@@ -67,6 +67,18 @@ def test_appending_after_a_torn_tail_loses_only_the_torn_record(tmp_path: Path) 
     path.write_bytes(path.read_bytes()[: lengths[1] - 3])
     Spool(path, 2**20).append(items[2])
     assert list(read_records(path)) == [items[0], items[2]]
+
+
+def test_a_write_waits_for_no_lock_that_another_keeps(tmp_path: Path) -> None:
+    path = tmp_path / "a.spool"
+    item = Envelope("PATCH", "/v1/runs/r", b"{}")
+    with path.open("wb") as other:
+        lock(other.fileno())
+        with pytest.raises(OSError, match="lock"):
+            Spool(path, 2**20).append(item)
+        path.rename(tmp_path / "a.spool.uploading")  # as `tula upload` does before it locks
+        assert Spool(path, 2**20).append(item)
+    assert list(read_records(path)) == [item]
 
 
 def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
