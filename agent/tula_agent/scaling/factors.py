@@ -11,19 +11,23 @@ from tula_agent.scaling.thresholds import Granularity
 
 __all__ = ["apply_to_gradients", "apply_to_updates", "factor_from_squares", "norm_squared", "squares"]
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def squares(gradient: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Sum of squares in float32 per tensor (0-d), per output channel (c, 1, ...) or per element (as `gradient`).
+    """Sum of squares per tensor (0-d), per output channel (c, 1, ...) or per element (as `gradient`).
 
-    A vector (bias, norm weight) has no channels to share, so `channel` treats it as one tensor.
+    In float32, of float64 gradients in float64. A vector (bias, norm weight) has no channels to share, so `channel`
+    treats it as one tensor.
     """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
     if granularity == "element":
-        return gradient.float().square()
+        return gradient.to(wide).square()
     if granularity == "tensor" or gradient.ndim < 2:
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
         return norm.square()
     rest = tuple(range(1, gradient.ndim))
-    norms: torch.Tensor = torch.linalg.vector_norm(gradient, dim=rest, keepdim=True, dtype=torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(gradient, dim=rest, keepdim=True, dtype=wide)
     return norms.square()
 
 
@@ -31,8 +35,15 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """|G|^2 over all tensors, float64 on the first tensor's device (0-d); `gradients` must not be empty."""
     device = gradients[0].device
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = torch._foreach_norm(dense)
-    return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
+    if any(g.dtype in _HALVES for g in dense):
+        # A norm in half precision would be off by up to half a percent, or infinite.
+        norms: Sequence[torch.Tensor] = [
+            torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense
+        ]
+    else:
+        norms = torch._foreach_norm(dense)
+    # Stacked first: on a device, converting each norm by itself would be as many kernels.
+    return torch.stack([norm.to(device) for norm in norms]).double().square().sum()
 
 
 def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:

@@ -11,8 +11,10 @@ from tula_agent.scaling.factors import norm_squared
 __all__ = ["SpikeLimit"]
 
 _KEEP = 0.9  # of the average length, per step
-_WHOLE = 2**16  # elements up to which a tensor counts whole
-_SHARE = 8  # of a larger one, the first eighth of its rows counts: reading all would cost a percent of a step
+_WHOLE = 2**14  # elements up to which a tensor counts whole
+_SHARE = (
+    64  # of a larger one as many first rows count as hold these or a 64th: reading all would cost percents of a step
+)
 
 
 class SpikeLimit:
@@ -66,4 +68,8 @@ class SpikeLimit:
 
 def _counted(gradient: torch.Tensor) -> torch.Tensor:
     """A view, whatever the memory format."""
-    return gradient if gradient.numel() <= _WHOLE else gradient[: -(-gradient.shape[0] // _SHARE)]
+    elements = gradient.numel()
+    if elements <= _WHOLE:
+        return gradient
+    rows = gradient.shape[0]
+    return gradient.narrow(0, 0, min(rows, -(-rows * max(_WHOLE, elements // _SHARE) // elements)))
