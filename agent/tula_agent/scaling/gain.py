@@ -49,11 +49,18 @@ class Gain:
         self._spikes = None if spike_limit is None else SpikeLimit(spike_limit)
         self._measure_every = measure_every
         self._noise_weight, self._growth = noise_weight, growth
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on this policy is in force; what it knew of an earlier time tells nothing about this one."""
+        if self._spikes is not None:
+            self._spikes.load(None)
         self._factor = 1.0
         self._noise = NoiseAverage()
         self._samples = 1.0
         self._arrival: Arrival | None = None
         self._last: StepStatistics | None = None
+        self._measured_at = [-2, -2]  # the step of `_last`, and that of the measurement on its way
         self._variability = math.nan
 
     def wants(self, step: int) -> Granularity | None:
@@ -75,6 +82,7 @@ class Gain:
                 inner_step()
         if vector is not None:
             self._arrival = self._site.ranks.send(vector)
+            self._measured_at[1] = step
 
     def _next_factor(self) -> float:
         """min(max(r, s_min), s_max), s_max = B / b_small unless named; 1 until something was measured."""
@@ -98,16 +106,20 @@ class Gain:
         ):
             return
         self._samples = statistics.samples
-        if self._last is not None:
+        self._site.counted(statistics.examples)
+        before, now = self._measured_at
+        # Equation 5 compares a step with the one before it, and most are not measured later on.
+        self._variability = math.nan
+        if self._last is not None and now == before + 1:
             self._variability = gradient_variability(statistics.gradient_norm**2, self._last.gradient_norm**2)
-        self._last = statistics
+        self._last, self._measured_at[0] = statistics, now
 
     def _measure(self, step: int) -> torch.Tensor | None:
         site = self._site
-        gradients = site.gradients()
-        if site.tap.armed and (site.ranks.size > 1 or site.tap.read().parts >= 2):
-            return encode_tap(site.tap, gradients, site.ranks.size, site.parameters()[0].device)
-        if site.source != "probe" and self.wants(step) is None:
+        if site.tap.armed and (site.ranks.size > 1 or site.tap.parts >= 2):
+            device = site.parameters()[0].device
+            return encode_tap(site.tap, site.gradients(), site.ranks.size, device, site.observed)
+        if site.source != "probe" and not site.tap.armed:
             return None  # between two measured steps: nothing was tapped, and nothing is to be probed instead
         if not site.may_probe:
             if step == 0 and site.ranks.size == 1:
@@ -119,7 +131,9 @@ class Gain:
         if step >= _PROBE_EVERY and step % (self._measure_every or _PROBE_EVERY):
             return None
         probed = site.probe()
-        return None if probed is None else encode_probe(probed[0], gradients, probed[1], site.ranks.size)
+        if probed is None:
+            return None
+        return encode_probe(probed[0], site.gradients(), probed[1], site.ranks.size, site.observed)
 
     def telemetry(self) -> dict[str, float]:
         """Of the last measured step; the noise scale in examples where B is known, else in batches."""
@@ -141,6 +155,7 @@ class Gain:
             "samples": self._samples,
             "arrival": arrival,
             "last": last,
+            "measured_at": list(self._measured_at),
             "variability": self._variability,
             "factor": self._factor,
             "usual_norm": None if self._spikes is None else self._spikes.state(),
@@ -151,12 +166,15 @@ class Gain:
         """Inverse of `state`."""
         self._noise.load(state["noise"])
         before, now = state["batch_size"], self._site.batch_size
-        if before and now:  # S/B is kept per batch: a job that goes on with another batch keeps its S
+        if now is None:
+            self._site.seen_batch_size = before
+        elif before:  # S/B is kept per batch: a job that goes on with another batch keeps its S
             self._noise.change_batch(now / before)
         self._samples = float(state["samples"])
         arrival, last = state["arrival"], state["last"]
         self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
         self._last = None if last is None else StepStatistics(*last)
+        self._measured_at = list(state.get("measured_at", [-2, -2]))
         self._variability = float(state["variability"])
         self._factor = float(state["factor"])
         if self._spikes is not None:

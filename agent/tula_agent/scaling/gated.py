@@ -29,14 +29,23 @@ class Gated:
         self._site = site
         self._target = target
         self.steps_per_epoch = steps_per_epoch
-        self._gate = Gate()
-        self._factors: list[torch.Tensor | None] | None = None
-        self._due, self._told, self._last_refresh = True, False, 0
-        self._arrival: Arrival | None = None
-        self._known = [math.nan, math.nan, math.nan]  # squared norm, variability, gate
-        self._mean_factor = 1.0
+        self._told, self._last_refresh = False, 0
         self._constants: dict[tuple[float, str], torch.Tensor] = {}
         self._scaled = self._counted = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on this policy is in force; what it knew of an earlier time tells nothing about this one."""
+        self._gate = Gate()
+        self._arrival: Arrival | None = None
+        self._known = [math.nan, math.nan, math.nan]  # squared norm, variability, gate
+        self.forget_factors()
+
+    def forget_factors(self) -> None:
+        """Their bounds or their b_small changed: scale by 1 until they are found anew."""
+        self._factors: list[torch.Tensor | None] | None = None
+        self._mean_factor = 1.0
+        self._due = True
 
     def next_epoch(self) -> None:
         """An epoch begins: refresh at its first step, unless a number of steps was asked for."""
@@ -52,7 +61,7 @@ class Gated:
         every = thresholds.refresh_steps or self.steps_per_epoch or (None if self._told else _UNTOLD_EPOCH_STEPS)
         if every is not None and step - self._last_refresh >= every:
             self._due = True
-        return thresholds.granularity if self._due else None
+        return thresholds.granularity if self._due and self._site.source != "probe" else None
 
     def run(self, step: int, inner_step: Callable[[], None]) -> None:
         """Refresh when due, decide whether the step is sensitive, scale, step."""
@@ -62,19 +71,25 @@ class Gated:
         if not usable:
             inner_step()
             return
-        norm_sq = self._site.ranks.sum_(norm_squared(usable) / self._site.ranks.size)
+        norm_sq = norm_squared(usable)
+        share = norm_sq / self._site.ranks.size
+        norm_sq, examples = self._site.ranks.sum_(torch.stack([share, torch.full_like(share, self._site.observed)]))
         gate = self._gate(norm_sq, self._site.thresholds.delta)
         if self._site.thresholds.policy == "ags" and self._due:
-            self._refresh(step, gradients)
+            self._refresh(step, gradients, examples)
         self._scaled_step(gradients, gate, inner_step)
         variability = self._gate.variability if self._gate.variability is not None else norm_sq
         self._arrival = to_host(torch.stack([norm_sq, variability, gate]))
 
-    def _refresh(self, step: int, gradients: list[torch.Tensor | None]) -> None:
+    def _refresh(self, step: int, gradients: list[torch.Tensor | None], examples: torch.Tensor) -> None:
         site = self._site
-        ratio = site.batch_ratio
         found = None
-        if site.source != "probe" and site.tap.armed:
+        if site.source != "probe":
+            if not site.tap.armed:
+                return  # it has only just become due: the next step is tapped, and costs no second backward
+            if site.global_batch_size is None:
+                site.counted(float(examples))
+            ratio = site.batch_ratio
             found = factors_from_tap(site.tap, gradients, site.thresholds, ranks=site.ranks, batch_ratio=ratio)
         if found is None and site.may_probe:
             probed = site.probe()
@@ -110,12 +125,17 @@ class Gated:
     def _factor(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         thresholds = self._site.thresholds
         if thresholds.policy == "static":
-            scale = max(thresholds.static_scale, thresholds.s_min)
-            scale = scale if thresholds.s_max is None else min(scale, thresholds.s_max)
-            return self._constant(scale, parameter.device)
+            return self._constant(self._static_scale, parameter.device)
         if self._factors is None or index >= len(self._factors):
             return None
         return self._factors[index]
+
+    @property
+    def _static_scale(self) -> float:
+        """Equation 8's factor within the bounds of every factor."""
+        thresholds = self._site.thresholds
+        scale = max(thresholds.static_scale, thresholds.s_min)
+        return scale if thresholds.s_max is None else min(scale, thresholds.s_max)
 
     def _constant(self, scale: float, device: torch.device) -> torch.Tensor:
         """`scale` on `device`, made once: a fresh tensor per parameter and step would cost as many transfers."""
@@ -139,7 +159,7 @@ class Gated:
         return {
             "grad_norm": math.sqrt(max(self._known[0], 0.0)) if math.isfinite(self._known[0]) else math.nan,
             "gradient_variability": self._known[1],
-            "scale": self._site.thresholds.static_scale if policy == "static" else self._mean_factor,
+            "scale": self._static_scale if policy == "static" else self._mean_factor,
             "scaled_share": self._scaled / self._counted if self._counted else 0.0,
         }
 

@@ -13,7 +13,7 @@ from tula_agent.scaling.taps import CALIBRATORS, GradientTap, TapReading
 
 __all__ = ["StepStatistics", "decode", "encode_probe", "encode_tap", "global_factor"]
 
-_HEAD = 5
+_HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,28 @@ class StepStatistics:
     """Reduced numbers of one step, the same on every rank.
 
     `small_norm_sq`, `large_norm_sq`: mean |g_i|^2 over the parts and |mean g_i|^2, in one common unit.
-    `samples`: parts per global batch, B / b. `gradient_norm`: |G| as the optimizer saw it.
+    `samples`: parts per global batch, B / b. `gradient_norm`: |G| as the optimizer saw it. `examples`: observed on all
+    ranks together, 0 when they observe none.
     """
 
     small_norm_sq: float
     large_norm_sq: float
     samples: float
     gradient_norm: float
+    examples: float = 0.0
 
 
 def encode_tap(
-    tap: GradientTap, gradients: Sequence[torch.Tensor | None], world_size: int, device: torch.device
+    tap: GradientTap,
+    gradients: Sequence[torch.Tensor | None],
+    world_size: int,
+    device: torch.device,
+    examples: float = 0.0,
 ) -> torch.Tensor:
     """This rank's summands (float64 on `device`); zeros where it has nothing, so that no rank ever stays away.
 
-    A parameter that had no part on this rank but has a reduced gradient counts as a zero part.
+    A parameter that had no part on this rank but has a reduced gradient counts as a zero part. `examples`: observed on
+    this rank.
     """
     reading = tap.read()
     dense = [(s, g) for s, g in zip(reading.squares, gradients, strict=True) if g is not None and not g.is_sparse]
@@ -44,12 +51,16 @@ def encode_tap(
     small = torch.stack(sums).sum() if sums else zero
     large = norm_squared([gradient for _, gradient in dense]).to(device) if dense else zero
     micro = float(reading.parts)
-    head = _head(small, micro, large / world_size, micro / world_size, micro)
+    head = _head(small, micro, large / world_size, micro / world_size, micro, examples)
     return torch.cat([head, _projections(tap, reading, device, world_size)])
 
 
 def encode_probe(
-    small: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None], samples: float, world_size: int
+    small: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
+    samples: float,
+    world_size: int,
+    examples: float = 0.0,
 ) -> torch.Tensor | None:
     """As `encode_tap`, from the reduced gradient of a sub-batch that is `samples` times smaller than the batch."""
     pairs = [
@@ -61,14 +72,16 @@ def encode_probe(
         return None
     share = 1.0 / world_size
     part_sq, whole_sq = norm_squared([part for part, _ in pairs]), norm_squared([whole for _, whole in pairs])
-    head = _head(part_sq * share, share, whole_sq * share, share, samples * share)
+    head = _head(part_sq * share, share, whole_sq * share, share, samples * share, examples)
     ones = torch.full((2 * CALIBRATORS,), share, dtype=torch.float64, device=head.device)
     return torch.cat([head, ones])
 
 
 def decode(values: Sequence[float]) -> StepStatistics | None:
     """The step's numbers from the vector summed over ranks; None when they cannot be used."""
-    small_total, parts, large, micro, samples = values[:_HEAD]
+    if len(values) != _HEAD + 2 * CALIBRATORS:
+        return None  # from an older checkpoint
+    small_total, parts, large, micro, samples, examples = values[:_HEAD]
     factor = global_factor(values[_HEAD : _HEAD + CALIBRATORS], values[_HEAD + CALIBRATORS :])
     if factor is None or parts <= 0.0 or micro <= 0.0 or not math.isfinite(small_total + large):
         return None
@@ -77,6 +90,7 @@ def decode(values: Sequence[float]) -> StepStatistics | None:
         large_norm_sq=large / (factor * micro) ** 2,
         samples=samples,
         gradient_norm=math.sqrt(max(large, 0.0)),
+        examples=examples,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ __all__ = ["TulaOptimizer"]
 
 _STATE_KEY = "tula"
 _SHARDED = ("DTensor", "FlatParameter")
+_OF_FACTORS = ("granularity", "small_batch_size", "s_min", "s_max")  # what the factors of `ags` were made from
 
 
 class TulaOptimizer(torch.optim.Optimizer):
@@ -40,8 +42,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     noise_weight, growth, spike_limit: of `gain`, see there; with 1.0, None and None it is AdaScale's rule.
 
     Every rank must construct it alike and step together (a few numbers are reduced over `process_group`).
-    Raises TypeError for something that is not an optimizer, and ValueError for a senseless threshold or for sharded
-    parameters (FSDP, tensor parallelism), whose local gradients are no norms of the whole.
+    Raises TypeError for something that is not an optimizer, and ValueError for a senseless threshold, for sharded
+    parameters (FSDP, tensor parallelism), whose local gradients are no norms of the whole, or for a group without `lr`.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must unscale first, whatever the wrapped optimizer can do
@@ -75,9 +77,13 @@ class TulaOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
-        if any(type(p).__name__ in _SHARDED for group in optimizer.param_groups for p in group["params"]):
+        if any(_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "optimizer holds sharded parameters (FSDP, DTensor): TulaOptimizer needs whole ones, as DDP's"
+            )
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise ValueError(
+                "optimizer sets its own learning rate (lr is None): give it one, for that is what is scaled"
             )
         self._inner = optimizer
         # How the base class sets up an instance that it did not initialise; it registers no parameter twice.
@@ -151,8 +157,11 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._agreement.propose(thresholds)
 
     def observe_batch(self, batch: Any, *, global_batch_size: int | None = None) -> None:
-        """The batch of the current step on this rank (nested tensors, examples first); kept by reference until then."""
-        self._site.batch = batch
+        """The batch of the current step on this rank (nested tensors, examples first), or of each of its micro-steps.
+
+        The last one is kept by reference until `step`.
+        """
+        self._site.observe(batch)
         if global_batch_size is not None:
             self._site.global_batch_size = global_batch_size
 
@@ -173,14 +182,16 @@ class TulaOptimizer(torch.optim.Optimizer):
             self._site.thresholds = self._agreement.settle(self._site.thresholds, device)
         agreed = self._agreement.poll(self._steps, device)
         if agreed is not None:
-            self._site.thresholds = agreed
+            self._switch(agreed)
+        if self._site.tap.armed and not self._site.tap.watches(self._site.parameters()):
+            self._site.tap.armed = False  # what was seen belongs to other parameters
         policy = self._policy
         if policy is None:
             self._inner.step()
         else:
             policy.run(self._steps, self._inner_step)
         self._steps += 1
-        self._site.batch = None
+        self._site.forget_batch()
         self._prepare()
         return loss
 
@@ -192,17 +203,18 @@ class TulaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; the new parameters are watched from the next backward on."""
         self._inner.add_param_group(param_group)
-        if "_site" in self.__dict__:
+        if "_site" in self.__dict__ and not self._closed:
             self._site.tap.watch(self._site.parameters())
 
     def telemetry(self) -> dict[str, float]:
-        """What the host knows of the last steps, without asking the device: names of DESIGN's telemetry columns."""
+        """What the host knows of the last steps, by telemetry column, without asking the device; no more than that."""
         policy = self._policy
         thresholds = self.thresholds
         base = {"thresholds_version": float(thresholds.version), "step": float(self._steps), "delta": thresholds.delta}
         if thresholds.small_batch_size is not None:
             base["small_batch_size"] = float(thresholds.small_batch_size)
-        return base if policy is None else {**policy.telemetry(), **base}
+        known = {} if policy is None else {k: v for k, v in policy.telemetry().items() if not math.isnan(v)}
+        return {**known, **base}
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, under `tula`, all that decides the factors to come; equal on all ranks."""
@@ -242,7 +254,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate  # schedules multiply what they find, and they go on
         self._agreement.load(under_way)  # of now, not of then
-        self._site.thresholds, self._restored = thresholds, thresholds.restore_step
+        self._switch(thresholds)
+        self._restored = thresholds.restore_step
         self._prepare()
 
     def close(self) -> None:
@@ -273,6 +286,15 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _inner_step(self) -> None:
         self._inner.step()
 
+    def _switch(self, thresholds: ScalingThresholds) -> None:
+        """Put `thresholds` in force; nothing that an earlier policy or other bounds left behind decides from now on."""
+        before, self._site.thresholds = self._site.thresholds, thresholds
+        if thresholds.policy != before.policy:
+            self._gain.begin()
+            self._gated.begin()
+        elif any(getattr(thresholds, name) != getattr(before, name) for name in _OF_FACTORS):
+            self._gated.forget_factors()
+
     def _prepare(self) -> None:
         """Arm the taps for the step to come, or let them sleep."""
         tap, policy = self._site.tap, self._policy
@@ -283,3 +305,8 @@ class TulaOptimizer(torch.optim.Optimizer):
             return
         tap.watch(self._site.parameters())
         tap.arm(wanted)
+
+
+def _sharded(parameter: torch.Tensor) -> bool:
+    """By FSDP of either version, which with `use_orig_params` only marks its plain parameters, or tensor-parallel."""
+    return type(parameter).__name__ in _SHARDED or getattr(parameter, "_fsdp_flattened", False)

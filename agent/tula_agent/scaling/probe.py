@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ def sub_batch(batch: Any, size: int) -> Any:
     """The first `size` examples: every tensor of a nest of tuples, lists and mappings is cut along dimension 0."""
     if isinstance(batch, torch.Tensor):
         return batch[:size] if batch.ndim else batch
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: sub_batch(value, size) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(sub_batch(value, size) for value in batch))
@@ -34,7 +34,7 @@ def batch_length(batch: Any) -> int:
     """Examples in `batch`: the length of its first tensor; 0 when it holds none."""
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.ndim else 0
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
         return next((n for n in map(batch_length, batch) if n), 0)
@@ -57,10 +57,10 @@ def probe_gradients(
         found = torch.autograd.grad(loss(module, batch), wanted, allow_unused=True)
     by_parameter = {id(p): g for p, g in zip(wanted, found, strict=True)}
     gradients = [by_parameter.get(id(p)) for p in parameters]
-    for gradient in gradients:
-        if gradient is not None and not gradient.is_sparse:
-            ranks.sum_(gradient.div_(ranks.size))
-    return gradients
+    if ranks.size == 1:
+        return gradients
+    # Not in place: autograd may hand out one tensor for two parameters, or one whose elements share memory.
+    return [g if g is None or g.is_sparse else ranks.sum_(torch.div(g, ranks.size)) for g in gradients]
 
 
 @contextmanager

@@ -22,7 +22,11 @@ Source = Literal["auto", "parts", "probe"]
 
 @dataclass
 class Site:
-    """Shared by the optimizer and its policies; `thresholds` change only between two steps."""
+    """Shared by the optimizer and its policies; `thresholds` change only between two steps.
+
+    `seen_batch_size`: examples per step as counted over all ranks, for a job that does not tell; a rank's own batch
+    would not do, for the last one of an epoch may be shorter on some ranks, and their factors would part.
+    """
 
     inner: torch.optim.Optimizer
     ranks: Ranks
@@ -33,6 +37,9 @@ class Site:
     model: nn.Module | None
     loss: LossFunction | None
     batch: Any = None
+    seen_batch_size: int | None = None
+    _shown: int = 0
+    _longest: int = 0
 
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, group by group."""
@@ -44,11 +51,34 @@ class Site:
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per step over all ranks, B: as told, else from the observed batch."""
-        if self.global_batch_size is not None:
-            return self.global_batch_size
-        seen = batch_length(self.batch)
-        return seen * self.ranks.size if seen else None
+        """Examples per step over all ranks, B: as told, else as last counted in the batches observed."""
+        return self.seen_batch_size if self.global_batch_size is None else self.global_batch_size
+
+    def observe(self, batch: Any) -> None:
+        """The batch of a step or of one of its micro-steps; whoever measures may show the same one again."""
+        self.batch = batch
+        length = batch_length(batch)
+        self._shown, self._longest = self._shown + length, max(self._longest, length)
+
+    def forget_batch(self) -> None:
+        """The step is over."""
+        self.batch = None
+        self._shown = self._longest = 0
+
+    @property
+    def observed(self) -> float:
+        """Examples of this step on this rank, for a sum over ranks; 0 where none were observed.
+
+        As many as were shown, but not more than micro-steps explain: what belonged to a step that a GradScaler skipped,
+        or was shown twice, does not count.
+        """
+        parts = self.tap.parts
+        return float(min(self._shown, parts * self._longest) if parts else self._longest)
+
+    def counted(self, examples: float) -> None:
+        """Take in that sum."""
+        if examples > 0:
+            self.seen_batch_size = round(examples)
 
     @property
     def batch_ratio(self) -> float | None:
@@ -62,16 +92,21 @@ class Site:
         return self.source != "parts" and self.model is not None and self.loss is not None and self.batch is not None
 
     def probe(self) -> tuple[list[torch.Tensor | None], float] | None:
-        """Reduced gradient of a sub-batch and B / b of it; None when it would be the whole batch.
+        """Reduced gradient of a sub-batch and B / b of it; None when it would be the whole batch of any rank.
 
-        The sub-batch is b_small over all ranks, or an eighth of the batch when no b_small was named.
+        The sub-batch is b_small over all ranks, or an eighth of the batch when no b_small was named. A few numbers are
+        reduced first: a rank whose batch is too short must not leave the others alone in the reduction of gradients.
         """
         if self.model is None or self.loss is None:
             return None
         local = batch_length(self.batch)
         wanted = self.thresholds.small_batch_size
         size = max(1, local // 8) if wanted is None else max(1, math.ceil(wanted / self.ranks.size))
-        if size >= local:
+        numbers = torch.tensor(
+            [self.observed, size, size >= local], dtype=torch.float64, device=self.parameters()[0].device
+        )
+        examples, sizes, too_short = (float(x) for x in self.ranks.sum_(numbers).tolist())
+        if too_short:
             return None
         armed, self.tap.armed = self.tap.armed, False
         try:
@@ -79,7 +114,7 @@ class Site:
             gradients = probe_gradients(self.model, self.loss, part, self.parameters(), ranks=self.ranks)
         finally:
             self.tap.armed = armed
-        return gradients, (self.batch_size or local * self.ranks.size) / (size * self.ranks.size)
+        return gradients, (self.global_batch_size or examples) / sizes
 
 
 class Policy(Protocol):
@@ -92,7 +127,7 @@ class Policy(Protocol):
         """Scale and take step number `step`."""
 
     def telemetry(self) -> dict[str, float]:
-        """What is known on the host already."""
+        """What is known on the host already; NaN for what is not."""
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: everything that decides the steps to come."""

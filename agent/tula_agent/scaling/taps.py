@@ -59,8 +59,17 @@ class GradientTap:
     _handles: list[RemovableHandle | None] = field(default_factory=list)
     _calibrators: dict[int, _Calibrator] = field(default_factory=dict)
 
+    def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """True when what was seen is in the order of `parameters`: none came, went or moved since `watch`."""
+        known = self._parameters
+        return len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True))
+
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Hook every parameter that needs a gradient and is not hooked yet; indices follow `parameters`."""
+        known = self._parameters
+        if len(known) > len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=False)):
+            self.close()  # a hook knows its parameter by its place
+            self._parameters, self._squares, self._counts, self._handles = [], [], [], []
         self._parameters = list(parameters)
         missing = len(self._parameters) - len(self._squares)
         self._squares += [None] * missing
@@ -89,7 +98,12 @@ class GradientTap:
     def read(self) -> TapReading:
         """What was seen since the last `clear`."""
         projections = [self._calibrators[index].total for index in sorted(self._calibrators)]
-        return TapReading(list(self._squares), max(self._counts, default=0), projections)
+        return TapReading(list(self._squares), self.parts, projections)
+
+    @property
+    def parts(self) -> int:
+        """Micro-steps seen since the last `clear`."""
+        return max(self._counts, default=0)
 
     def project(self) -> list[torch.Tensor | None]:
         """The calibrators' projections of the gradients as they stand now, in `read`'s order."""
@@ -125,7 +139,9 @@ class GradientTap:
 
     def _choose_calibrators(self) -> None:
         """The smallest tensors, under fixed random signs: a plain sum would vanish for a bias before a softmax."""
-        wanted = [i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point()]
+        wanted = [
+            i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0
+        ]
         wanted.sort(key=lambda i: (self._parameters[i].numel(), i))
         # The very smallest are often biases before a normalisation, whose gradient is zero: take some larger ones too.
         chosen = wanted[: CALIBRATORS // 2] + wanted[-(CALIBRATORS - CALIBRATORS // 2) :]

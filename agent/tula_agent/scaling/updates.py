@@ -27,17 +27,19 @@ def scaled_learning_rate(groups: list[dict[str, Any]], factor: float) -> Iterato
     For SGD, Adam and their kin the update is linear in the learning rate, so this scales the update, decoupled
     weight decay included, without touching a tensor.
     """
-    kept = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
+    kept = [group["lr"] for group in groups]
+    # One tensor given to an optimizer becomes the rate of every group that names none.
+    tensors = {id(rate): rate for rate in kept if isinstance(rate, torch.Tensor)}
+    values = {key: rate.clone() for key, rate in tensors.items()}
     try:
+        for rate in tensors.values():
+            rate.mul_(factor)
         for group in groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].mul_(factor)
-            else:
+            if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = group["lr"] * factor
         yield
     finally:
-        for group, value in zip(groups, kept, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(value)
-            else:
-                group["lr"] = value
+        for key, rate in tensors.items():
+            rate.copy_(values[key])
+        for group, rate in zip(groups, kept, strict=True):
+            group["lr"] = rate

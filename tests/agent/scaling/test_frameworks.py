@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.agent.scaling.test_ranks_agree import launch
 from tula_agent.scaling import TulaOptimizer
 
 
@@ -86,3 +88,12 @@ def test_accelerate_trains_and_the_gain_follows_accumulated_micro_steps():
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)
         assert optimizer.state_dict()["tula"]["steps"] == 12
+
+
+def test_under_both_frameworks_two_ranks_stay_one_model():
+    by_rank = launch(2, Path(__file__).with_name("frameworks_job.py"))
+    for name in ("accelerate", "lightning"):
+        first, second = (results[name] for results in by_rank)
+        assert first == second
+        assert first["steps"] == 24.0
+        assert 1.0 < first["scale"] <= 4.0

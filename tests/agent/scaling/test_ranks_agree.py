@@ -7,32 +7,38 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 JOB = Path(__file__).with_name("ranks_job.py")
 
 
-def launch(world_size: int, *scenarios: str) -> dict[str, list[dict]]:
-    """By scenario, one record per rank."""
+def launch(world_size: int, job: Path, *arguments: str) -> list[Any]:
+    """What `job` said of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(JOB), *scenarios]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(job), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    by_rank = json.loads(line.removeprefix("RESULT "))
+    return list(json.loads(line.removeprefix("RESULT ")))
+
+
+def scenarios(world_size: int, *names: str) -> dict[str, list[dict]]:
+    """By scenario, one record per rank."""
+    by_rank = launch(world_size, JOB, *names)
     return {records[0]["scenario"]: list(records) for records in zip(*by_rank, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, list[dict]]:
-    return launch(2)
+    return scenarios(2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> dict[str, list[dict]]:
-    return launch(4, "gain", "ags-tensor", "ags-element", "gain-thresholds")
+    return scenarios(4, "gain", "ags-tensor", "ags-element", "gain-thresholds")
 
 
 def assert_identical(records: list[dict]) -> None:
@@ -45,7 +51,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 13
+    assert len(two_ranks) == 15
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)

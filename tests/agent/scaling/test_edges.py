@@ -1,0 +1,310 @@
+"""What real jobs do to an optimizer: other precisions, odd parameters, groups that come and go, changes of policy."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+from tula_agent.scaling.agreement import AGREE_EVERY
+from tula_agent.scaling.factors import norm_squared
+from tula_agent.scaling.probe import probe_gradients
+from tula_agent.scaling.ranks import Ranks
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batches(size: int = 32, dtype: torch.dtype = torch.float32):
+    draw = torch.Generator().manual_seed(1)
+    while True:
+        inputs = torch.randn(size, 6, generator=draw, dtype=dtype)
+        yield inputs, inputs[:, :4].argmax(1)
+
+
+def loss_of(module: nn.Module, batch) -> torch.Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def train(optimizer: TulaOptimizer, model: nn.Module, data, steps: int, parts: int = 4, loss=loss_of) -> None:
+    for batch in itertools.islice(data, steps):
+        optimizer.zero_grad()
+        optimizer.observe_batch(batch)
+        for inputs, labels in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
+            (loss(model, (inputs, labels)) / parts).backward()
+        optimizer.step()
+
+
+def switch(optimizer: TulaOptimizer, model: nn.Module, data, thresholds: ScalingThresholds) -> None:
+    """Train until `thresholds` are in force."""
+    optimizer.apply_thresholds(thresholds)
+    for _ in range(AGREE_EVERY + 1):
+        if optimizer.thresholds == thresholds:
+            return
+        train(optimizer, model, data, 1)
+    assert optimizer.thresholds == thresholds
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *({"policy": "ags", "granularity": g} for g in ("tensor", "channel", "element"))]
+)
+def test_double_precision_trains(options):
+    model = network().double()
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), delta=1e9, **options)
+    train(optimizer, model, batches(dtype=torch.float64), 6)
+    assert abs(optimizer.telemetry()["scale"] - 1.0) > 1e-3
+    assert all(p.dtype == torch.float64 and bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_gradients_are_not_rounded_and_do_not_overflow(dtype):
+    gradients = [torch.full((40_000,), 900.0).to(dtype), torch.randn(77).to(dtype), torch.randn(5)]
+    exact = sum(float(g.double().square().sum()) for g in gradients)
+    assert float(norm_squared(gradients)) == pytest.approx(exact, rel=1e-4)
+
+
+def test_a_learning_rate_tensor_that_groups_share_is_scaled_once():
+    model = network()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    shared = torch.tensor(0.05)
+    inner = torch.optim.SGD(groups, lr=shared, foreach=False)
+    optimizer = TulaOptimizer(inner)
+    seen = []
+    inner.register_step_pre_hook(lambda opt, *_: seen.append([float(group["lr"]) for group in opt.param_groups]))
+    train(optimizer, model, batches(), 5)
+    factor = optimizer.telemetry()["scale"]
+    assert factor > 1.05
+    assert seen[-1] == pytest.approx([0.05 * factor] * 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [shared, shared]
+    assert float(shared) == pytest.approx(0.05)
+
+
+def test_an_empty_parameter_is_no_obstacle():
+    model = network()
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    train(optimizer, model, batches(), 5, loss=lambda net, batch: loss_of(net, batch) + net.empty.sum())
+    assert optimizer.telemetry()["scale"] > 1.0
+
+
+@pytest.mark.parametrize("policy", ["gain", "ags"])
+def test_parameters_that_come_go_and_move_behind_the_wrappers_back_are_followed(policy):
+    model = network()
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
+    optimizer = TulaOptimizer(inner, policy=policy, refresh_steps=1, delta=1e9)
+    data = batches()
+    train(optimizer, model, data, 3)
+    inner.add_param_group({"params": list(model[2].parameters())})
+    before = model[2].weight.detach().clone()
+    train(optimizer, model, data, 3)
+    assert not torch.equal(before, model[2].weight)
+    known = optimizer.telemetry()["scale"]
+    optimizer.param_groups.reverse()
+    train(optimizer, model, data, 3)
+    optimizer.param_groups.pop()
+    train(optimizer, model, data, 3)
+    assert optimizer.telemetry()["scale"] not in (1.0, known)
+
+
+@pytest.mark.parametrize("shown", ["whole", "parts", "twice"])
+def test_a_batch_that_is_only_observed_is_counted_for_telemetry_and_checkpoints(shown):
+    """As the agent shows each micro-step's batch, or a script the step's; a step that a GradScaler skips counts not."""
+    noise = {}
+    for told in (True, False):
+        model = network()
+        size = {"global_batch_size": 32} if told else {}
+        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), small_batch_size=8, **size)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        for step, (inputs, labels) in enumerate(itertools.islice(batches(), 7)):
+            if shown == "whole":
+                optimizer.observe_batch((inputs, labels))
+            optimizer.zero_grad()
+            for part in zip(inputs.chunk(4), labels.chunk(4), strict=True):
+                for _ in range({"whole": 0, "parts": 1, "twice": 2}[shown]):
+                    optimizer.observe_batch(part)
+                loss = loss_of(model, part) / 4
+                scaler.scale(loss * float("inf") if step == 4 and shown != "whole" else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        noise[told] = optimizer.telemetry()["gradient_noise_scale"]
+        resumed = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), small_batch_size=8)
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.telemetry()["gradient_noise_scale"] == noise[told]
+    assert noise[False] == noise[True] > 1.0
+
+
+class TwoRanks(Ranks):
+    """Both see the same."""
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mul_(2.0)
+
+
+def test_a_probe_divides_every_gradient_once_even_where_autograd_hands_out_one_for_two():
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    model.c = nn.Parameter(torch.ones(3))
+
+    def loss(module, batch):
+        return ((module.a + module.b) * batch).sum() + module.c.sum()
+
+    batch = torch.tensor([1.0, 2.0, 3.0])
+    found = probe_gradients(model, loss, batch, [model.a, model.b, model.c], ranks=TwoRanks())
+    for gradient, expected in zip(found, (batch, batch, torch.ones(3)), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_a_probe_takes_part_of_any_mapping():
+    model = network()
+    optimizer = TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model=model,
+        loss=lambda module, batch: F.cross_entropy(module(batch["x"]), batch["y"]),
+        source="probe",
+        small_batch_size=8,
+    )
+    for inputs, labels in itertools.islice(batches(), 5):
+        optimizer.zero_grad()
+        optimizer.observe_batch(collections.UserDict(x=inputs, y=labels))  # what tokenizers return
+        loss_of(model, (inputs, labels)).backward()
+        optimizer.step()
+    assert optimizer.telemetry()["scale"] > 1.0
+
+
+def test_a_policy_that_comes_back_begins_anew():
+    """Gradients a hundred times longer than in its first time are usual by then, and are not cut as spikes."""
+    model = network()
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    data = batches()
+    train(optimizer, model, data, 6)
+    assert optimizer.telemetry()["scale"] > 1.0
+    switch(optimizer, model, data, ScalingThresholds(version=2, policy="none"))
+
+    def longer(net, batch):
+        return 100.0 * loss_of(net, batch)
+
+    train(optimizer, model, data, 3, loss=longer)
+    optimizer.apply_thresholds(ScalingThresholds(version=3, policy="gain"))
+    scales = []
+    for batch in itertools.islice(data, 40):
+        train(optimizer, model, iter([batch]), 1, loss=longer)
+        if optimizer.thresholds.policy == "gain":
+            scales.append(optimizer.telemetry()["scale"])
+            expected = torch.autograd.grad(longer(model, batch), list(model.parameters()))
+            for parameter, whole in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, whole)
+    assert scales[0] == 1.0
+    assert scales[-1] > 1.0
+
+
+def test_weights_that_go_back_under_another_policy_bring_none_of_its_memory():
+    model = network()
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    data = batches()
+    train(optimizer, model, data, 6)
+    kept = optimizer.state_dict()
+    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", refresh_steps=2))
+    train(optimizer, model, data, 4)
+    optimizer.roll_back(kept)
+    switch(optimizer, model, data, ScalingThresholds(version=3))
+    assert optimizer.telemetry()["scale"] == 1.0
+
+
+def test_new_bounds_hold_from_the_step_on_at_which_they_take_force():
+    model = network()
+    optimizer = TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", refresh_steps=1000, delta=1e9, s_max=1.9
+    )
+    data = batches()
+    train(optimizer, model, data, 3)
+    assert optimizer.telemetry()["scale"] > 1.1
+    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", refresh_steps=1000, delta=1e9, s_max=1.1))
+    scales = []
+    for _ in range(3):
+        scales.append(optimizer.telemetry()["scale"])
+        train(optimizer, model, data, 1)
+    assert max(scales) <= 1.1 + 1e-6
+    assert scales[-1] > 1.0
+
+
+def test_a_policy_that_becomes_due_waits_for_a_tapped_step_instead_of_probing():
+    probed = []
+
+    def counted(module: nn.Module, batch) -> torch.Tensor:
+        probed.append(batch)
+        return loss_of(module, batch)
+
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = TulaOptimizer(inner, policy="none", model=model, loss=counted, global_batch_size=32)
+    data = batches()
+    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", delta=1e9))
+    train(optimizer, model, data, 3)
+    assert optimizer.telemetry()["scale"] != 1.0
+    assert not probed
+
+
+def test_with_a_probe_alone_no_backward_is_tapped():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = TulaOptimizer(inner, policy="ags", source="probe", model=model, loss=loss_of, small_batch_size=8)
+    train(optimizer, model, batches(), 3, parts=1)
+    assert optimizer.telemetry()["scale"] != 1.0
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_shards_and_rates_that_are_not_there_are_refused_in_one_sentence():
+    marked = nn.Parameter(torch.ones(2))
+    marked._fsdp_flattened = True  # all that FSDP with use_orig_params leaves to see
+    with pytest.raises(ValueError, match="sharded"):
+        TulaOptimizer(torch.optim.SGD([marked], lr=0.1))
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    inner.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="lr is None"):
+        TulaOptimizer(inner)
+
+
+def test_what_is_said_of_a_static_scale_is_what_is_done():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = TulaOptimizer(inner, policy="static", static_scale=5.0, s_max=2.0, delta=1e9)
+    train(optimizer, model, batches(), 2)
+    assert optimizer.telemetry()["scale"] == 2.0
+
+
+def test_variability_compares_a_step_with_the_one_before_it_and_what_is_not_known_is_not_said():
+    told = {}
+    for every in (1, 2):
+        model = network()
+        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), measure_every=every)
+        train(optimizer, model, batches(), 6)
+        told[every] = optimizer.telemetry()
+    norms = []
+    for batch in itertools.islice(batches(), 5):
+        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        norms.append(float(norm_squared(gradients)))
+    assert told[1]["gradient_variability"] == pytest.approx(abs(norms[4] - norms[3]) / norms[3], rel=1e-4)
+    assert "gradient_variability" not in told[2]
+    assert told[2]["grad_norm"] == pytest.approx(norms[4] ** 0.5, rel=1e-5)
+    alone = TulaOptimizer(torch.optim.SGD(network().parameters(), lr=0.0))
+    assert not {"grad_norm", "gradient_variability", "gradient_noise_scale"} & alone.telemetry().keys()
+
+
+def test_a_closed_wrapper_hooks_no_new_parameters():
+    model = network()
+    optimizer = TulaOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.01))
+    optimizer.close()
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    train(optimizer, model, batches(), 2)
+    assert not any(p._backward_hooks for p in model.parameters())
