@@ -3,14 +3,16 @@
     python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE]
 
 Every part that Tula adds is timed on its own beside the step it belongs to: the leaf hooks (run again on the finished
-gradients), and `step` against the wrapped optimizer's own `step`. A difference of two whole step times would drown one
-percent in noise. `overhead.fraction` is the default policy's share once its first 512 steps are over, when it measures
-every eighth step and limits spikes in all; `overhead.first_steps_fraction` is while every step is measured.
+gradients, measuring or asleep as each configuration left them), and `step` against the wrapped optimizer's own `step`.
+A difference of two whole step times would drown one percent in noise. `overhead.fraction` is the default policy's share
+once its first 512 steps are over, when it measures every eighth step and limits spikes in all;
+`overhead.first_steps_fraction` is while every step is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -106,7 +108,7 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
             done = _now(device)
             rows["step"].append(done - began)
             rows["outer"].append(done - before)
-        rows["hooks"] = clock.replay_hooks(device) if name in ("parts", "ags_refresh") else [0.0]
+        rows["hooks"] = clock.replay_hooks(device)
         optimizer.close()
         for part, values in rows.items():
             found[f"{name}.{part}"] = values[1:] or values
@@ -138,7 +140,7 @@ class _Clock:
         for _ in range(5):
             began = _now(device)
             for parameter in parameters:
-                for hook in parameter._backward_hooks.values():
+                for hook in (parameter._backward_hooks or {}).values():
                     hook(parameter.grad)
             times.append(_now(device) - began)
         return times
@@ -197,6 +199,7 @@ def main() -> None:
         print(json.dumps(values, indent=1), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    gc.collect()  # the clocks hold the model in cycles, and it must not outlive its process group
     dist.barrier()
     dist.destroy_process_group()
 
