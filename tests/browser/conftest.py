@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.seed import Seeded, seed
 from tests.support.server import Server
@@ -33,6 +33,7 @@ def chromium() -> Iterator[Browser]:
     """The system's Chromium, started once."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     assert path is not None, "No Chromium: install the packages of tests/system-packages.sh."
+    expect.set_options(timeout=20_000)  # a busy machine decides nothing
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield browser

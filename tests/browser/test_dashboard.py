@@ -101,7 +101,7 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
         expect(rows).to_have_count(1)
 
 
-def test_what_if_answers_as_one_types_and_explains_a_wrong_value(visit: Visit, seeded: Seeded) -> None:
+def test_what_if_answers_as_one_types(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/jobs/{seeded.job_id}")
     answer = page.locator("#whatif-answer")
     expect(answer.locator("tbody tr")).to_have_text(re.compile("same"))  # the recommendation, before anything is typed
@@ -113,6 +113,16 @@ def test_what_if_answers_as_one_types_and_explains_a_wrong_value(visit: Visit, s
     expect(answer).not_to_have_text(before)
     page.get_by_role("textbox", name="Deadline (hours)").fill("0.001")
     expect(answer.locator("tr.excluded")).to_have_count(2)
+    check(page, "what-if")
+
+
+def test_what_if_explains_a_wrong_value(chromium: Browser, server: Server, seeded: Seeded) -> None:
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(f"{server.url}/jobs/{seeded.job_id}")
+    page.get_by_role("textbox", name="Nodes").fill("two")
+    expect(page.locator("#whatif-answer .warning")).to_contain_text("nodes")
+    context.close()
 
 
 def test_a_run_is_live_and_zoom_asks_for_more(visit: Visit, seeded: Seeded) -> None:

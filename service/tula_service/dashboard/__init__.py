@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from tula_service.dashboard import chart_routes, pages, session, static_files
+from tula_service.dashboard import chart_routes, pages, session, static_files, what_if
 from tula_service.dashboard.session import BrowserSession
 
 __all__ = ["BrowserSession", "open_router", "router"]
@@ -16,6 +16,7 @@ __all__ = ["BrowserSession", "open_router", "router"]
 router = APIRouter()
 router.include_router(chart_routes.router)
 router.include_router(pages.router)
+router.include_router(what_if.router)
 
 open_router = APIRouter()
 open_router.include_router(session.router)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.charts.quality import method_name
 from tula_wire import Configuration, Estimate
 
 __all__ = ["FILTERS", "duration", "money", "percent", "size"]
@@ -49,7 +50,7 @@ def percent(share: float | None, *, signed: bool = False) -> str:
     """A fraction as a percentage."""
     if share is None or not math.isfinite(share):
         return NOTHING
-    return f"{share * 100:+.1f} %" if signed else f"{share * 100:.0f} %"
+    return _minus(f"{share * 100:+.1f} %") if signed else f"{share * 100:.0f} %"
 
 
 def signed(share: float | None) -> str:
@@ -79,7 +80,12 @@ def against(value: float, other: float) -> str:
     ratio = value / other
     if abs(ratio - 1) < 0.0005:
         return "same"
-    return f"{ratio:.3g} ×" if ratio >= 2 else f"{(ratio - 1) * 100:+.1f} %"
+    return f"{ratio:.3g} ×" if ratio >= 2 else _minus(f"{(ratio - 1) * 100:+.1f} %")
+
+
+def _minus(number: str) -> str:
+    """With a minus sign: as wide as the plus above and below it, and read out as what it is."""
+    return number.replace("-", "−")
 
 
 def _interval(estimate: Estimate | None, show: Callable[[float | None], str]) -> str:
@@ -124,4 +130,5 @@ FILTERS: dict[str, Callable[..., str]] = {
     "moment": moment,
     "configuration": configuration,
     "words": words,
+    "method": method_name,
 }

@@ -18,6 +18,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tula_service.dashboard import charts
 from tula_service.dashboard.charts.spec import log_ticks
+from tula_service.dashboard.charts.stacked import stacked
 
 GIB = 2**30
 
@@ -228,8 +229,27 @@ def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
     found = models.recommendation()
     rows = charts.job_chart("step_breakdown", models.job(), found, models.ledger())["datasets"]["parts"]
     assert found.chosen is not None
-    first = [row["value"] for row in rows if row["order"] == 0]
+    first = [row["value"] for row in rows if row["place"] == 0]
     assert sum(first) / 1e3 == pytest.approx(found.chosen.step_time_s.value)
+
+
+def test_candidates_are_named_in_full_above_their_bars_however_narrow_the_page() -> None:
+    spec = charts.job_chart("step_breakdown", models.job(), models.recommendation(), models.ledger())
+    assert spec["datasets"]["labels"][0]["label"] == "8 nodes, batch 1024 (128 a rank): recommended"
+    for layer in spec["layer"]:
+        assert layer["encoding"]["y"]["axis"] is None, "an axis would shorten its labels"
+        assert "limit" not in layer["mark"]
+    assert len(spec["datasets"]["labels"]) == len({row["place"] for row in spec["datasets"]["parts"]})
+
+
+def test_a_part_of_a_stack_keeps_its_colour_whichever_others_are_there() -> None:
+    parts = ("compute", "network", "input")
+    rows = [{"part": part, "order": order, "value": 1.0} for order, part in enumerate(parts)]
+    whole, less = (stacked(found, parts, "Time")["color"].to_dict() for found in (rows, [rows[0], rows[2]]))
+    colours = dict(zip(whole["scale"]["domain"], whole["scale"]["range"], strict=True))
+    assert list(colours) == list(parts)
+    assert less["scale"]["domain"] == ["compute", "input"]
+    assert less["scale"]["range"] == [colours["compute"], colours["input"]]
 
 
 def test_accuracy_counts_a_run_once_and_keeps_its_error() -> None:

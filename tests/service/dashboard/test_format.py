@@ -46,7 +46,7 @@ def test_a_negative_saving_is_told_as_what_it_is(share: float | None, shown: str
 
 
 @pytest.mark.parametrize(
-    ("value", "other", "shown"), [(10, 10, "same"), (9, 10, "-10.0 %"), (34.1, 10, "3.41 ×"), (1, 0, "–")]
+    ("value", "other", "shown"), [(10, 10, "same"), (9, 10, "−10.0 %"), (34.1, 10, "3.41 ×"), (1, 0, "–")]
 )
 def test_what_is_far_apart_is_compared_by_a_factor(value: float, other: float, shown: str) -> None:
     assert format.against(value, other) == shown

@@ -205,6 +205,25 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     assert "LBT" not in page.split("<tbody>")[1].split("</tbody>")[0]
 
 
+def test_what_if_is_asked_as_people_type_and_answered_beside_the_recommendation(browser: Browser) -> None:
+    job_id = register(browser)
+    path = f"/jobs/{job_id}/what-if"
+    table = browser.page(f"{path}?nodes=1,+2&global_batch=256&usd_per_node_hour=&deadline_hours=")
+    rows = table.split("<tbody>")[1].count("<tr")
+    assert rows == 2
+    assert "Time compared" in table
+    assert "<html" not in table
+    best = browser("GET", wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)).json()["chosen"]
+    same = f"?nodes={best['configuration']['num_nodes']}&global_batch={best['global_batch_size']}"
+    assert ">same</td>" in browser.page(path + same)
+    assert "Excluded: " in browser.page(f"{path}?nodes=2&global_batch=256&deadline_hours=0.001")
+    assert "slower or excluded ones are left out" in browser.page(path)
+    for wrong in ("nodes=two", "nodes=0", "usd_per_node_hour=-1", "deadline_hours=nan"):
+        answer = browser("GET", f"{path}?{wrong}")
+        assert answer.status_code == 422
+        assert wrong.split("=")[0] in answer.json()["detail"]
+
+
 def test_markup_in_a_name_is_text(browser: Browser) -> None:
     job_id = register(browser, "<script>alert(1)</script>")
     for path in ("/", f"/jobs/{job_id}"):
@@ -313,6 +332,7 @@ def test_projects_are_kept_apart_on_pages_and_charts(browser: Browser) -> None:
     assert "No job yet" in browser.page("/")
     assert browser.page(f"/jobs/{job_id}", status=404)
     assert browser.page(f"/jobs/{job_id}/quality", status=404)
+    assert browser.page(f"/jobs/{job_id}/what-if", status=404)
     assert browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name="memory")).status_code == 404
     admin = browser.page("/admin")
     assert ">blue<" in admin

@@ -5,14 +5,15 @@ from __future__ import annotations
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name, landmarks
-from tula_service.dashboard.charts.spec import PALETTE, WIDTH, Row, Spec, finish, message, time_unit
+from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, finish, message, outlined, time_unit
+from tula_service.dashboard.charts.stacked import stacked
 from tula_wire import Candidate, Job, Recommendation
 
 __all__ = ["step_breakdown"]
 
-MOST = 12
-_LINE = "|"
-"""Between the two lines of a label."""
+MOST = 8
+_ROW = 38
+"""Points for a candidate: its name on one line, its bar below, so that no name is cut however narrow the chart."""
 _PARTS = (
     ("compute_time_s", "compute"),
     ("exposed_comm_time_s", "exposed communication"),
@@ -32,45 +33,35 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     for landmark, candidate in landmarks(recommendation):
         told.setdefault(configuration_name(candidate.configuration), []).append(landmark)
     rows: list[Row] = []
-    for order, candidate in enumerate(shown):
+    labels: list[Row] = []
+    for place, candidate in enumerate(shown):
         assert candidate.terms is not None
         name = configuration_name(candidate.configuration)
-        label = name + (_LINE + ", ".join(told[name]) if name in told else "")
-        for rank, (field, part) in enumerate(_PARTS):
+        labels.append({"place": place, "label": ": ".join((name, *([", ".join(told[name])] if name in told else [])))})
+        for order, (field, part) in enumerate(_PARTS):
             seconds: float = getattr(candidate.terms, field)
             rows.append(
-                {
-                    "configuration": name,
-                    "label": label,
-                    "order": order,
-                    "part": part,
-                    "rank": rank,
-                    "value": seconds / unit.size,
-                }
+                {"configuration": name, "place": place, "part": part, "order": order, "value": seconds / unit.size}
             )
-    parts = [part for _, part in _PARTS if any(row["value"] > 0 for row in rows if row["part"] == part)]
+    band = alt.Y("place:O").scale(paddingInner=0, paddingOuter=0).axis(None)
     bars = (
-        alt.Chart(alt.NamedData("parts"), width=WIDTH, height=alt.Step(27))
+        alt.Chart(alt.NamedData("parts"))
         .transform_filter("datum.value > 0")
-        .mark_bar(tooltip=True)
+        .mark_bar(size=13, yOffset=8)
         .encode(
-            x=alt.X("value:Q").stack("zero").title(f"Step time ({unit.name})").axis(tickCount=6),
-            y=alt.Y("label:N")
-            .sort(alt.EncodingSortField(field="order", op="min"))
-            .title(None)
-            .axis(labelExpr=f"split(datum.label, '{_LINE}')", labelLineHeight=11),
-            color=alt.Color("part:N")
-            .scale(domain=parts, range=list(PALETTE[: len(parts)]))
-            .legend(title=None, orient="top", columns=2),
-            order=alt.Order("rank:Q"),
+            y=band,
             tooltip=[
                 alt.Tooltip("configuration:N", title="Configuration"),
                 alt.Tooltip("part:N", title="Part"),
                 alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
             ],
+            **stacked(rows, [part for _, part in _PARTS], f"Step time ({unit.name})"),
         )
     )
-    return finish(bars, title, "Predicted, per step of the global batch named", {"parts": rows})
+    names = alt.Chart(alt.NamedData("labels")).encode(y=band, text="label:N")
+    layers = [bars, *outlined(names, align="left", baseline="middle", x=2, yOffset=-8, fontSize=11)]
+    chart = alt.layer(*layers).properties(width=WIDTH, height=alt.Step(_ROW))
+    return finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
 
 
 def _interesting(recommendation: Recommendation) -> list[Candidate]:

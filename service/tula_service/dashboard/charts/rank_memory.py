@@ -18,6 +18,7 @@ from tula_service.dashboard.charts.spec import (
     one_at_a_time,
     outlined,
 )
+from tula_service.dashboard.charts.stacked import stacked
 from tula_wire import Run
 
 __all__ = ["Reading", "rank_memory"]
@@ -57,24 +58,19 @@ def rank_memory(run: Run, readings: Mapping[int, Reading]) -> Spec:
             if size > 0:
                 row = {"rank": f"rank {rank}", "at": rank, "part": part, "order": order, "value": size / unit.size}
                 rows.append(row | {"peak": reading.peak_bytes / unit.size})
-    parts = [part for part in _PARTS if any(row["part"] == part for row in rows)]
     y = alt.Y("rank:N").sort(alt.EncodingSortField(field="at", op="min")).title(None)
     bars = (
         alt.Chart(alt.NamedData("ranks"))
         .mark_bar()
         .encode(
-            x=alt.X("value:Q").stack("zero").title(f"Peak memory ({unit.name})").axis(tickCount=6),
             y=y,
-            color=alt.Color("part:N")
-            .scale(domain=parts, range=list(PALETTE[: len(parts)]))
-            .legend(title=None, orient="top", columns=3),
-            order=alt.Order("order:Q"),
             tooltip=[
                 alt.Tooltip("rank:N", title="Rank"),
                 alt.Tooltip("part:N", title="Part"),
                 alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
                 alt.Tooltip("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
             ],
+            **stacked(rows, _PARTS, f"Peak memory ({unit.name})"),
         )
     )
     layers: list[Any] = [bars]
@@ -85,7 +81,7 @@ def rank_memory(run: Run, readings: Mapping[int, Reading]) -> Spec:
         layers += outlined(text, align="right", baseline="top", dx=-5, y=3, fontStyle="italic")
     tall = max(22, min(60, 220 // len(readings)))
     chart = alt.layer(*layers).properties(width=WIDTH, height=alt.Step(tall))
-    title = f"Run {run.id}, {configuration_name(run.configuration)}: memory by rank"
+    title = f"{run.id}, {configuration_name(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
     subtitle = f"Highest peak of each rank; the greatest is {max(sizes) / unit.size:.3g} {unit.name}"
     return finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})

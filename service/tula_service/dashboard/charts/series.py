@@ -104,7 +104,7 @@ def run_chart(
     """
     trends = trends or {}
     noun, panels = _PANELS[name]
-    title = f"Run {run.id}, {configuration_name(run.configuration)}: {noun}"
+    title = f"{run.id}, {configuration_name(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
         return message(title, _nothing(name))

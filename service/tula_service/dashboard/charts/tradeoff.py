@@ -286,7 +286,7 @@ def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Ro
 
 
 def _in_frame(batch: float, rows: list[Row]) -> bool:
-    return min(row["batch"] for row in rows) <= batch <= max(row["batch"] for row in rows)
+    return bool(min(row["batch"] for row in rows) <= batch <= max(row["batch"] for row in rows))
 
 
 def _unit(shown: list[Candidate], quantity: Quantity) -> Unit:

@@ -28,7 +28,8 @@ async function ask(path, options = {}) {
     const problem = await answer.json().catch(() => ({}));
     throw new Error(problem.detail || `The service answered ${answer.status}: try again.`);
   }
-  return answer.status === 204 ? null : answer.json();
+  if (answer.status === 204) return null;
+  return answer.headers.get("Content-Type").startsWith("text/html") ? answer.text() : answer.json();
 }
 
 // Colour scheme: automatic, dark, light
@@ -247,10 +248,15 @@ function redrawAll() { for (const figure of drawn.keys()) draw(figure); }
 
 const served = new Map();
 
+let rounds = 0, newestRound = 0;
+
 const refreshParts = later(async () => {
+  const mine = ++rounds;
   const answer = await fetch(location.href, { headers: { Accept: "text/html" } }).catch(() => null);
   if (!answer?.ok || answer.redirected) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  if (mine < newestRound) return;  // answers may overtake each other
+  newestRound = mine;
   for (const part of $$("[data-live]")) {
     const name = part.dataset.live, replacement = $(`[data-live="${name}"]`, fresh);
     if (!replacement || replacement.innerHTML === served.get(name)) continue;
@@ -277,18 +283,20 @@ const refreshCharts = (() => {
 function listen() {
   const { events, run, refresh } = document.body.dataset;
   for (const part of $$("[data-live]")) served.set(part.dataset.live, part.innerHTML);
+  // Many jobs have no stream of their own: a list asks again, since it would need a connection for each of its rows.
   if (refresh) setInterval(() => { if (!document.hidden) refreshParts(); }, Number(refresh) * 1000);
-  if (!events) return;
   const live = $("#live");
   const say = (text, lost) => { live.hidden = false; live.textContent = text; live.classList.toggle("lost", lost); };
   // The browser reconnects by itself and sends Last-Event-ID; when it gives up (an HTTP error), a new stream is opened.
-  let source = null, newest = "", wait_ms = 2000;
+  let source = null, newest = "", wait_ms = 2000, timer = 0;
+  const close = () => { clearTimeout(timer); source?.close(); source = null; };
   const open = () => {
+    close();
     source = new EventSource(newest ? `${events}?after=${newest}` : events);
     source.onopen = () => { wait_ms = 2000; if (live.classList.contains("lost")) { refreshParts(); refreshCharts(); } say("live", false); };
     source.onerror = () => {
       say("reconnecting…", true);
-      if (source.readyState === EventSource.CLOSED) { setTimeout(open, wait_ms); wait_ms = Math.min(30000, wait_ms * 2); }
+      if (source.readyState === EventSource.CLOSED) { timer = setTimeout(open, wait_ms); wait_ms = Math.min(30000, wait_ms * 2); }
     };
     for (const kind of ["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]) {
       source.addEventListener(kind, (event) => {
@@ -300,8 +308,18 @@ function listen() {
       });
     }
   };
-  open();
-  addEventListener("pagehide", () => source.close());
+  // Only a page that is looked at holds a stream: a browser has six connections to a host, and tabs in the background
+  // would keep them all. Whoever comes back sees what happened meanwhile.
+  const attend = () => {
+    if (document.hidden) { if (events) close(); return; }
+    refreshParts();
+    refreshCharts();
+    if (events) open();
+  };
+  document.addEventListener("visibilitychange", attend);
+  addEventListener("pageshow", (event) => { if (event.persisted) attend(); });
+  addEventListener("pagehide", close);
+  if (events && !document.hidden) open();
 }
 
 function localTimes() {

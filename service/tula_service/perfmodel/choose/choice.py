@@ -155,7 +155,8 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
             what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
             end = f"expected {what}" if certain else f"{what} at the upper end of its interval"
             figure = value.mean if certain else value.high
-            sentence = f"its {end}, {figure:.4g} {unit}, is above the {said} of {limit:.4g} {unit}."
+            told, most = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
+            sentence = f"its {end}, {told} {unit}, is above the {said} of {most} {unit}."
             return Exclusion(estimate, name, certain, sentence)
     return None
 

@@ -1,0 +1,96 @@
+"""The dashboard for those who enlarge, dislike motion, or keep many pages open (WCAG 2.1, 1.4.4, 1.4.10 and 2.3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.browser.seed import Seeded
+from tests.browser.test_dashboard import draw_all
+from tests.support.server import Server
+from tula_wire import routes
+
+Visit = Callable[..., Page]
+
+HIDE = """hidden => {
+  Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+  document.dispatchEvent(new Event('visibilitychange'));
+}"""
+SIDEWAYS = "document.documentElement.scrollWidth - innerWidth"
+MOVING = """[...document.querySelectorAll('*')].filter((node) => {
+  const style = getComputedStyle(node);
+  return style.animationName !== 'none' || style.transitionDuration.split(', ').some((each) => parseFloat(each) > 0);
+}).map((node) => node.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("name", ["jobs", "job", "run", "quality", "admin", "login"])
+def test_enlarged_twice_or_fourfold_no_page_scrolls_sideways(visit: Visit, seeded: Seeded, name: str) -> None:
+    job = f"/jobs/{seeded.job_id}"
+    paths = {"jobs": "/", "job": job, "run": f"/runs/{seeded.runs['lbt']}", "quality": f"{job}/quality"}
+    page = visit(paths.get(name, f"/{name}"))
+    draw_all(page)
+    for zoom in (2, 4):  # 1280 points wide at 200 % and 400 % are 640 and 320
+        page.set_viewport_size({"width": 1280 // zoom, "height": 900 // zoom})
+        assert page.evaluate(SIDEWAYS) <= 0, zoom
+    page.set_viewport_size({"width": 1280, "height": 900})
+    small = page.evaluate("document.querySelector('h1').getBoundingClientRect().height")
+    page.evaluate("document.documentElement.style.fontSize = '200%'")
+    assert page.evaluate("document.querySelector('h1').getBoundingClientRect().height") >= 1.9 * small
+    letters = "parseFloat(getComputedStyle(document.body).fontSize)"
+    assert page.evaluate(letters) == pytest.approx(30), "letters follow the size that the reader has chosen"
+    assert page.evaluate(SIDEWAYS) <= 0
+
+
+def test_nothing_moves_for_those_who_asked_for_less_motion(chromium: Browser, server: Server, seeded: Seeded) -> None:
+    context = chromium.new_context(reduced_motion="reduce", viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.goto(f"{server.url}/jobs/{seeded.job_id}")
+    draw_all(page)
+    page.locator("[data-chart*='tradeoff'] svg.marks").first.hover()
+    assert page.evaluate(MOVING) == []
+    context.close()
+
+
+def test_pages_out_of_sight_leave_the_browsers_connections_to_others(
+    chromium: Browser, server: Server, seeded: Seeded
+) -> None:
+    """A browser opens six connections to a host; with a stream in each of six tabs, a seventh would load for ever."""
+    context = chromium.new_context()
+    pages = []
+    for _ in range(8):
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.goto(f"{server.url}/jobs/{seeded.job_id}")
+        expect(page.locator("#live")).to_have_text("live")
+        page.evaluate(HIDE, True)
+        pages.append(page)
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
+    run_id = seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"]
+    pages[0].evaluate(HIDE, False)
+    expect(pages[0].locator("[data-live='plan']").get_by_text(run_id)).to_be_visible()
+    seeded.patch(run_id, state="running")
+    expect(pages[0].locator("[data-live='plan'] tr", has_text=run_id).locator(".state")).to_have_text("running")
+    context.close()
+
+
+def test_an_answer_that_comes_late_does_not_undo_a_newer_one(visit: Visit, seeded: Seeded) -> None:
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 64}, "holder": "seed"}
+    run_id = seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"]
+    page = visit(f"/runs/{run_id}")
+    expect(page.locator("#live")).to_have_text("live")
+    held: list[Route] = []
+    page.route(f"**/runs/{run_id}", lambda route: route.continue_() if held else held.append(route))
+    state = page.locator("[data-live='head'] .state")
+    with page.expect_request(f"**/runs/{run_id}"):
+        seeded.patch(run_id, state="running")
+    old = httpx.get(f"{seeded.url}/runs/{run_id}", headers={"Accept": "text/html"}).text
+    assert ">running<" in old
+    seeded.patch(run_id, state="succeeded")
+    expect(state).to_have_text("succeeded")
+    with page.expect_event("requestfinished"):
+        held[0].fulfill(body=old, content_type="text/html")
+    page.evaluate("new Promise(requestAnimationFrame)")
+    expect(state).to_have_text("succeeded")
