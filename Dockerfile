@@ -21,7 +21,7 @@ RUN python -m venv --without-pip /opt/tula \
     && python -m pip --python /opt/tula/bin/python install --no-compile --constraint constraints.txt '.[service,postgres]' \
     && find /opt/tula/lib -depth -type d \( -name tests -o -name include \) -exec rm -r {} + \
     && find /opt/tula/lib -type f \( -name '*.pyi' -o -name '*.pxd' -o -name '*.pyx' -o -name '*.a' \) -delete \
-    && find /opt/tula/lib -name '*.so' -not -path '*.libs/*' -exec strip --strip-debug {} + \
+    && find /opt/tula/lib -type f -name '*.so' -not -path '*.libs/*' -exec strip --strip-debug {} + \
     && /opt/tula/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tula/lib
 
 FROM ${BASE}

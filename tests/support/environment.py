@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["closure", "isolated"]
+__all__ = ["bring", "closure", "isolated"]
 
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
@@ -36,17 +37,22 @@ def closure(requirements: set[str]) -> dict[str, Distribution]:
     return found
 
 
-def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
-    """A virtual environment with the closure of `requirements` and the wheel installed by pip; its `bin`."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
+def bring(requirements: set[str], site: Path, put: Callable[[str, Path], object] = os.symlink) -> None:
+    """The closure of `requirements` into a folder of packages, file by file: linked, or copied for who changes them."""
     for each in closure(requirements).values():
         for file in each.files or []:
             if ".." in file.parts:  # scripts
                 continue
             target = site / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(os.path.realpath(str(file.locate())))
+            put(os.path.realpath(str(file.locate())), target)
+
+
+def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
+    """A virtual environment with the closure of `requirements` and the wheel installed by pip; its `bin`."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    bring(requirements, site)
     python = folder / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*command, str(wheel)], check=True, timeout=120)
