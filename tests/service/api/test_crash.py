@@ -10,17 +10,13 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import msgpack
-import numpy as np
 
 from tests.conftest import migrate
-from tests.service.api.prepared import Prepared, prepare
+from tests.service.api.prepared import prepare
+from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending
 from tests.support.postgres import PostgresServer
 from tests.support.server import Server, serving
 from tula_service.domain import RunKind
@@ -28,87 +24,6 @@ from tula_service.store import Store
 from tula_wire import routes
 
 KILLS = 12
-SENDERS = 4
-STEPS = 20
-
-
-@dataclass
-class Sender:
-    """An agent that sends a batch of samples and a chunk over and over, and again until it is acknowledged."""
-
-    prepared: Prepared
-    rank: int
-    acknowledged: int = 0
-    resent: int = 0
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, url: Callable[[], str]) -> None:
-        """Send until told to stop; only ever moves on after two 2xx."""
-        headers = {"Authorization": f"Bearer {self.prepared.token}"}
-        with httpx.Client(headers=headers, timeout=10) as client:
-            while not self.stopped.is_set():
-                try:
-                    if self._samples(client, url()) and self._chunk(client, url()):
-                        self.acknowledged += 1
-                        continue
-                except httpx.HTTPError:
-                    pass
-                self.resent += 1
-                self.stopped.wait(0.02)
-
-    def _samples(self, client: httpx.Client, url: str) -> bool:
-        numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
-        body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
-        return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
-
-    def _chunk(self, client: httpx.Client, url: str) -> bool:
-        column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
-        body = {
-            "rank": self.rank,
-            "boot_id": "b",
-            "sequence": self.acknowledged,
-            "steps": np.arange(STEPS).tobytes(),
-            "columns": {"loss": column.tobytes()},
-        }
-        path = routes.RUN_TELEMETRY.format(run_id=self.prepared.run_id)
-        headers = {"Content-Type": "application/msgpack"}
-        return client.post(url + path, content=msgpack.packb(body), headers=headers).is_success
-
-
-@contextmanager
-def sending(prepared: Prepared, url: Callable[[], str]) -> Iterator[list[Sender]]:
-    """Senders at work for the length of a block."""
-    senders = [Sender(prepared, rank) for rank in range(SENDERS)]
-    threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
-    for thread in threads:
-        thread.start()
-    try:
-        yield senders
-    finally:
-        for sender in senders:
-            sender.stopped.set()
-        for thread in threads:
-            thread.join()
-
-
-def progressed(senders: list[Sender], by: int = 2) -> None:
-    """Wait until every sender has got further."""
-    goals = [sender.acknowledged + by for sender in senders]
-    ends = time.monotonic() + 40
-    while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):
-        assert time.monotonic() < ends, [(sender.acknowledged, sender.resent) for sender in senders]
-        time.sleep(0.01)
-
-
-def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
-    """Every acknowledged row is there; every row is there once; what was not acknowledged may be there or not."""
-    samples, chunks = prepared.stored()
-    assert len(samples) == len(set(samples))
-    assert len(chunks) == len(set(chunks))
-    for sender in senders:
-        wanted = {(sender.rank, number) for number in range(sender.acknowledged * STEPS)}
-        assert wanted <= set(samples), f"rank {sender.rank} lost {len(wanted - set(samples))} samples"
-        assert {(sender.rank, number) for number in range(sender.acknowledged)} <= set(chunks)
 
 
 def test_twelve_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
@@ -150,10 +65,10 @@ def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
     nothing_lost_nothing_twice(prepared, senders)
 
 
-def test_twelve_kills_of_a_worker_lose_nothing(sqlite_url: str) -> None:
+def test_twelve_kills_of_a_worker_lose_nothing(database_url: str) -> None:
     """kill -9 of one of two workers under load, twelve times: the other answers and the supervisor replaces it."""
-    prepared = prepare(sqlite_url)
-    with serving(sqlite_url, workers=2) as server:
+    prepared = prepare(database_url)
+    with serving(database_url, workers=2) as server:
         with sending(prepared, lambda: server.url) as senders:
             for _ in range(KILLS):
                 progressed(senders)

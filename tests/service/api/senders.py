@@ -1,0 +1,103 @@
+"""Agents that send batches and chunks over and over, and what must be stored of it in the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import msgpack
+import numpy as np
+
+from tests.service.api.prepared import Prepared
+from tula_wire import routes
+
+SENDERS = 4
+STEPS = 20
+
+
+@dataclass
+class Sender:
+    """An agent that sends a batch of samples and a chunk over and over, and again until it is acknowledged."""
+
+    prepared: Prepared
+    rank: int
+    acknowledged: int = 0
+    resent: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, url: Callable[[], str]) -> None:
+        """Send until told to stop; only ever moves on after two 2xx."""
+        with self.client() as client:
+            while not self.stopped.is_set():
+                try:
+                    if self.samples(client, url()) and self.chunk(client, url()):
+                        self.acknowledged += 1
+                        continue
+                except httpx.HTTPError:
+                    pass
+                self.resent += 1
+                self.stopped.wait(0.02)
+
+    def client(self) -> httpx.Client:
+        """A client with the job's token."""
+        return httpx.Client(headers={"Authorization": f"Bearer {self.prepared.token}"}, timeout=10)
+
+    def samples(self, client: httpx.Client, url: str) -> bool:
+        """Send the next batch of samples; True when it was acknowledged."""
+        numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
+        body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
+        return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
+
+    def chunk(self, client: httpx.Client, url: str) -> bool:
+        """Send the next chunk of telemetry; True when it was acknowledged."""
+        column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
+        body = {
+            "rank": self.rank,
+            "boot_id": "b",
+            "sequence": self.acknowledged,
+            "steps": np.arange(STEPS).tobytes(),
+            "columns": {"loss": column.tobytes()},
+        }
+        path = routes.RUN_TELEMETRY.format(run_id=self.prepared.run_id)
+        headers = {"Content-Type": "application/msgpack"}
+        return client.post(url + path, content=msgpack.packb(body), headers=headers).is_success
+
+
+@contextmanager
+def sending(prepared: Prepared, url: Callable[[], str]) -> Iterator[list[Sender]]:
+    """Senders at work for the length of a block."""
+    senders = [Sender(prepared, rank) for rank in range(SENDERS)]
+    threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
+    for thread in threads:
+        thread.start()
+    try:
+        yield senders
+    finally:
+        for sender in senders:
+            sender.stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def progressed(senders: list[Sender], by: int = 2) -> None:
+    """Wait until every sender has got further."""
+    goals = [sender.acknowledged + by for sender in senders]
+    ends = time.monotonic() + 40
+    while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):
+        assert time.monotonic() < ends, [(sender.acknowledged, sender.resent) for sender in senders]
+        time.sleep(0.01)
+
+
+def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
+    """Every acknowledged row is there; every row is there once; what was not acknowledged may be there or not."""
+    samples, chunks = prepared.stored()
+    assert len(samples) == len(set(samples))
+    assert len(chunks) == len(set(chunks))
+    for sender in senders:
+        wanted = {(sender.rank, number) for number in range(sender.acknowledged * STEPS)}
+        assert wanted <= set(samples), f"rank {sender.rank} lost {len(wanted - set(samples))} samples"
+        assert {(sender.rank, number) for number in range(sender.acknowledged)} <= set(chunks)

@@ -1,0 +1,116 @@
+"""The order of the service's system calls: what it acknowledges is on the disk, or at Postgres, before it says so."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.service.api.conftest import SPEC
+from tests.service.api.prepared import Prepared, prepare
+from tests.service.api.senders import Sender, progressed, sending
+from tests.support.server import serving
+from tula_wire import routes
+
+_CALLS = "read,readv,recvfrom,recvmsg,write,writev,sendto,sendmsg,pwrite64,fsync,fdatasync"
+_WHOLE = re.compile(r"(\d+) +(\w+)\((.*)\) += (-?\d+)")
+_BEGUN = re.compile(r"(\d+) +(\w+)\((.*) <unfinished \.\.\.>")
+_ENDED = re.compile(r"(\d+) +<\.\.\. (\w+) resumed>(.*)\) += (-?\d+)")
+_CHANGES = re.compile(r'"(POST|PATCH|DELETE) /v1/')
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call: when it began and ended, counted in lines of the trace, and what `strace` shows of it."""
+
+    name: str
+    shown: str
+    result: int
+    began: int
+    ended: int
+
+    @property
+    def file(self) -> str:
+        """The descriptor with what it is, such as `12</tmp/tula.db-wal>`."""
+        return self.shown.partition(",")[0]
+
+
+def calls_of(trace: str) -> Iterator[Call]:
+    """The calls of all threads, by their ends."""
+    begun: dict[str, tuple[int, str]] = {}
+    for number, line in enumerate(trace.splitlines()):
+        if found := _WHOLE.fullmatch(line.partition(" (")[0]) or _WHOLE.match(line):
+            yield Call(found[2], found[3], int(found[4]), number, number)
+        elif found := _BEGUN.match(line):
+            begun[found[1]] = (number, found[3])
+        elif (found := _ENDED.match(line)) and found[1] in begun:
+            at, shown = begun.pop(found[1])
+            yield Call(found[2], shown + found[3], int(found[4]), at, number)
+
+
+def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
+    """Each change that was answered 2xx: its first line, when its last byte was read, when the answer was begun."""
+    asked: dict[str, tuple[str, int]] = {}
+    for call in sorted(calls, key=lambda one: one.ended):
+        if call.name.startswith(("read", "recv")) and call.result > 0:
+            if (found := _CHANGES.search(call.shown)) is not None:
+                asked[call.file] = (call.shown[found.start() : found.start() + 40], call.ended)
+            elif call.file in asked:  # its body, in a piece of its own
+                asked[call.file] = (asked[call.file][0], call.ended)
+        elif '"HTTP/1.1 2' in call.shown and call.file in asked:
+            yield (*asked.pop(call.file), call.began)
+
+
+def test_an_answer_is_sent_after_the_write_is_durable(database_url: str, tmp_path: Path) -> None:
+    """SQLite: the log is written, then synchronised, then 2xx is sent. Postgres: it has confirmed the commit before."""
+    prepared = prepare(database_url)
+    calls = list(calls_of(traced(prepared, tmp_path)))
+    answers = list(acknowledged(calls))
+    assert len({what for what, *_ in answers}) >= 5, "samples, telemetry, a job, a run and its state"
+    assert len(answers) >= 40
+    kept = confirmed(calls) if "psycopg" in database_url else synchronised(calls)
+    for what, asked, answered in answers:
+        assert any(asked < began and ended < answered for began, ended in kept), f"{what} was answered too early"
+
+
+def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
+    """From the last write to SQLite's log before each time that it was synchronised, to the end of that."""
+    logged = [call for call in calls if call.name == "pwrite64" and "-wal>" in call.file]
+    synced = [call for call in calls if call.name in ("fsync", "fdatasync") and "-wal>" in call.file]
+    before = [(max((one.began for one in logged if one.ended < sync.began), default=-1), sync) for sync in synced]
+    return [(began, sync.ended) for began, sync in before if sync.result == 0]
+
+
+def confirmed(calls: list[Call]) -> list[tuple[int, int]]:
+    """When Postgres said that a transaction was committed, which it does once that is durable."""
+    read = [call for call in calls if call.name.startswith(("read", "recv")) and "COMMIT\\0" in call.shown]
+    return [(call.began, call.ended) for call in read]
+
+
+def traced(prepared: Prepared, folder: Path) -> str:
+    """The trace of a service that is sent changes of every kind, one at a time and many at once."""
+    trace = folder / "trace.txt"
+    python = folder / "python"  # the service's own process stays the one that is started: -D traces from beside
+    python.write_text(
+        f'#!/bin/sh\nexec strace -D -f --seccomp-bpf -y -s 4096 -e trace={_CALLS} -o {trace} {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    with serving(prepared.database, python=str(python)) as server:
+        one = Sender(prepared, rank=100)
+        with one.client() as client:
+            for _ in range(4):
+                assert one.samples(client, server.url)
+                assert one.chunk(client, server.url)
+                one.acknowledged += 1
+            job = client.post(server.url + routes.JOBS, json=SPEC.model_dump(mode="json"))
+            job_id = job.json()["job"]["id"]
+            claimed = client.post(server.url + routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h"})
+            run = routes.RUN.format(run_id=claimed.json()["run"]["id"])
+            moved = client.patch(server.url + run, json={"state": "running", "holder": "h"})
+            gone = client.delete(server.url + routes.JOB.format(job_id=job_id))
+            assert [each.status_code for each in (job, claimed, moved, gone)] == [201, 200, 200, 204]
+        with sending(prepared, lambda: server.url) as senders:
+            progressed(senders, by=5)
+    return trace.read_text(encoding="utf-8")
