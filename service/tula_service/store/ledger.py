@@ -34,6 +34,7 @@ class Ledger(Repository):
                 step_time_s=step and step[0],
                 step_time_low_s=step and step[1],
                 step_time_high_s=step and step[2],
+                interval_scale=entry.interval_scale,
                 cost_usd=cost and cost[0],
                 cost_low_usd=cost and cost[1],
                 cost_high_usd=cost and cost[2],
@@ -128,6 +129,7 @@ def _record(row: RowMap, outcome: Outcome | None) -> LedgerRecord:
         data_version=row["data_version"],
         predicted_step_time_s=_interval(row, "step_time_s", "step_time_low_s", "step_time_high_s"),
         predicted_cost_usd=_interval(row, "cost_usd", "cost_low_usd", "cost_high_usd"),
+        interval_scale=row["interval_scale"],
         created_at=row["created_at"],
         outcome=outcome,
     )

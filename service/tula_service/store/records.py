@@ -277,7 +277,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """A recommendation as it was given, never changed; intervals are (value, low, high)."""
+    """A recommendation as it was given, never changed; intervals are (value, low, high).
+
+    `interval_scale` is how much wider calibration had made the step time's interval than the model gave it; None in
+    entries from before it was kept.
+    """
 
     id: str
     job_id: str
@@ -289,6 +293,7 @@ class LedgerRecord:
     data_version: int
     predicted_step_time_s: tuple[float, float, float] | None
     predicted_cost_usd: tuple[float, float, float] | None
+    interval_scale: float | None = None
     created_at: datetime | None = None
     outcome: Outcome | None = None
 

@@ -248,6 +248,7 @@ ledger = sa.Table(
     sa.Column("step_time_s", sa.Double),
     sa.Column("step_time_low_s", sa.Double),
     sa.Column("step_time_high_s", sa.Double),
+    sa.Column("interval_scale", sa.Double),
     sa.Column("cost_usd", sa.Double),
     sa.Column("cost_low_usd", sa.Double),
     sa.Column("cost_high_usd", sa.Double),

@@ -8,7 +8,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.domain import Basis
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
-from tula_service.usecases import cold_start, convert, fitting
+from tula_service.usecases import cold_start, convert
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
@@ -37,15 +37,17 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = entry.predicted_step_time_s
-    if entry.basis == Basis.PROFILED.value:
-        cold_start.remember_outcome(tx, run.job_id, _uncalibrated(tx, run.job_id, value, low, high), measured)
+    if entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
+        given = _uncalibrated(value, low, high, entry.interval_scale)
+        cold_start.remember_outcome(tx, run.job_id, given, measured)
     tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
 
 
-def _uncalibrated(tx: Transaction, job_id: str, value: float, low: float, high: float) -> tuple[float, float, float]:
-    """The interval as the model alone gave it: a width that was widened already must not be taken for its own."""
-    job = tx.jobs.get(job_id)
-    scale = fitting.calibration(cold_start.lessons_of(tx, job, fitting.spec_of(job)))
+def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
+    """The interval as the model alone gave it: a width that was widened already must not be taken for its own.
+
+    `scale` is the calibration of that day. Today's may rest on outcomes that came since.
+    """
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
@@ -61,6 +63,7 @@ def enter(tx: Transaction, job: JobRecord, spec: wire.JobSpec, found: Answer | N
         configuration=None if chosen is None else chosen.configuration,
         predicted_step_time_s=step,
         predicted_cost_usd=cost,
+        interval_scale=None if found is None or step is None else found.model.interval_scale,
     )
     return _entered(tx, job, entry)
 

@@ -78,14 +78,21 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, job_id = profiled
+    own = cluster.recommendation(job_id).chosen
+    assert own is not None
+    # A promise twice as wide as the model's own leaves a pair half as wide: else widening undoes itself as soon as
+    # widened promises come true.
+    monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
+    with cluster.store.transaction() as tx:
+        tx.jobs.bump(job_id)
     chosen = cluster.recommendation(job_id).chosen
     assert chosen is not None
     promised = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0].predicted_step_time_s
     assert promised is not None
-    # Had the promise been twice as wide as the model's own, the pair kept must be half as wide: else widening undoes
-    # itself as soon as widened promises come true.
-    monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
+    assert promised.high / promised.value == pytest.approx((own.step_time_s.high / own.step_time_s.value) ** 2)
+    # What was learnt since the promise was made changes nothing of how it was made.
     run = cluster.train(job_id, chosen.configuration)
+    monkeypatch.setattr(fitting, "calibration", lambda _: 7.0)
     cluster.send(run, [overlapping(chosen.configuration)] * 4)
     cluster.patch(run.id, "succeeded")
     with cluster.store.reading() as tx:
