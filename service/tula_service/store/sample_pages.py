@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import sqlalchemy as sa
 
 from tula_service.store._base import Repository, RowMap
 from tula_service.store.tables import runs, sample_sources, step_samples
 
-__all__ = ["SampleCursor", "SampleFilter", "SamplePages"]
+__all__ = ["MOST_PROCESSES", "MOST_READ", "SampleCursor", "SampleFilter", "SamplePages"]
 
 SampleCursor: TypeAlias = tuple[int, int]
 """The last row of a page: its process and its sequence number, which is the order of the table itself."""
+
+MOST_READ: Final = 20_000
+"""Rows that a page may read for a filter which leaves most of them out: some tens of milliseconds."""
+
+MOST_PROCESSES: Final = 64
+"""Processes into which a page looks: each is a query."""
+
+_WHOLE: Final = 10**18 - 1
+"""Stands for the last sequence number of a process in a cursor; none is so large."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,19 @@ class SampleFilter:
     warmup: bool | None = None
     first_step: int | None = None
     last_step: int | None = None
+
+    @property
+    def of_rows(self) -> list[sa.ColumnElement[bool]]:
+        """The conditions on rows; those on processes are no part of it."""
+        table = step_samples.c
+        found: list[sa.ColumnElement[bool]] = []
+        if self.warmup is not None:
+            found.append(table.warmup == self.warmup)
+        if self.first_step is not None:
+            found.append(table.step >= self.first_step)
+        if self.last_step is not None:
+            found.append(table.step <= self.last_step)
+        return found
 
 
 class SamplePages(Repository):
@@ -40,46 +62,67 @@ class SamplePages(Repository):
     ) -> tuple[list[RowMap], SampleCursor | None]:
         """Rows of a job, process after process, each in its order; and the cursor of the next page, None on the last.
 
-        Every page is read along the primary key, one process at a time, and so costs the same as the first; `warmup`
-        and the steps are no part of that key, so rows that they leave out are read too.
+        Every page is read along the primary key, one process at a time, and so costs the same as the first. `warmup`
+        and the steps are no part of that key: a page that has read MOST_READ rows or looked into MOST_PROCESSES
+        processes ends there, with what it has found, even nothing, and the next goes on.
         """
         found: list[RowMap] = []
-        for source, sequence in self._sources(job_id, wanted, cursor):
-            table = step_samples.c
+        unread = MOST_READ
+        sources = self._sources(job_id, wanted, cursor)
+        table = step_samples.c
+        for source, after in sources[:MOST_PROCESSES]:
+            rows = [table.source_key == source, table.sequence > after]
+            reached = after
+            if wanted.of_rows:
+                read, reached = self._reach(source, after, unread)
+                unread -= read
+                rows += [table.sequence <= reached, *wanted.of_rows]
             statement = (
                 sa.select(step_samples, runs.c.id.label("run_id"), sample_sources.c.boot_id)
                 .join(sample_sources, sample_sources.c.key == table.source_key)
                 .join(runs, runs.c.key == table.run_key)
-                .where(table.source_key == source, table.sequence > sequence)
+                .where(*rows)
                 .order_by(table.sequence)
                 .limit(limit + 1 - len(found))
             )
-            if wanted.warmup is not None:
-                statement = statement.where(table.warmup == wanted.warmup)
-            if wanted.first_step is not None:
-                statement = statement.where(table.step >= wanted.first_step)
-            if wanted.last_step is not None:
-                statement = statement.where(table.step <= wanted.last_step)
             found += self._rows(statement)
             if len(found) > limit:
                 last = found[limit - 1]
                 return found[:limit], (int(last["source_key"]), int(last["sequence"]))
+            if unread <= 0:
+                return found, (source, reached)
+        if len(sources) > MOST_PROCESSES:
+            return found, (sources[MOST_PROCESSES - 1][0], _WHOLE)
         return found, None
 
+    def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
+        """How many rows of a process lie behind `after`, up to `most`, and the sequence number of the last of them."""
+        table = step_samples.c
+        some = (
+            sa.select(table.sequence)
+            .where(table.source_key == source, table.sequence > after)
+            .order_by(table.sequence)
+            .limit(most)
+            .subquery("some")
+        )
+        count, last = self._connection.execute(sa.select(sa.func.count(), sa.func.max(some.c.sequence))).one()
+        return int(count), after if last is None else int(last)
+
     def _sources(self, job_id: str, wanted: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """Processes of the job from the cursor's on, each with the sequence number after which to read."""
+        """The next processes of the job, one more than a page looks into, each with the number after which to read."""
         key = sample_sources.c.key
         statement = (
             sa.select(key)
             .join(runs, runs.c.key == sample_sources.c.run_key)
             .where(runs.c.job_id == job_id)
             .order_by(key)
+            .limit(MOST_PROCESSES + 1)
         )
         if wanted.run_id is not None:
             statement = statement.where(runs.c.id == wanted.run_id)
         if wanted.rank is not None:
             statement = statement.where(sample_sources.c.rank == wanted.rank)
         if cursor is not None:
-            statement = statement.where(key >= cursor[0])
+            statement = statement.where(key >= cursor[0] if cursor[1] < _WHOLE else key > cursor[0])
         keys = self._connection.execute(statement).scalars().all()
         return [(int(one), cursor[1] if cursor is not None and one == cursor[0] else -1) for one in keys]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import sqlalchemy as sa
 
 from tests.service.store.examples import a_job, a_run, samples
 from tula_service.errors import InvalidInput, NotFound
-from tula_service.store import Store
+from tula_service.store import Store, sample_pages
 from tula_service.usecases.access import ANONYMOUS, Principal
 from tula_service.usecases.samples import SampleFilter, list_samples
 from tula_wire import StepSample
@@ -73,6 +74,31 @@ def test_filters_narrow_and_pages_go_on_within_them(store: Store, filled: tuple[
         (run_ids[1], boot_id, step) for boot_id in ("a", "b") for step in (2, 3, 4)
     ]
     assert everything(store, job_id, limit=9, run_id="run-nowhere") == []
+
+
+def test_a_filter_that_matches_nothing_reads_no_more_a_page_than_one_that_does(
+    store: Store, filled: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows and processes a job has: a page ends where it has read its share, and the next goes on."""
+    monkeypatch.setattr(sample_pages, "MOST_READ", 10)
+    monkeypatch.setattr(sample_pages, "MOST_PROCESSES", 4)
+    asked: list[str] = []
+    sa.event.listen(store.engine, "before_cursor_execute", lambda _c, _k, said, *_: asked.append(said))
+    job_id, _ = filled
+    cursor, statements = None, []
+    while True:
+        asked.clear()
+        page = list_samples(store, ANONYMOUS, job_id, SampleFilter(first_step=1000), cursor=cursor, limit=100)
+        statements.append(sum("step_samples" in said for said in asked))
+        assert page.samples == []
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    assert len(statements) >= 2 * 3 * ROWS // 10, "42 rows are read in tens"
+    assert max(statements) <= 2 * 4
+    narrow = everything(store, job_id, limit=100, last_step=ROWS - 1)
+    assert len(narrow) == 2 * 3 * ROWS, "and nothing is left out on the way"
+    assert len(everything(store, job_id, limit=100)) == 2 * 3 * ROWS, "with more processes than a page looks into"
 
 
 def test_strangers_and_nonsense_are_refused(store: Store, filled: tuple[str, list[str]]) -> None:
