@@ -209,10 +209,13 @@ class TulaOptimizer(torch.optim.Optimizer):
     def telemetry(self) -> dict[str, float]:
         """What the host knows of the last steps, by telemetry column, without asking the device; no more than that."""
         policy = self._policy
-        thresholds = self.thresholds
+        thresholds, scripted = self.thresholds, self._scripted
         base = {"thresholds_version": float(thresholds.version), "step": float(self._steps), "delta": thresholds.delta}
         if thresholds.small_batch_size is not None:
             base["small_batch_size"] = float(thresholds.small_batch_size)
+        base["scripted_s_min"] = scripted.s_min  # so that the service can refuse bounds that would cross these
+        if scripted.s_max is not None:
+            base["scripted_s_max"] = scripted.s_max
         known = {} if policy is None else {k: v for k, v in policy.telemetry().items() if not math.isnan(v)}
         return {**known, **base}
 

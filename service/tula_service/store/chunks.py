@@ -92,6 +92,8 @@ class Chunks(Repository):
         statement = (
             sa.select(chunk.num_steps, chunk.columns, chunk.payload)
             .where(chunk.run_key == run_key, chunk.rank == rank)
+            # A column that is sent now and then is looked for in the names: nothing else is read and decompressed.
+            .where(("," + chunk.columns + ",").contains(f",{column},", autoescape=True))
             .order_by(chunk.first_step, chunk.boot_id, chunk.sequence)
         )
         if first_step is not None:
@@ -103,7 +105,7 @@ class Chunks(Repository):
             names = columns.split(",")
             if column in names:
                 steps, values = unpack(bytes(payload), num_steps, len(names))
-                pieces.append((steps, values[names.index(column)]))
+                pieces.append((steps, values[names.index(column)].copy()))  # a view would keep the others too
         if not pieces:
             return np.zeros(0, np.int64), np.zeros(0)
         record = _in_order(pieces, rank)

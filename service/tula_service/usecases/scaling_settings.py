@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tula_wire as wire
+from tula_service.domain import RunKind
 from tula_service.errors import InvalidInput
-from tula_service.store import RunRecord, ScalingRecord, Store
+from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 
 __all__ = ["TUNED_POLICIES", "change", "first_body", "in_force", "shown"]
@@ -62,14 +64,15 @@ def change(
 ) -> wire.ScalingThresholds:
     """Take in what a user wants and answer what agents get from now on.
 
-    Raises InvalidInput when the bounds would cross.
+    Raises InvalidInput when the bounds would cross, those among them that the training script named: its agents
+    would refuse them.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
         tx.jobs.lock(job_id)
         record = tx.scaling.latest(job_id)
         body = dict(record.body) if record is not None else first_body()
-        changed = _patched(body, patch, policy)
+        changed = _patched(body, patch, policy, _scripted_bounds(tx, job_id))
         if changed:
             body["reason"] = "set by a user: " + ", ".join(changed)
             after = 1 if record is None else record.version
@@ -79,7 +82,21 @@ def change(
         return shown(record, policy or patch.policy, None)
 
 
-def _patched(body: dict[str, Any], patch: wire.ScalingPatch, policy: str | None) -> list[str]:
+def _scripted_bounds(tx: Transaction, job_id: str) -> dict[str, float]:
+    """The bounds that the script of the job's newest training named, as far as its agent has said."""
+    newest = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)
+    found: dict[str, float] = {}
+    for name in ("s_min", "s_max") if newest else ():
+        _, values = tx.chunks.read(newest[0].key, f"scripted_{name}")
+        known = values[values > 0.0]  # neither NaN nor what no bound can be
+        if known.size:
+            found[name] = float(known[-1])
+    return found
+
+
+def _patched(
+    body: dict[str, Any], patch: wire.ScalingPatch, policy: str | None, scripted: Mapping[str, float]
+) -> list[str]:
     """Change `body`; says what differs now, one phrase a field."""
     changed = []
     if "policy" in patch.model_fields_set and body["policy"] != patch.policy:
@@ -98,8 +115,25 @@ def _patched(body: dict[str, Any], patch: wire.ScalingPatch, policy: str | None)
         else:
             by_user[name] = value
             changed.append(f"{target}: {name} = {value:g}" if name != "granularity" else f"{target}: {name} = {value}")
-    s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max")
-    if s_max is not None and s_max < s_min:
-        raise InvalidInput(f"s_max would be {s_max:g}, below s_min = {s_min:g}: give s_max >= s_min.", field="s_max")
+    if patch.model_fields_set & {"s_min", "s_max"}:
+        _refuse_crossing(by_user, scripted)
     body["policies"] = {**body["policies"], target: {**own, _SET: by_user}}
     return changed
+
+
+def _refuse_crossing(by_user: Mapping[str, Any], scripted: Mapping[str, float]) -> None:
+    """Raise InvalidInput when the bounds in force, a user's before the script's, leave no factor between them."""
+    bounds = {"s_min": _DEFAULT_S_MIN, **scripted, **by_user}
+    s_min, s_max = bounds["s_min"], bounds.get("s_max")
+    if s_max is None or s_max >= s_min:
+        return
+    of_script = {name: " of the training script" if name not in by_user else "" for name in ("s_min", "s_max")}
+    if "s_max" in by_user:
+        raise InvalidInput(
+            f"s_max would be {s_max:g}, below s_min = {s_min:g}{of_script['s_min']}: give s_max >= s_min, or both.",
+            field="s_max",
+        )
+    raise InvalidInput(
+        f"s_min would be {s_min:g}, above s_max = {s_max:g}{of_script['s_max']}: give s_min <= s_max, or both.",
+        field="s_min",
+    )
