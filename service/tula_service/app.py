@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
 
@@ -45,7 +46,9 @@ __all__ = ["create_app", "create_app_from_environment"]
 
 def create_app(settings: Settings) -> FastAPI:
     """The service on an already migrated database. Raises SchemaMismatch when the schema does not fit."""
-    store = Store.open(settings.database, connections=settings.threads)
+    # Half of the threads take in what agents send: whatever else is asked for, and however long that takes.
+    intake = anyio.CapacityLimiter(settings.threads // 2)
+    store = Store.open(settings.database, connections=settings.threads + 1)  # the one more is of telemetry's writer
     check_schema(store.engine)
     counted = Metrics()
     services = Services(
@@ -58,14 +61,15 @@ def create_app(settings: Settings) -> FastAPI:
             counts=_shared_counts(settings),
         ),
         metrics=counted,
-        ingest=Ingest(store, observers=(watch.observe,)),
+        ingest=Ingest(store, observers=(watch.observe,), threads=intake),
+        intake=intake,
     )
 
     at_end: list[Callable[[], None]] = [services.ingest.close, services.limiter.close, store.close]
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
+        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
         yield
         for finish in at_end:
             finish()

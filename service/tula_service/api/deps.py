@@ -7,8 +7,8 @@ import binascii
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
-from starlette.concurrency import run_in_threadpool
 
 from tula_service.api.metric_set import Metrics
 from tula_service.api.security.limiter import Limiter
@@ -22,12 +22,16 @@ from tula_service.usecases.ingest import Ingest
 __all__ = ["Caller", "Current", "Services", "authenticate", "error_answers", "services"]
 
 _SAFE: Final = frozenset({"GET", "HEAD"})
+_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that a request may need, built once in `create_app`."""
+    """Everything that a request may need, built once in `create_app`.
+
+    `intake` are the threads kept for what agents send.
+    """
 
     settings: Settings
     store: Store
@@ -35,6 +39,7 @@ class Services:
     limiter: Limiter
     metrics: Metrics
     ingest: Ingest
+    intake: CapacityLimiter
 
 
 async def services(request: Request) -> Services:
@@ -50,26 +55,33 @@ async def authenticate(request: Request) -> Principal:
     browser or a scraper sends. Raises Unauthenticated, Forbidden, or Busy.
     """
     have: Services = request.app.state.services
+    route = getattr(request.scope.get("route"), "path", "")
+    ingest = is_ingest(request.method, route)
+    threads = have.intake if ingest else None
     secret = _secret(request)
     if secret is None:
         principal = have.access.tokenless_now()
         if principal is None:
-            principal = await run_in_threadpool(have.access.tokenless)
+            principal = await to_thread.run_sync(have.access.tokenless, limiter=threads)
         if principal is None:
             raise Unauthenticated("A token is needed: send `Authorization: Bearer TOKEN` (see `tula token create`).")
         _refuse_strangers(request)
     else:
         principal = have.access.remembered(secret)
         if principal is None:
+            address = request.client.host if request.client else "unknown"
             if not have.access.has_seen(secret):
-                have.limiter.admit_guess(request.client.host if request.client else "unknown")
-            principal = await run_in_threadpool(have.access.authenticate, secret)
-    route = getattr(request.scope.get("route"), "path", "")
+                have.limiter.admit_guess(address)
+            try:
+                principal = await to_thread.run_sync(have.access.authenticate, secret, limiter=threads)
+            except Unauthenticated:
+                have.limiter.count_guess(address)
+                raise
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
     try:
-        have.limiter.admit(principal, ingest=is_ingest(request.method, route))
+        have.limiter.admit(principal, ingest=ingest)
     except Busy:
         have.metrics.limited.inc()
         raise
@@ -102,8 +114,8 @@ def _refuse_strangers(request: Request) -> None:
     origin = headers.get("origin")
     foreign = (
         name not in _LOCAL_HOSTS
-        or "x-forwarded-for" in headers
-        or "forwarded" in headers
+        or any(header in headers for header in _OF_PROXIES)
+        or request.scope.get("http_version") == "1.0"  # a proxy that adds no header: nginx, unless told otherwise
         or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         or (origin is not None and origin.split("://", 1)[-1] != host)
     )

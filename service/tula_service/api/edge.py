@@ -23,6 +23,10 @@ _LOG = logging.getLogger("tula.access")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PROBES: Final = frozenset({routes.HEALTH, routes.READY})
 _INGEST: Final = frozenset({routes.RUN_SAMPLES, routes.RUN_TELEMETRY})
+_SENT_BY_AGENTS: Final = tuple(route.rpartition("}")[2] for route in _INGEST)
+_ORDINARY_BODY_BYTES: Final = 256 * 1024
+"""What is not measured is written by people: a specification has a few hundred bytes. Such bodies are read on the event
+loop, which a large one would hold up."""
 _SECURITY_HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -49,6 +53,7 @@ class Edge:
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self._app = app
         self._most = settings.max_in_flight
+        self._most_others = self._most - self._most // 4
         self._body_timeout_s = settings.body_timeout_s
         self._body_bytes = settings.max_body_bytes
         self._metrics = metrics
@@ -61,7 +66,8 @@ class Edge:
             return
         request_id = _request_id(scope)
         scope["tula.request_id"] = request_id
-        if self._in_flight >= self._most and scope["path"] not in _PROBES:
+        by_agent = scope["method"] == "POST" and scope["path"].endswith(_SENT_BY_AGENTS)
+        if self._in_flight >= (self._most if by_agent else self._most_others) and scope["path"] not in _PROBES:
             self._metrics.refused.inc()
             response = problem_response(
                 503,
@@ -92,7 +98,8 @@ class Edge:
                     headers.append((b"cache-control", b"no-store"))
             await send(message)
 
-        body = _Body(receive, self._body_timeout_s, self._body_bytes)
+        most_bytes = self._body_bytes if by_agent else min(self._body_bytes, _ORDINARY_BODY_BYTES)
+        body = _Body(receive, self._body_timeout_s, most_bytes)
         try:
             await self._app(scope, body, sending)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Query
 
 from tula_service.api.bodies import RawBody, parse, request_body
@@ -17,9 +18,13 @@ router = APIRouter(tags=["samples"])
 
 
 @router.post(routes.RUN_SAMPLES, status_code=202, openapi_extra=request_body(SampleBatch))
-def post_samples(run_id: str, body: RawBody, caller: Caller, have: Current) -> SamplesAccepted:
+async def post_samples(run_id: str, body: RawBody, caller: Caller, have: Current) -> SamplesAccepted:
     """Store samples; they are committed before the answer, and a resend is counted as duplicates."""
-    accepted = have.ingest.samples(caller, run_id, parse(SampleBatch, body))
+
+    def store() -> SamplesAccepted:
+        return have.ingest.samples(caller, run_id, parse(SampleBatch, body))
+
+    accepted = await to_thread.run_sync(store, limiter=have.intake)
     have.metrics.samples.inc(accepted.stored)
     have.metrics.duplicates.inc(accepted.duplicates)
     return accepted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Query, Response
-from starlette.concurrency import run_in_threadpool
 
 from tula_service.api.bodies import MSGPACK, Body, RawBody, parse, request_body, unpack
 from tula_service.api.deps import Caller, Current
@@ -29,7 +29,7 @@ async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Curre
     if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _QUICK_BYTES:
         chunk = _chunk(body)
     else:
-        chunk = await run_in_threadpool(_chunk, body)
+        chunk = await to_thread.run_sync(_chunk, body, limiter=have.intake)
     accepted = await have.ingest.telemetry(caller, run_id, chunk)
     have.metrics.step_values.inc(accepted.stored)
     have.metrics.duplicates.inc(int(accepted.duplicate))

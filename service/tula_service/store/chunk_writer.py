@@ -30,6 +30,7 @@ MOST_ROWS: Final = 64
 MOST_WAITING_BYTES: Final = 64 * 2**20
 
 _Row: TypeAlias = tuple[object, ...]
+_Chunk: TypeAlias = tuple[str, _Row]
 _Outcome: TypeAlias = bool | ServiceError
 _GONE: Final = "The run of this chunk was deleted: stop sending for it."
 _UNAVAILABLE: Final = "The database cannot be reached or is locked; nothing was stored: try again in a second."
@@ -41,15 +42,15 @@ class ChunkWriter:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._write = self._write_sqlite if is_sqlite(store.engine) else self._write_postgres
-        self._waiting: deque[tuple[_Row, asyncio.Future[bool]]] = deque()
+        self._waiting: deque[tuple[_Chunk, asyncio.Future[bool]]] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._connection: Any = None
 
-    async def add(self, row: _Row) -> bool:
-        """Store a row durably; False when it was stored before.
+    async def add(self, run_id: str, row: _Row) -> bool:
+        """Store a row of the run `run_id` durably; False when it was stored before.
 
         Raises NotFound when its run was deleted, Busy when too much waits, StoreUnavailable.
         """
@@ -59,7 +60,7 @@ class ChunkWriter:
                 raise StoreUnavailable("The service is shutting down: send this again in a second.")
             if self._waiting_bytes > MOST_WAITING_BYTES:
                 raise Busy("More telemetry waits than the database keeps up with: send it later.", retry_after_s=1.0)
-            self._waiting.append((row, stored))
+            self._waiting.append(((run_id, row), stored))
             self._waiting_bytes += _size(row)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tula-chunks", daemon=True)
@@ -84,35 +85,35 @@ class ChunkWriter:
                 if not self._waiting:
                     return
                 group = [self._waiting.popleft() for _ in range(min(MOST_ROWS, len(self._waiting)))]
-                self._waiting_bytes -= sum(_size(row) for row, _ in group)
+                self._waiting_bytes -= sum(_size(row) for (_, row), _ in group)
             outcomes: Sequence[_Outcome]
             try:
-                outcomes = self._write([row for row, _ in group])
+                outcomes = self._write([chunk for chunk, _ in group])
             except Exception:
                 self._drop_connection()
                 outcomes = [StoreUnavailable(_UNAVAILABLE)] * len(group)
             _answer([stored for _, stored in group], outcomes)
 
-    def _write_sqlite(self, rows: Sequence[_Row]) -> list[_Outcome]:
+    def _write_sqlite(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         with self._store.turn():
             connection: sqlite3.Connection = self._driver()
             connection.execute("BEGIN IMMEDIATE")
-            outcomes = [_insert_sqlite(connection, row) for row in rows]
+            outcomes = [_insert_sqlite(connection, *chunk) for chunk in chunks]
             connection.execute("COMMIT")
         return outcomes
 
-    def _write_postgres(self, rows: Sequence[_Row]) -> list[_Outcome]:
+    def _write_postgres(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         connection: psycopg.Connection[Any] = self._driver()
         try:
             with connection.pipeline():
-                cursors = [connection.execute(INSERT_POSTGRES, row) for row in rows]
+                cursors = [connection.execute(INSERT_POSTGRES, row) for _, row in chunks]
                 connection.commit()
             return [cursor.rowcount == 1 for cursor in cursors]
         except self._store.engine.dialect.loaded_dbapi.IntegrityError:
             connection.rollback()
-        if len(rows) == 1:
+        if len(chunks) == 1:
             return [NotFound(_GONE)]
-        return [self._write_postgres([row])[0] for row in rows]
+        return [self._write_postgres([chunk])[0] for chunk in chunks]
 
     def _driver(self) -> Any:
         if self._connection is None:
@@ -128,7 +129,11 @@ class ChunkWriter:
                 return
 
 
-def _insert_sqlite(connection: sqlite3.Connection, row: _Row) -> _Outcome:
+def _insert_sqlite(connection: sqlite3.Connection, run_id: str, row: _Row) -> _Outcome:
+    # SQLite gives a deleted run's key to the next one, which may be another tenant's.
+    found = connection.execute("SELECT id FROM runs WHERE key = ?", row[:1]).fetchone()
+    if found is None or found[0] != run_id:
+        return NotFound(_GONE)
     try:
         return connection.execute(INSERT_SQLITE, row).rowcount == 1
     except sqlite3.IntegrityError:  # undoes this statement only, not the group's transaction

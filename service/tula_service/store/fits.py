@@ -26,6 +26,18 @@ class Fits(Repository):
         ).scalar()
         return None if body is None else str(body)
 
+    def at_least(self, job_id: str, name: str, *, data_version: int, model_version: str) -> str | None:
+        """The kept answer called `name`, if it rests on this version of the data or on a later one."""
+        body = self._connection.execute(
+            sa.select(fits.c.body).where(
+                fits.c.job_id == job_id,
+                fits.c.name == name,
+                fits.c.data_version >= data_version,
+                fits.c.model_version == model_version,
+            )
+        ).scalar()
+        return None if body is None else str(body)
+
     def count(self) -> int:
         """How many answers are kept."""
         return int(self._connection.execute(sa.select(sa.func.count()).select_from(fits)).scalar_one())

@@ -125,6 +125,25 @@ class Samples(Repository):
             rank=np.asarray(columns[9], np.int64),
         )
 
+    def step_times(
+        self, run_key: int, *, rank: int, first_step: int | None, last_step: int | None, limit: int
+    ) -> tuple[IntArray, FloatArray]:
+        """Steps and step times of one rank's measuring rows, by step: the last `limit` of them."""
+        table = step_samples.c
+        statement = (
+            sa.select(table.step, table.step_time_s)
+            .where(table.run_key == run_key, table.warmup.is_(False), table.rank == rank)
+            .order_by(table.step.desc())
+            .limit(limit)
+        )
+        if first_step is not None:
+            statement = statement.where(table.step >= first_step)
+        if last_step is not None:
+            statement = statement.where(table.step <= last_step)
+        rows = self._connection.execute(statement).all()[::-1]
+        steps = np.fromiter((row[0] for row in rows), np.int64, len(rows))
+        return steps, np.fromiter((row[1] for row in rows), np.float64, len(rows))
+
     def memory(self, run_key: int) -> list[MemoryReading]:
         """Memory readings of a run, one per process, highest peak first."""
         table = memory_readings.c

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 import sqlalchemy as sa
 
-from tula_service.errors import InvalidInput, StoreUnavailable
+from tula_service.errors import Busy, InvalidInput, StoreUnavailable
 from tula_service.store._base import Clock
 from tula_service.store.access import Audit, Projects, Tokens
 from tula_service.store.chunks import Chunks
@@ -22,7 +22,13 @@ from tula_service.store.runs import Runs
 from tula_service.store.sample_pages import SamplePages
 from tula_service.store.samples import Samples
 
-__all__ = ["Store", "Transaction", "utc_now"]
+__all__ = ["COMPUTING_AT_ONCE", "Store", "Transaction", "utc_now"]
+
+COMPUTING_AT_ONCE = 2
+"""Fits that one process works on at once. They share one interpreter, so that more of them would not end sooner, and
+whoever takes requests in would wait for its turn among all of them."""
+
+_LONGEST_QUEUE_S = 15.0
 
 
 def utc_now() -> datetime:
@@ -54,7 +60,7 @@ class Store:
     """A database with a migrated schema (see `store/schema.py`); safe to share between threads, not over a fork.
 
     `transaction()` commits on leaving the block and rolls back on an exception; `reading()` never writes. Both raise
-    StoreUnavailable when the database cannot be reached or stays locked.
+    StoreUnavailable when the database cannot be reached or stays locked. `computing()` is reading for long arithmetic.
     """
 
     def __init__(self, engine: sa.Engine, *, now: Clock = utc_now) -> None:
@@ -63,6 +69,7 @@ class Store:
         # SQLite has one writer. Threads of one process queue here, fairly, instead of polling the file's lock; between
         # processes the file's own lock decides, so nothing depends on this one.
         self._turn: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
+        self._computing = threading.BoundedSemaphore(COMPUTING_AT_ONCE)
 
     @classmethod
     def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE) -> Store:
@@ -88,6 +95,20 @@ class Store:
         """A transaction that only reads: on SQLite it waits for nobody."""
         with self._begin(writes=False) as tx:
             yield tx
+
+    @contextmanager
+    def computing(self) -> Iterator[Transaction]:
+        """Reading for fits and searches, of which few run at once; the others wait here and hold no connection.
+
+        Raises Busy when too many were before this one.
+        """
+        if not self._computing.acquire(timeout=_LONGEST_QUEUE_S):
+            raise Busy("More fits are asked for than can be computed: ask again, or less often.", retry_after_s=5.0)
+        try:
+            with self.reading() as tx:
+                yield tx
+        finally:
+            self._computing.release()
 
     @contextmanager
     def _begin(self, *, writes: bool) -> Iterator[Transaction]:

@@ -178,6 +178,7 @@ class Access:
         self._tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Principal]] = OrderedDict()
+        self._right: OrderedDict[str, None] = OrderedDict()
         self._touched: OrderedDict[str, float] = OrderedDict()
         self._tokenless_until = 0.0
         self._look_again = 0.0
@@ -196,11 +197,19 @@ class Access:
         return entry[1]
 
     def has_seen(self, secret: str) -> bool:
-        """True for a secret that was right lately: asking for it again is no guess."""
-        return secret in self._seen
+        """True for a secret that was right when it was last asked for: asking again is no guess."""
+        return secret in self._right
 
     def authenticate(self, secret: str) -> Principal:
         """The principal behind a secret. Raises Unauthenticated when it is unknown, expired or revoked."""
+        try:
+            return self._checked(secret)
+        except Unauthenticated:
+            with self._lock:
+                self._right.pop(secret, None)
+            raise
+
+    def _checked(self, secret: str) -> Principal:
         changes = self._changes
         try:
             with self._store.reading() as tx:
@@ -260,6 +269,9 @@ class Access:
                 self._seen[secret] = (now + trusted_s, principal)
             while len(self._seen) > CACHED_TOKENS:
                 self._seen.popitem(last=False)
+            self._right[secret] = None
+            while len(self._right) > CACHED_TOKENS:
+                self._right.popitem(last=False)
             token_id = str(principal.token_id)
             due = now - self._touched.get(token_id, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
             if due:

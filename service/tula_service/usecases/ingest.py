@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 import sqlalchemy as sa
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import NotFound
@@ -35,8 +35,11 @@ EVENT_EVERY_S: Final = 1.0
 class Ingest:
     """Keeps only what never changes (a run's key, job and project) and when it last announced a run."""
 
-    def __init__(self, store: Store, *, observers: Sequence[SamplesObserver] = ()) -> None:
+    def __init__(
+        self, store: Store, *, observers: Sequence[SamplesObserver] = (), threads: CapacityLimiter | None = None
+    ) -> None:
         self._store = store
+        self._threads = threads
         self._observers = tuple(observers)
         self._writer = ChunkWriter(store)
         self._lock = threading.Lock()
@@ -48,8 +51,11 @@ class Ingest:
         run_key, job_id = self._authorised(principal, run_id)
         new = samples_from_wire(batch)
         with self._store.transaction() as tx:
-            counted = tx.samples.add(run_key, job_id, new)
-            run = tx.runs.get(run_id)
+            try:
+                counted = tx.samples.add(run_key, job_id, new)
+            except sa.exc.IntegrityError:  # deleted since we learned of it
+                raise NotFound.of("run", run_id) from None
+            run = tx.runs.get(run_id)  # deleted too, where SQLite has given its key to another run
             if counted.stored:
                 for observer in self._observers:
                     observer(tx, run, new)
@@ -65,15 +71,15 @@ class Ingest:
         Asynchronous, unlike everything else, since it is asked for a thousand times a second and only waits.
         """
         if run_id not in self._runs:
-            await to_thread.run_sync(self._learn, run_id)
+            await to_thread.run_sync(self._learn, run_id, limiter=self._threads)
         run_key, job_id = self._authorised(principal, run_id)
         try:
-            new = await self._writer.add(chunk_row(run_key, chunk))
+            new = await self._writer.add(run_id, chunk_row(run_key, chunk))
         except NotFound:  # deleted since we learned of it
             self._runs.pop(run_id, None)
             raise NotFound.of("run", run_id) from None
         if new and self._due(run_id):
-            await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]))
+            await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
         return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
 
     def close(self) -> None:

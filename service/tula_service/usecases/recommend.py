@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tula_wire as wire
@@ -37,21 +37,33 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """The recommendation as JSON, from the cache when nothing that it rests on has changed; else after `on_miss()`."""
+    """The recommendation as JSON, from the cache when nothing that it rests on has changed; else after `on_miss()`.
+
+    It is that of the data as they were when it was asked for: what is measured meanwhile is for the next to ask.
+    """
     with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
-        wanted = _wanted(job, objective)
-        kept = _kept(tx, job, wanted)
-        if kept is not None:
-            return kept
-        on_miss()
+        kept = _kept(tx, job, _wanted(job, objective))
+    if kept is not None:
+        return kept
+    on_miss()
+    while True:
         # Fitted while only reading, so that nobody who writes waits for it.
-        computed = compute(tx, job, wanted)
-    with store.transaction() as tx:
-        now = tx.jobs.lock(job_id)
-        if now.data_version != job.data_version:
-            return body_of(tx, now, objective)
-        return _kept(tx, now, wanted) or publish(tx, now, wanted, computed)
+        with store.computing() as tx:
+            job = visible_job(tx, principal, job_id)
+            wanted = _wanted(job, objective)
+            kept = _kept(tx, job, wanted)
+            if kept is not None:  # whoever was before this one in the queue asked the same
+                return kept
+            computed = compute(tx, job, wanted)
+        with store.transaction() as tx:
+            now = tx.jobs.lock(job_id)
+            newer = tx.fits.at_least(job_id, _name(wanted), data_version=job.data_version, model_version=MODEL_VERSION)
+            if newer is not None:
+                return newer
+            if now.spec == job.spec:
+                return publish(tx, replace(now, data_version=job.data_version), wanted, computed)
+        # Prices or limits were changed meanwhile, which happens seldom: this answer would be to another question.
 
 
 def body_of(tx: Transaction, job: JobRecord, objective: str | None = None) -> str:

@@ -19,7 +19,7 @@ def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
     run moves the version. Raises NotFound when the job is gone.
     """
     for _ in range(_ATTEMPTS):
-        with store.reading() as tx:
+        with store.computing() as tx:
             job = tx.jobs.get(job_id)
             decided = planning.draft(tx, job, retry_failed=retry_failed)
             found = recommend.compute(tx, job, job.objective)

@@ -18,7 +18,7 @@ __all__ = ["TREND_POINTS", "downsample", "memory_of", "read_series", "read_with_
 
 TREND_POINTS = 150
 _STEP_TIME = "step_time_s"
-_MOST_SAMPLES = 1_000_000
+_MOST_SAMPLES = 200_000
 
 
 def read_series(
@@ -102,10 +102,9 @@ def _read(
         available = tx.chunks.columns(run.key)
         steps, values = tx.chunks.read(run.key, column, rank=rank, first_step=first_step, last_step=last_step)
         if column == _STEP_TIME and column not in available and run.num_samples:
-            samples = tx.samples.recent(run.key, limit=_MOST_SAMPLES, rank=rank)
-            last = np.iinfo(np.int64).max if last_step is None else last_step
-            wanted = (samples.step >= (first_step or 0)) & (samples.step <= last)
-            steps, values = samples.step[wanted], samples.step_time_s[wanted]
+            steps, values = tx.samples.step_times(
+                run.key, rank=rank, first_step=first_step, last_step=last_step, limit=_MOST_SAMPLES
+            )
     names = sorted({*available, *([_STEP_TIME] if run.num_samples else [])})
     if column not in names:
         known = ", ".join(names) or "none yet"

@@ -17,7 +17,7 @@ from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.scaling_settings import TUNED_POLICIES, first_body, in_force, shown
 
-__all__ = ["TUNE_EVERY_STEPS", "Served", "current", "noise_scale_of", "tune"]
+__all__ = ["TUNE_EVERY_STEPS", "Served", "current", "noise_scale_of"]
 
 TUNE_EVERY_STEPS = 100
 """Telemetry steps between two looks at it; agents poll every few seconds and must not each cost a fit."""
@@ -49,10 +49,14 @@ def current(
         run = _training(tx, job_id)
         due = run is not None and _is_due(tx, run)
     if due and run is not None:
-        with store.transaction() as tx:
-            tx.jobs.lock(job_id)
-            tune(tx, run)
-            record = tx.scaling.latest(job_id)
+        # Looked at while only reading, so that nobody who writes waits for it.
+        with store.computing() as tx:
+            found = _look(tx, run)
+        if found is not None:
+            with store.transaction() as tx:
+                tx.jobs.lock(job_id)
+                _publish(tx, run, found)
+                record = tx.scaling.latest(job_id)
     served = shown(record, policy, run)
     tag = f'"{served.version}-{served.policy}"'
     known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
@@ -66,12 +70,24 @@ def noise_scale_of(tx: Transaction, job_id: str) -> float | None:
     return None if value is None else float(value)
 
 
-def tune(tx: Transaction, run: RunRecord) -> ScalingRecord | None:
-    """Look at a run's telemetry; publish a new version when something worth publishing changed, and return it."""
+@dataclass(frozen=True)
+class _Seen:
+    """What a look at a run's telemetry up to `last_step` found; `body` is the version to publish after `after`, if any.
+
+    `noise_moved`: the gradient noise scale is another.
+    """
+
+    last_step: int
+    after: int
+    body: dict[str, Any] | None
+    noise_moved: bool = False
+
+
+def _look(tx: Transaction, run: RunRecord) -> _Seen | None:
+    """Look at a run's telemetry for something worth publishing; None before there is any. Only reads."""
     last_step = tx.chunks.last_step(run.key)
     if last_step is None:
         return None
-    _mark(tx, run, last_step)
     history = tx.scaling.history(run.job_id)
     body = dict(history[-1].body) if history else first_body()
     settings: dict[str, Any] = {name: dict(values) for name, values in body["policies"].items()}
@@ -94,17 +110,24 @@ def tune(tx: Transaction, run: RunRecord) -> ScalingRecord | None:
             "gradient_noise_scale_error": noise.error,
             "critical_batch_size": critical_batch_size(noise).value,
         }
-    if not reasons:
-        return None
-    body |= {"policies": settings, "reason": "; ".join(reasons), "run_id": run.id, "from_step": last_step}
     after = history[-1].version if history else 1
-    if not tx.scaling.publish(run.job_id, body, after=after):
-        return None
-    tx.events.append(run.job_id, "scaling", run_id=run.id, data={"version": after + 1, "reason": body["reason"]})
-    if said is not None:
-        # What an example is worth enters the recommendation, so no cached one may be used again.
-        tx.jobs.bump(run.job_id)
-    return tx.scaling.latest(run.job_id)
+    if not reasons:
+        return _Seen(last_step, after, None)
+    body |= {"policies": settings, "reason": "; ".join(reasons), "run_id": run.id, "from_step": last_step}
+    return _Seen(last_step, after, body, noise_moved=said is not None)
+
+
+def _publish(tx: Transaction, run: RunRecord, seen: _Seen) -> None:
+    """Make what was found the next version, unless another was published since: then the next poll looks again."""
+    if seen.body is not None:
+        if not tx.scaling.publish(run.job_id, seen.body, after=seen.after):
+            return
+        data = {"version": seen.after + 1, "reason": seen.body["reason"]}
+        tx.events.append(run.job_id, "scaling", run_id=run.id, data=data)
+        if seen.noise_moved:
+            # What an example is worth enters the recommendation, so no cached one may be used again.
+            tx.jobs.bump(run.job_id)
+    _mark(tx, run, seen.last_step)
 
 
 def _training(tx: Transaction, job_id: str) -> RunRecord | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.service.api.conftest import Service
 from tests.support.server import make_token, serving
+from tula_service.api.security import limiter
 from tula_service.api.security.counts import SharedCounts
 from tula_service.api.security.limiter import INGEST_BLOCK, Limiter
 from tula_service.errors import Busy
@@ -110,3 +113,17 @@ def test_a_real_service_lets_exactly_the_limit_in(sqlite_url: str, workers: int)
         for thread in threads:
             thread.join()
     assert (statuses.count(200), statuses.count(429)) == (15, 25)
+
+
+def test_right_tokens_are_no_guesses_however_many_come_from_one_address(
+    sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a balancer all agents have one address, and a token that is made anywhere makes workers look again."""
+    monkeypatch.setattr(limiter, "GUESSES_PER_MINUTE", 5)
+    service = start(sqlite_url)
+    agents = [service.client(service.token("user")) for _ in range(12)]
+    assert {agent.get(routes.JOBS).status_code for agent in agents} == {200}
+    statuses = [service.client("tula_wrong").get(routes.JOBS).status_code for _ in range(7)]
+    assert statuses == [401] * 5 + [429] * 2
+    service.app.state.services.access.forget()
+    assert {agent.get(routes.JOBS).status_code for agent in agents} == {200}, "and guesses keep nobody else out"

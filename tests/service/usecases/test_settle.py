@@ -12,9 +12,20 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
-from tula_service.store import Store, Transaction
-from tula_service.usecases import fitting, planning, register, runs, settle
+from tula_service.store import JobRecord, Store, Transaction
+from tula_service.usecases import (
+    fitting,
+    ledger,
+    planning,
+    recommend,
+    register,
+    runs,
+    scaling_settings,
+    settle,
+    thresholds,
+)
 from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.choosing import Answer
 
 OPEN = ("pending", "claimed", "running")
 
@@ -64,6 +75,94 @@ def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
     cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
     assert calls["fit"] >= 4
     assert calls["plan"] >= 4
+
+
+def test_nor_when_the_data_of_a_question_move_faster_than_it_is_answered(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that reports all the time must not be held up by whoever asks what to recommend."""
+    watched = Watched(store.engine)
+    cluster = Cluster(watched)
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    compute = recommend.compute
+    asked: list[int] = []
+
+    def overtaken(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+        assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
+        asked.append(job.data_version)
+        found = compute(tx, job, objective)
+        with ThreadPoolExecutor(1) as agent:
+            agent.submit(cluster.send, run, [0.1] * 5).result()
+        return found
+
+    cluster.send(run, [0.1] * 5)
+    monkeypatch.setattr(recommend, "compute", overtaken)
+    first = cluster.recommendation(job_id)
+    assert len(asked) == 1, "the answer is that of the data as they were when it was asked for"
+    second = cluster.recommendation(job_id)
+    assert len(asked) == 2, "and the next question finds the new ones"
+    assert asked[0] < asked[1]
+    assert first.chosen is not None
+    assert second.chosen is not None
+
+
+def test_an_answer_at_prices_that_changed_meanwhile_is_found_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = cluster.register().job.id
+    compute, asked = recommend.compute, []
+    with cluster.store.transaction() as tx:
+        tx.jobs.bump(job_id)
+
+    def repriced(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+        asked.append(job.data_version)
+        found = compute(tx, job, objective)
+        if len(asked) == 1:
+            changed = {**job.spec, "cluster": [{**job.spec["cluster"][0], "price": {"usd_per_node_hour": 50.0}}]}
+            with ThreadPoolExecutor(1) as other:
+                other.submit(reprice, changed).result()
+        return found
+
+    def reprice(changed: dict[str, object]) -> None:
+        with cluster.store.transaction() as tx:
+            tx.jobs.update(job_id, bump=True, spec=changed)
+
+    monkeypatch.setattr(recommend, "compute", repriced)
+    cluster.recommendation(job_id)
+    assert len(asked) == 2
+    newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
+    assert newest.prices["default"]["usd_per_node_hour"] == 50.0  # type: ignore[index]
+
+
+def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was looked at while a user changed something is looked at again."""
+    watched = Watched(store.engine)
+    cluster = Cluster(watched)
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=128))
+    cluster.report(run, gradient_noise_scale=[300.0] * 200)
+    estimate, looks = thresholds.estimate_noise_scale, []
+
+    def seen(values):  # type: ignore[no-untyped-def]
+        assert not getattr(Watched.writing, "now", False), "looked at inside a writing transaction"
+        looks.append(len(values))
+        if len(looks) == 1:
+            patch = wire.ScalingPatch(delta=0.3)
+            with ThreadPoolExecutor(1) as user:
+                user.submit(scaling_settings.change, watched, ANONYMOUS, job_id, patch, policy="ags").result()
+        return estimate(values)
+
+    monkeypatch.setattr(thresholds, "estimate_noise_scale", seen)
+    first = thresholds.current(watched, ANONYMOUS, job_id, policy="ags").body
+    second = thresholds.current(watched, ANONYMOUS, job_id, policy="ags").body
+    assert first is not None
+    assert second is not None
+    assert wire.read(wire.ScalingThresholds, first).gradient_noise_scale is None
+    found = wire.read(wire.ScalingThresholds, second)
+    assert (found.delta, found.gradient_noise_scale) == (0.3, pytest.approx(300.0))
+    assert len(looks) == 2
 
 
 def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(

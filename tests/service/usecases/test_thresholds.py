@@ -145,7 +145,7 @@ def test_what_the_script_was_given_is_where_tuning_starts(training: tuple[Cluste
 def test_nonsense_that_an_agent_reports_of_its_settings_costs_nothing(
     training: tuple[Cluster, str, wire.Run],
 ) -> None:
-    """A version that never was, and thresholds that cannot be: looked at under the job's lock, so never at length."""
+    """A version that never was, and thresholds that cannot be: looked at before an agent is answered, so never long."""
     cluster, job_id, run = training
     accuracy = [0.7 + 0.0001 * step for step in range(400)]
     nonsense = {"thresholds_version": [1e300] * 400, "delta": [-1.0] * 400, "small_batch_size": [0.25] * 400}
@@ -203,3 +203,24 @@ def test_bounds_that_cross_are_refused_by_name(training: tuple[Cluster, str, wir
         change(cluster, job_id, "ags", s_max=0.1)
     assert refused.value.field == "s_max"
     assert current(cluster, job_id, "ags").s_max is None
+
+
+def test_bounds_that_cross_the_scripts_are_refused_before_its_agents_have_to(
+    training: tuple[Cluster, str, wire.Run],
+) -> None:
+    """What the script named holds wherever nothing is set, so a bound set alone has to fit to it."""
+    cluster, job_id, run = training
+    cluster.report(run, loss=[1.0] * 10)
+    cluster.report(run, first_step=10, scripted_s_min=[0.8, *[np.nan] * 9], scripted_s_max=[4.0, *[np.nan] * 9])
+    with pytest.raises(InvalidInput, match=r"s_min = 0\.8 of the training script") as refused:
+        change(cluster, job_id, "ags", s_max=0.5)
+    assert refused.value.field == "s_max"
+    with pytest.raises(InvalidInput, match=r"s_max = 4 of the training script") as refused:
+        change(cluster, job_id, "gain", s_min=5.0)
+    assert refused.value.field == "s_min"
+    both = change(cluster, job_id, "ags", s_min=0.1, s_max=0.5)
+    assert (both.s_min, both.s_max) == (0.1, 0.5)
+    with pytest.raises(InvalidInput, match="of the training script"):
+        change(cluster, job_id, "ags", s_min=None)
+    assert change(cluster, job_id, "ags", delta=0.3).delta == 0.3
+    assert change(cluster, job_id, "ags", s_min=None, s_max=None).s_max is None

@@ -43,8 +43,13 @@ class Limiter:
             self._hit(self._ingest, "ingest", who, cost=min(INGEST_BLOCK, self._ingest.amount))
 
     def admit_guess(self, address: str) -> None:
-        """Count a token not seen lately from this address, so that nobody may try many. Raises Busy."""
-        self._hit(self._guesses, "guess", address)
+        """Let a token that was not seen lately be tried, unless too many from this address were wrong. Raises Busy."""
+        if not self._limiter.test(self._guesses, "guess", address):
+            raise self._refusal(self._guesses, "guess", address)
+
+    def count_guess(self, address: str) -> None:
+        """Count a token that was wrong. Right ones cost nothing: behind a balancer all come from one address."""
+        self._limiter.hit(self._guesses, "guess", address)
 
     def close(self) -> None:
         """Let go of the shared counts."""
@@ -53,11 +58,14 @@ class Limiter:
     def _hit(self, item: RateLimitItemPerMinute, *who: str, cost: int = 1) -> None:
         if not self._limiter.hit(item, *who, cost=cost):
             self._uncounted.pop(who[-1], None)
-            raise Busy(
-                f"More than {item.amount} requests in a minute: send fewer, larger ones, after Retry-After seconds.",
-                retry_after_s=self._retry_after_s(item, *who),
-                limited=True,
-            )
+            raise self._refusal(item, *who)
+
+    def _refusal(self, item: RateLimitItemPerMinute, *who: str) -> Busy:
+        return Busy(
+            f"More than {item.amount} requests in a minute: send fewer, larger ones, after Retry-After seconds.",
+            retry_after_s=self._retry_after_s(item, *who),
+            limited=True,
+        )
 
     def _retry_after_s(self, item: RateLimitItemPerMinute, *who: str) -> float:
         return max(1.0, self._limiter.get_window_stats(item, *who).reset_time - time.time())
