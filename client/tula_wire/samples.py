@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -28,6 +28,11 @@ MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 StepTime = Annotated[float, Field(gt=0, le=1e6)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
+
+T = TypeVar("T")
+Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
+"""One entry a step. A wrong one is told of at once: a report of every wrong one would take hundreds of times the memory
+of the body."""
 
 
 class MemoryBreakdown(WireModel):
@@ -59,15 +64,15 @@ class SampleBatch(WireModel):
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] = Field(
         0.0, description="Passes over the data that training had behind it when this process began."
     )
-    sequence: Annotated[list[Number], Field(min_length=1, max_length=MAX_STEPS)]
-    step: list[Number]
-    step_time_s: list[StepTime]
-    compute_time_s: list[Seconds | None] | None = None
-    comm_time_s: list[Seconds | None] | None = None
-    exposed_comm_time_s: list[Seconds | None] | None = None
-    input_time_s: list[Seconds | None] | None = None
-    skew_s: list[Seconds | None] | None = None
-    straggler_rank: list[Number | None] | None = None
+    sequence: Annotated[Column[Number], Field(min_length=1)]
+    step: Column[Number]
+    step_time_s: Column[StepTime]
+    compute_time_s: Column[Seconds | None] | None = None
+    comm_time_s: Column[Seconds | None] | None = None
+    exposed_comm_time_s: Column[Seconds | None] | None = None
+    input_time_s: Column[Seconds | None] | None = None
+    skew_s: Column[Seconds | None] | None = None
+    straggler_rank: Column[Number | None] | None = None
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:

@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from typing_extensions import Self
 
 from tula_wire._base import Name, WireModel
-from tula_wire.samples import MAX_STEPS, Number
+from tula_wire.samples import Column, Number
 
 __all__ = ["COLUMNS", "ColumnName", "TelemetryAccepted", "TelemetryChunk", "TelemetrySeries"]
 
@@ -27,8 +27,8 @@ class TelemetryChunk(WireModel):
     rank: Annotated[int, Field(ge=0, le=2**20)] = 0
     boot_id: Name
     sequence: Number
-    steps: Annotated[list[Number], Field(min_length=1, max_length=MAX_STEPS)]
-    columns: Annotated[dict[ColumnName, list[float | None]], Field(min_length=1, max_length=64)]
+    steps: Annotated[Column[Number], Field(min_length=1)]
+    columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)]
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:

@@ -14,12 +14,19 @@ from pydantic import BaseModel
 
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
 from tula_service.settings import Settings
+from tula_wire import MAX_STEPS
 
 __all__ = ["JSON", "MSGPACK", "Body", "RawBody", "decompress", "parse", "raw_body", "request_body", "unpack"]
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+
+MOST_VALUES: Final = 66 * MAX_STEPS
+"""Numbers, texts and lists in one body: the steps and 64 columns of a full chunk. Read, each takes many times its
+bytes, so that a limit on bytes alone would let a small body of many empty lists take gigabytes."""
+
+_ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: no encoder may ask for more, and a decoder reserves what it is asked for
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -72,15 +79,37 @@ def parse(model: type[M], body: Body) -> M:
     """The body as a wire model. Raises pydantic.ValidationError and what `Body.plain` raises."""
     plain = body.plain()
     if body.content_type == JSON:
+        if plain.count(b",") > MOST_VALUES:
+            raise _too_many()
         return model.model_validate_json(plain)
     return model.model_validate(unpack(plain))
 
 
 def unpack(plain: bytes) -> Any:
-    """MessagePack to plain objects; byte strings stay bytes. Raises InvalidInput."""
+    """MessagePack to plain objects; byte strings stay bytes. Raises InvalidInput, TooLarge."""
+    values = 0
+
+    def counted(some: Any) -> Any:
+        nonlocal values
+        values += len(some) + 1
+        if values > MOST_VALUES:
+            raise _too_many()
+        return some
+
     try:
-        return msgpack.unpackb(plain, raw=False, strict_map_key=True, max_ext_len=0)
+        return msgpack.unpackb(
+            plain,
+            raw=False,
+            strict_map_key=True,
+            max_ext_len=0,
+            max_array_len=MOST_VALUES,
+            max_map_len=MAX_STEPS,
+            list_hook=counted,
+            object_hook=counted,
+        )
     except (ValueError, TypeError, RecursionError) as error:
+        if "exceeds max_array_len" in str(error) or "exceeds max_map_len" in str(error):
+            raise _too_many() from None
         raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
 
 
@@ -116,7 +145,7 @@ def _gzip(sent: bytes, limit: int) -> bytes:
 
 
 def _zstd(sent: bytes, limit: int) -> bytes:
-    stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(sent)
+    stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(sent)
     try:
         plain = stream.read(limit + 1)
     except zstandard.ZstdError as error:
@@ -133,6 +162,10 @@ _DECOMPRESSORS: Final[dict[str, Callable[[bytes, int], bytes]]] = {"identity": _
 
 def _too_large(limit: int, when: str) -> TooLarge:
     return TooLarge(f"The body is larger than {limit} bytes {when}: send smaller batches.".replace("  ", " "))
+
+
+def _too_many() -> TooLarge:
+    return TooLarge(f"The body holds more than {MOST_VALUES} values: send smaller batches.")
 
 
 def _corrupt(encoding: str) -> InvalidInput:

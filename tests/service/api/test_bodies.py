@@ -1,0 +1,132 @@
+"""Small bodies that would grow large: what is read is bounded by what it becomes, not by its bytes alone."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tracemalloc
+from collections.abc import Callable
+
+import httpx
+import msgpack
+import pytest
+import zstandard
+from pydantic import ValidationError
+
+from tests.service.api.conftest import SPEC, Service, Tenant
+from tests.service.api.test_ingest import batch, chunk
+from tula_service.api.bodies import JSON, MOST_VALUES, MSGPACK, Body, decompress, parse, unpack
+from tula_service.errors import InvalidInput, TooLarge
+from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk, routes
+
+MANY = 2_000_000
+KEYS_AND_VALUES = b"".join(b"\xa2%c%c\xc0" % (32 + number % 64, 32 + number // 64) for number in range(4096))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hostile"),
+    [
+        (JSON, b'{"columns":{"a":[' + b"[]," * MANY + b"0]}}"),
+        (JSON, b'{"columns":{"a":[' + b'"",' * MANY + b"0]}}"),
+        (JSON, b'{"columns":{"a":[' + b"0," * MANY + b"0]}}"),
+        (MSGPACK, b"\xdd" + MANY.to_bytes(4, "big") + b"\x90" * MANY),
+        (MSGPACK, b"\xdd" + MANY.to_bytes(4, "big") + b"\xa2ab" * MANY),
+        (MSGPACK, b"\xdc\x10\x00" + (b"\xdc\x10\x00" + b"\xa2ab" * 4096) * 4096),
+        (MSGPACK, b"\xdc\x10\x00" + (b"\xde\x10\x00" + KEYS_AND_VALUES) * 4096),
+    ],
+    ids=["lists", "texts", "numbers", "packed lists", "packed texts", "lists of lists", "maps"],
+)
+def test_a_body_of_many_small_values_takes_no_memory_of_their_number(kind: str, hostile: bytes) -> None:
+    """Read and reported, each would take hundreds of bytes: gigabytes of a few megabytes, or of kilobytes zipped."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match="smaller batches"):
+            parse(TelemetryChunk, Body(kind, "identity", hostile, 2**28))
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_largest_chunk_passes_and_more_is_refused() -> None:
+    """64 full columns are as many values as a body may hold."""
+    steps = list(range(MAX_STEPS))
+    full = chunk(steps=1) | {"steps": steps, "columns": {f"c{n}": steps for n in range(64)}}
+    assert len(parse(TelemetryChunk, Body(MSGPACK, "identity", msgpack.packb(full), 2**28)).columns) == 64
+    text = TelemetryChunk.model_validate(full).model_dump_json().encode()
+    assert text.count(b",") < MOST_VALUES
+    assert len(parse(TelemetryChunk, Body(JSON, "identity", text, 2**28)).columns) == 64
+    for more in (b"\xdd" + (MOST_VALUES + 1).to_bytes(4, "big") + bytes(MOST_VALUES + 1),):
+        with pytest.raises(TooLarge):
+            unpack(more)
+
+
+def test_of_many_wrong_values_one_a_column_is_told() -> None:
+    """The report is as long as the form, not as the body."""
+    with pytest.raises(ValidationError) as samples:
+        SampleBatch.model_validate(batch(MAX_STEPS) | {"step": ["x"] * MAX_STEPS, "skew_s": ["y"] * MAX_STEPS})
+    assert [error["loc"] for error in samples.value.errors()] == [("step", 0), ("skew_s", 0)]
+    with pytest.raises(ValidationError) as telemetry:
+        TelemetryChunk.model_validate(chunk(MAX_STEPS) | {"columns": {"loss": ["x"] * MAX_STEPS}})
+    assert len(telemetry.value.errors()) == 1
+
+
+def test_a_frame_that_asks_for_a_large_window_is_refused() -> None:
+    """RFC 9659: a decoder reserves what a frame asks for, so a content encoding may ask for 8 MB and no more."""
+    noise = os.urandom(2**20)
+
+    def compressed(window_log: int) -> bytes:
+        parameters = zstandard.ZstdCompressionParameters(window_log=window_log)
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # its size is not told
+        return stream.compress(noise) + stream.flush()
+
+    assert decompress(compressed(23), "zstd", 2**25) == noise
+    with pytest.raises(InvalidInput, match="zstd"):
+        decompress(compressed(27), "zstd", 2**25)
+
+
+def test_only_what_agents_send_may_be_large(service: Service, red: Tenant) -> None:
+    """All other bodies are read on the event loop: a large one is refused before it is read as anything."""
+    large = b'{"name": "' + b"x" * 300_000 + b'"}'
+    with service.client(red.user, **{"Content-Type": "application/json"}) as client:
+        for method, path in (("POST", routes.JOBS), ("PATCH", routes.JOB), ("POST", routes.JOB_CLAIM)):
+            assert client.request(method, path.format(job_id=red.job_id), content=large).status_code == 413
+        assert client.post(routes.JOBS, content=SPEC.model_dump_json()).status_code == 201
+    with service.client(red.agent, **{"Content-Type": "application/json"}) as agent:
+        sent = agent.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), content=b" " * 300_000 + b"{}")
+        assert sent.status_code == 422
+
+
+def test_a_zipped_body_of_many_small_values_is_413_over_http(service: Service, red: Tenant) -> None:
+    body = gzip.compress(b'{"columns":{"a":[' + b"[]," * MANY + b"0]}}")
+    assert len(body) < 20_000
+    more = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    with service.client(red.agent, **more) as agent:
+        for route in (routes.RUN_TELEMETRY, routes.RUN_SAMPLES):
+            assert agent.post(route.format(run_id=red.run_id), content=body).status_code == 413
+
+
+def test_what_a_deleted_run_sends_is_404_and_reaches_no_other_run(
+    database_url: str, start: Callable[..., Service]
+) -> None:
+    """SQLite gives the key of a deleted run to the next one: a worker that knew the old one must not confuse them."""
+    service = start(database_url)
+    red = service.tenant("red")
+
+    def send(sequence: int) -> list[httpx.Response]:
+        with service.client(service.token("admin")) as agent:
+            bodies = (
+                (routes.RUN_SAMPLES, batch(boot_id=str(sequence))),
+                (routes.RUN_TELEMETRY, chunk(sequence=sequence)),
+            )
+            return [agent.post(route.format(run_id=red.run_id), json=body) for route, body in bodies]
+
+    assert [answer.status_code for answer in send(0)] == [202, 202]
+    with service.client(red.user) as user:
+        assert user.delete(routes.JOB.format(job_id=red.job_id)).status_code == 204
+    assert [answer.status_code for answer in send(1)] == [404, 404]
+    blue = service.tenant("blue")
+    assert [answer.status_code for answer in send(2)] == [404, 404]
+    with service.store.reading() as tx:
+        run = tx.runs.get(blue.run_id)
+        assert tx.chunks.columns(run.key) == {}
+        assert run.num_samples == 0
