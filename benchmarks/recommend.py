@@ -14,14 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
+import sqlalchemy as sa
 
 from benchmarks._report import percentile, print_table, write_json
 from tests.support.server import Server, make_token
 from tula_service.domain import Configuration, RunKind, RunState
-from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store
+from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
 from tula_service.store.schema import upgrade_schema
 from tula_wire import JobSpec, routes
 
@@ -30,6 +32,11 @@ FLAT = ("cached", "fresh", "list", "job page", "front page")
 """What must not grow with the number of jobs; a search reads every name."""
 
 RUNS = 5
+COPIED_AT_ONCE = 500
+INSERT_SAMPLES = (
+    "INSERT INTO step_samples (source_key, sequence, run_key, rank, step, warmup, step_time_s)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
 CONFIGURATIONS = [Configuration(nodes, 4, batch) for nodes, batch in ((1, 32), (1, 256), (8, 32), (8, 256), (4, 128))]
 
 
@@ -55,23 +62,70 @@ def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarra
 
 
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Jobs with profiled runs and their samples; (job, one of its runs) each."""
-    made = []
-    steps = np.arange(samples_per_run)
-    for number in jobs:
+    """Jobs with profiled runs and their samples; (job, one of its runs) each.
+
+    The first is made as the service makes them; the others are copies of its rows with names and times of their own,
+    many in a transaction, since a transaction for each would take longer than all that is measured.
+    """
+    made = [made_by_the_service(store, jobs[0], samples_per_run)]
+    for first in range(jobs[1], jobs.stop, COPIED_AT_ONCE) if len(jobs) > 1 else ():
+        numbers = range(first, min(first + COPIED_AT_ONCE, jobs.stop))
         with store.transaction() as tx:
-            wanted = spec(f"job-{number}")
-            job, _ = tx.jobs.create(
-                NewJob(DEFAULT_PROJECT_ID, wanted.name, wanted.model.name, "knee", wanted.model_dump(mode="json"))
-            )
-            run_id = ""
-            for place, configuration in enumerate(CONFIGURATIONS):
-                run = tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
-                columns = SampleColumns(steps, steps, step_times(configuration, samples_per_run, number * RUNS + place))
-                tx.samples.add(run.key, job.id, NewSamples(0, "bench", columns))
-                tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
-                run_id = run.id
-        made.append((job.id, run_id))
+            made += copies(tx.connection, made[0][0], numbers, samples_per_run)
+    return made
+
+
+def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tuple[str, str]:
+    """A job with profiled runs and their samples; the job and one of its runs."""
+    steps = np.arange(samples_per_run)
+    with store.transaction() as tx:
+        wanted = spec(f"job-{number}")
+        job, _ = tx.jobs.create(
+            NewJob(DEFAULT_PROJECT_ID, wanted.name, wanted.model.name, "knee", wanted.model_dump(mode="json"))
+        )
+        run_id = ""
+        for place, configuration in enumerate(CONFIGURATIONS):
+            run = tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
+            columns = SampleColumns(steps, steps, step_times(configuration, samples_per_run, number * RUNS + place))
+            tx.samples.add(run.key, job.id, NewSamples(0, "bench", columns))
+            tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
+            run_id = run.id
+    return job.id, run_id
+
+
+def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_run: int) -> list[tuple[str, str]]:
+    """Jobs like this one, by their numbers; (job, one of its runs) each."""
+
+    def rows(table: sa.Table, wanted: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
+        return [dict(row) for row in connection.execute(sa.select(table).where(wanted)).mappings()]
+
+    def next_key(table: sa.Table) -> int:
+        return int(connection.execute(sa.select(sa.func.max(table.c.key))).scalar_one()) + 1
+
+    (job,) = rows(tables.jobs, tables.jobs.c.id == job_id)
+    runs = rows(tables.runs, tables.runs.c.job_id == job_id)
+    sources = rows(tables.sample_sources, tables.sample_sources.c.run_key.in_([run["key"] for run in runs]))
+    shift = {table: next_key(table) for table in (tables.jobs, tables.runs, tables.sample_sources)}
+    new: dict[sa.Table, list[dict[str, Any]]] = {table: [] for table in shift}
+    samples: list[tuple[object, ...]] = []
+    made = []
+    for place, number in enumerate(numbers):
+        wanted = spec(f"job-{number}")
+        own = {"id": f"job-{number:016x}", "name": wanted.name, "model_name": wanted.model.name}
+        own |= {"key": shift[tables.jobs] + place, "spec": wanted.model_dump(mode="json")}
+        new[tables.jobs].append(job | own)
+        for which, (run, source) in enumerate(zip(runs, sources, strict=True)):
+            run_key = shift[tables.runs] + place * RUNS + which
+            source_key = shift[tables.sample_sources] + place * RUNS + which
+            run_id = f"run-{number:012x}{which:04x}"
+            new[tables.runs].append(run | {"key": run_key, "id": run_id, "job_id": own["id"]})
+            new[tables.sample_sources].append(source | {"key": source_key, "run_key": run_key})
+            times = step_times(CONFIGURATIONS[which], samples_per_run, number * RUNS + which).tolist()
+            samples += [(source_key, at, run_key, 0, at, False, taken) for at, taken in enumerate(times)]
+        made.append((str(own["id"]), run_id))
+    for table, values in new.items():
+        connection.execute(sa.insert(table), values)
+    connection.exec_driver_sql(INSERT_SAMPLES, samples)
     return made
 
 
