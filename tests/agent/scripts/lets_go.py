@@ -7,7 +7,6 @@ import atexit
 import gc
 import os
 import sys
-import time
 import weakref
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def train(finish: bool) -> list[weakref.ref]:
@@ -49,8 +49,7 @@ def main() -> None:
     atexit.register(tell, alive, "at exit")  # registered before the agent's own, hence called after it
     alive += train(sys.argv[1] == "finish")
     tell(alive, "after")
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

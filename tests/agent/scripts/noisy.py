@@ -5,7 +5,6 @@ Trains the same with and without the communication hook, in both layouts of DDP'
 
 import hashlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def train(what: str, view: bool) -> None:
@@ -50,8 +50,7 @@ def main() -> None:
         train("plain", layout)
         train("hooked", layout)
     train("taken", False)
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def main() -> None:
@@ -25,8 +25,7 @@ def main() -> None:
     for policy in args.policies:
         train(policy, Path(os.environ["TULA_CHECKPOINT_DIR"]), args)
     if dist.is_initialized():
-        time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-        dist.destroy_process_group()
+        leave_group()
 
 
 def train(policy: str, root: Path, args: argparse.Namespace) -> None:

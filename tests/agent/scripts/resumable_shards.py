@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def main() -> None:
@@ -58,8 +58,7 @@ def main() -> None:
     state = [value.to_local() if hasattr(value, "to_local") else value for value in state]
     digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in (*shards, *state))).hexdigest()
     print(f"weights {digest} rank {dist.get_rank()} of {sum(s.numel() for s in shards)} numbers", flush=True)
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def main() -> None:
@@ -31,8 +32,7 @@ def main() -> None:
                 break
         time.sleep(0.005)
     os.write(1, f"rank {os.environ['RANK']} done\n".encode())
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Two networks in one step, the larger one sharded by FSDP2, with evaluation between epochs."""
 
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -9,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 
 def main() -> None:
@@ -29,8 +29,7 @@ def main() -> None:
         with torch.no_grad():
             large(torch.randn(64, 16))
     print("rank", os.environ["RANK"], "done", flush=True)
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tests.support.gloo import leave_group
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=4)
@@ -169,8 +170,7 @@ def main() -> None:
     say(f"micro-steps {RANK} {seen}")
     print_digest(model)
     if dist.is_initialized():
-        time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-        dist.destroy_process_group()
+        leave_group()
 
 
 if __name__ == "__main__":
