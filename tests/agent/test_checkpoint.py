@@ -29,6 +29,7 @@ def train(folder: Path, *arguments: str, ranks: int = 1, script: Path = SCRIPT) 
         **{name: value for name, value in os.environ.items() if not name.startswith("TULA_")},
         "OMP_NUM_THREADS": "1",
         "TULA_CHECKPOINT_DIR": str(folder),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(
         [*launch, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=120

@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tests.support.gloo import leave_group
 from tula_agent.checkpoint import CheckpointError
 
 
@@ -42,8 +42,7 @@ def main() -> None:
     dist.barrier()  # reached by both, or this hangs
     print(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}", flush=True)
     dist.barrier()
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
