@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from typing_extensions import Self
 
 from tula_client.cli import units
+from tula_client.cli.remaining import seconds_left
 from tula_client.launch import Outcome
 from tula_wire import Configuration, Job, Run
 
@@ -36,10 +37,10 @@ class ProgressReporter:
         )
         self._task: TaskID | None = None
         self._running: dict[str, Configuration] = {}
-        self._took_s: list[float] = []
-        self._left = 0
+        self._job: Job | None = None
+        self._began: dict[str, float] = {}
+        self._took_s: dict[str, float] = {}
         self._said = ""
-        self._began = time.monotonic()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -52,7 +53,7 @@ class ProgressReporter:
 
     def job(self, job: Job) -> None:
         """Draw how much of the plan is done."""
-        self._left = max(0, job.runs_planned - job.runs_done)
+        self._job = job
         if self._task is None:
             self._task = self._progress.add_task("", total=None)
         self._progress.update(self._task, completed=job.runs_done, total=max(job.runs_planned, job.runs_done))
@@ -61,6 +62,7 @@ class ProgressReporter:
     def started(self, run: Run, log: Path) -> None:
         """Name the run that is going."""
         self._running[run.id] = run.configuration
+        self._began[run.id] = time.monotonic()
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
         purpose += f", log {log}" if self._console.is_terminal else ""
         self._console.print(
@@ -71,7 +73,7 @@ class ProgressReporter:
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
         """One line per run; a failed one with its log and the last lines that matter."""
         self._running.pop(run.id, None)
-        self._took_s.append(took_s)
+        self._took_s[run.id] = took_s
         word = _WORDS.get(outcome.state, outcome.state)
         word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
@@ -102,6 +104,11 @@ class ProgressReporter:
             ", ".join(units.configuration(configuration) for configuration in self._running.values())
             or "nothing running"
         )
-        mean_s = sum(self._took_s) / len(self._took_s) if self._took_s else None
-        left = f"; {self._left} left" + ("" if mean_s is None else f", about {units.seconds(mean_s * self._left)}")
-        self._progress.update(self._task, description=now + (left if self._left else ""))
+        left = 0 if self._job is None else self._job.runs_planned - self._job.runs_done
+        self._progress.update(self._task, description=now + (self._remaining(left) if left > 0 else ""))
+
+    def _remaining(self, left: int) -> str:
+        clock = time.monotonic()
+        going = {run_id: clock - self._began[run_id] for run_id in self._running}
+        seconds = None if self._job is None else seconds_left(self._job, self._took_s, going)
+        return f"; {left} left" + ("" if seconds is None else f", about {units.seconds(seconds)}")
