@@ -86,3 +86,30 @@ def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path)
     code, _, err = tula("--url", "http://127.0.0.1:9", "tune", path, "--patience", "0", "--", *command)
     assert code == 3
     assert "tula serve" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--stop-command", "scancel '{launch_id}"], "--stop-command cannot be used: no closing quotation"),
+        (
+            ["--stop-command", "scancel {job}"],
+            "cannot be used: the command holds the unknown placeholder",
+        ),
+        (["--stop-command", ""], "--stop-command cannot be used"),
+        (["--work-dir", __file__], "cannot be used (Not a directory): give another --work-dir"),
+    ],
+)
+def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, options: list[str], named: str) -> None:
+    command = [sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
+    code, _, err = tula("tune", spec_file(tmp_path, tmp_path.name), *options, "--", *command)
+    assert code == 2
+    assert named in err
+    assert err.startswith("tula: ")
+    assert err.count("\n") == 1
+
+
+def test_a_training_goes_on_or_begins_anew_but_not_both(tula: Tula) -> None:
+    code, _, err = tula("run", "any", "--fresh", "--reconfigure", "--", "true")
+    assert code == 2
+    assert "not both" in err

@@ -33,6 +33,7 @@ from tula_client.launch import (
     RunnerOptions,
     Silent,
     Template,
+    TemplateError,
     Trained,
     TrainOptions,
     Tuned,
@@ -121,7 +122,10 @@ def run(
     launcher: LauncherName = None,
     method: Annotated[str | None, typer.Option(help="Name of the quality method, to compare runs by.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Starts after the first before giving up.")] = 10,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget a training that was begun before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start another training, not the one begun before.")] = False,
+    reconfigure: Annotated[
+        bool, typer.Option("--reconfigure", help="Go on with the training begun before as is recommended by now.")
+    ] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = None,
@@ -131,6 +135,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train with the recommended configuration; goes on from the last checkpoint after out-of-memory or a stop."""
+    if fresh and reconfigure:
+        raise typer.BadParameter("give --fresh for another training or --reconfigure to go on with this one, not both")
     template, stop = _templates(command, launcher, stop_command)
     with _connect() as client, _reporter(as_json) as reporter:
         options = _options(client, stop, time_limit, lease, grace, patience)
@@ -139,7 +145,7 @@ def run(
         work = WorkDir(work_dir, known.id)
         with work.held() as holder, _signals_interrupt():
             runner = Runner(client, work, holder, options, reporter)
-            wanted = TrainOptions(method=method, max_restarts=max_restarts, fresh=fresh)
+            wanted = TrainOptions(method=method, max_restarts=max_restarts, fresh=fresh, reconfigure=reconfigure)
             trained = train(client, known, template, runner, work, wanted, reporter)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
 
@@ -161,9 +167,14 @@ def launchers(as_json: Json = False) -> None:
 
 def _templates(command: list[str], launcher: str | None, stop_command: str | None) -> tuple[Template, Template | None]:
     words, stop_words = (command, []) if launcher is None else with_launcher(launcher, command)
-    if stop_command is not None:
-        stop_words = shlex.split(stop_command)
-    return Template(tuple(words)), Template(tuple(stop_words)) if stop_words else None
+    if stop_command is None:
+        return Template(tuple(words)), Template(tuple(stop_words)) if stop_words else None
+    try:
+        stop = Template(tuple(shlex.split(stop_command)))
+    except (ValueError, TemplateError) as error:
+        said = str(error)
+        raise TemplateError(f"--stop-command cannot be used: {said[:1].lower()}{said[1:]}") from None
+    return Template(tuple(words)), stop
 
 
 def _connect() -> Client:

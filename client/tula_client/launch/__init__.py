@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tula_client.launch._errors import CommandNotFoundError, LaunchError, SpecError, TemplateError, WorkDirBusyError
+from tula_client.launch._errors import (
+    CommandNotFoundError,
+    LaunchError,
+    SpecError,
+    TemplateError,
+    WorkDirBusyError,
+    WorkDirError,
+)
 from tula_client.launch.fallback import Fallback, next_smaller
 from tula_client.launch.launchers import LAUNCHERS, Launcher, with_launcher
 from tula_client.launch.outcome import Outcome, judge
@@ -41,6 +48,7 @@ __all__ = [
     "Tuned",
     "WorkDir",
     "WorkDirBusyError",
+    "WorkDirError",
     "idempotency_key",
     "judge",
     "load_spec",

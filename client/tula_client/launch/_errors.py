@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tula_client._errors import TulaError
 
-__all__ = ["CommandNotFoundError", "LaunchError", "SpecError", "TemplateError", "WorkDirBusyError"]
+__all__ = ["CommandNotFoundError", "LaunchError", "SpecError", "TemplateError", "WorkDirBusyError", "WorkDirError"]
 
 
 class LaunchError(TulaError):
@@ -29,6 +29,12 @@ class TemplateError(LaunchError):
 
 class CommandNotFoundError(LaunchError):
     """The first word of the command is not a program on this machine."""
+
+    exit_code = 2
+
+
+class WorkDirError(LaunchError):
+    """The folder for logs, spools and checkpoints cannot be made or written."""
 
     exit_code = 2
 

@@ -98,12 +98,13 @@ def start(
     """Start `command` in a session of its own, output appended to `log`.
 
     `stop_command` cancels what a submitting command (`sbatch --wait`, `kubectl`) left running elsewhere.
-    Raises `CommandNotFoundError` when its first word is no program here.
+    Raises `CommandNotFoundError` when the first word of either is no program here.
     """
-    if shutil.which(command[0], path=environment.get("PATH")) is None:
-        raise CommandNotFoundError(
-            f"the command {command[0]!r} was not found on this machine: check its spelling or install it"
-        )
+    for what, words in (("command", command), ("stop command", stop_command)):
+        if words and shutil.which(words[0], path=environment.get("PATH")) is None:
+            raise CommandNotFoundError(
+                f"the {what} {words[0]!r} was not found on this machine: check its spelling or install it"
+            )
     options = ["--grace", str(grace_s)]
     if stop_command:
         options += ["--stop-command", json.dumps(list(stop_command))]

@@ -114,9 +114,20 @@ class Runner:
         self.sleep = sleep
         self.patiently = Patience(options.patience_s, reporter, clock=clock, sleep=sleep)
 
-    def start(self, run: Run, template: Template, *, resume: Path | None = None, restart: int = 0) -> Active:
-        """Start the command of `run`; raises `CommandNotFoundError`, with the lease given back."""
-        checkpoints = self._work.checkpoints if run.kind == "train" else self._work.scratch(run.id)
+    def start(
+        self,
+        run: Run,
+        template: Template,
+        *,
+        checkpoints: Path | None = None,
+        resume: Path | None = None,
+        restart: int = 0,
+    ) -> Active:
+        """Start the command of `run`; raises `CommandNotFoundError`, with the lease given back.
+
+        Without a folder for `checkpoints` nobody needs them: it gets one of its own.
+        """
+        checkpoints = checkpoints or self._work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
         spool, log = self._work.spool(run.id), self._work.log(launch_id)
         for folder in (checkpoints, spool, log.parent):
@@ -214,9 +225,12 @@ class Runner:
             self._reporter.note(f"Ran the stop command of {launch_id}, which an interrupted start had left behind.")
 
     def release(self, run: Run) -> None:
-        """Give the lease back; if the service is away, the lease runs out by itself."""
+        """Give the lease back, or end a training that was stopped; if the service is away, the lease runs out."""
+        patch = RunPatch(state="pending", holder=self.holder)
+        if run.kind == "train":  # going on is another run's business
+            patch = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
         try:
-            self._service.patch_run(run.id, RunPatch(state="pending", holder=self.holder))
+            self._service.patch_run(run.id, patch)
         except TulaError:
             return
 

@@ -28,12 +28,16 @@ class TrainingFailedError(LaunchError):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train with, and how often to start again."""
+    """What to train with, and how often to start again.
+
+    `fresh` begins another training; `reconfigure` goes on with the one that was begun, as is recommended by now.
+    """
 
     configuration: Configuration | None = None
     method: str | None = None
     max_restarts: int = 10
     fresh: bool = False
+    reconfigure: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,17 @@ class _State:
     """What is kept on disk between attempts and between calls of `tula run`."""
 
     configuration: Configuration
+    training: int
     restart: int = 0
     run_id: str | None = None
 
     def save(self, work: WorkDir) -> None:
-        state = {"configuration": self.configuration.model_dump(), "restart": self.restart, "run_id": self.run_id}
+        state = {
+            "configuration": self.configuration.model_dump(),
+            "training": self.training,
+            "restart": self.restart,
+            "run_id": self.run_id,
+        }
         work.save(_STATE, state)
 
 
@@ -84,23 +94,31 @@ def train(
     runner.cancel_left()
     state = None if options.fresh else _load(work)
     if state is None or (options.configuration is not None and options.configuration != state.configuration):
-        state = _State(options.configuration or _recommended(service, job, runner))
+        state = _State(options.configuration or _recommended(service, job, runner, reporter), work.next_training())
+    elif options.reconfigure:
+        state.configuration = _recommended(service, job, runner, reporter)
+        reporter.note("Going on with the training that was begun before, with what is recommended now.")
     else:
-        reporter.note("Going on with the training that was begun before; --fresh starts anew.")
+        reporter.note(
+            "Going on with the training that was begun before; --fresh starts another, --reconfigure goes on with it "
+            "as is recommended now."
+        )
     attempts: list[Attempt] = []
+    checkpoints = work.checkpoints(state.training)
     while True:
-        newest = _newest(work.checkpoints)
+        newest = _newest(checkpoints)
         create = RunCreate(
             kind="train",
             configuration=state.configuration,
             method=options.method,
+            continues=state.run_id,
             holder=runner.holder,
             lease_s=runner.options.lease_s,
         )
         run = runner.patiently(service.create_run, job.id, create)
         state.run_id = run.id
-        resume = work.checkpoints if state.restart and newest is not None else None
-        active = runner.start(run, template, resume=resume, restart=state.restart)
+        resume = checkpoints if state.restart and newest is not None else None
+        active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
         state.restart += 1
         state.save(work)
         try:
@@ -122,18 +140,20 @@ def train(
             fallback = _fall_back(service, job, template, runner, state.configuration)
             reporter.note(fallback.explanation)
             state.configuration = fallback.configuration
-        elif outcome.state == "failed" and (status in _PREEMPTED or _newest(work.checkpoints) != newest):
-            reporter.note(f"{outcome.message} Starting again from the last checkpoint in {work.checkpoints}.")
+        elif outcome.state == "failed" and (status in _PREEMPTED or _newest(checkpoints) != newest):
+            reporter.note(f"{outcome.message} Starting again from the last checkpoint in {checkpoints}.")
         else:
             lines = "".join(f"\n    {line}" for line in outcome.lines)
             raise TrainingFailedError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
         state.save(work)
 
 
-def _recommended(service: Service, job: Job, runner: Runner) -> Configuration:
+def _recommended(service: Service, job: Job, runner: Runner, reporter: Reporter) -> Configuration:
     recommendation = runner.patiently(service.recommendation, job.id)
     if recommendation.chosen is None:
         raise LaunchError(f"there is no configuration to train with: {recommendation.why}")
+    if recommendation.basis == "prior":
+        reporter.note("Nothing of this job was measured, so this configuration is a guess: `tula tune` measures first.")
     return recommendation.chosen.configuration
 
 
@@ -155,7 +175,7 @@ def _load(work: WorkDir) -> _State | None:
         return None
     try:
         configuration = Configuration.model_validate(state["configuration"])
-        return _State(configuration, int(state["restart"]), state.get("run_id"))
+        return _State(configuration, int(state.get("training", 1)), int(state["restart"]), state.get("run_id"))
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -51,7 +51,8 @@ def work_through(
 
     A run that fails before any has succeeded stops everything, as do `max_failures` failures in a row; what was
     measured stays. So does a run that did not do as told.
-    Raises `TooManyFailuresError`, `NotAsToldError`, `CommandNotFoundError`, and what the client raises.
+    Raises `TooManyFailuresError`, `NotAsToldError`, `CommandNotFoundError`, `LaunchError` when what is left needs more
+    nodes than there are, and what the client raises.
     """
     budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
     runner.cancel_left()
@@ -88,6 +89,7 @@ def work_through(
                 if not active:
                     if claimed.retry_after_s is None:
                         break
+                    _check_nodes(runner.patiently(service.job, job.id), budget)
                     reporter.waiting(claimed.reason)
                     wait_s = min(claimed.retry_after_s, _LONGEST_WAIT_S)
                 else:
@@ -108,6 +110,17 @@ def _release_orphans(job: Job, runner: Runner) -> None:
     for run in job.plan:
         if run.state in ("claimed", "running"):
             runner.release(run)
+
+
+def _check_nodes(job: Job, budget: int) -> None:
+    """Stop when nobody could ever run what waits on so many nodes."""
+    waiting = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
+    at_work = any(run.state in ("claimed", "running") for run in job.plan)
+    if waiting and not at_work and min(waiting) > budget:
+        raise LaunchError(
+            f"the runs that are left need at least {min(waiting)} nodes, but --nodes is {budget}: raise it, or lower "
+            "max_nodes in the job; what was measured is kept"
+        )
 
 
 def _check_told(service: Service, job: Job, one: Active, runner: Runner) -> None:

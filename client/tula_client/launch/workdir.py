@@ -9,10 +9,11 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tula_client.launch._errors import WorkDirBusyError
+from tula_client.launch._errors import WorkDirBusyError, WorkDirError
 
 __all__ = ["WorkDir"]
 
@@ -31,10 +32,16 @@ class WorkDir:
         """Hold the folder; yields this folder's name as a lease holder, the same after a restart.
 
         The lock falls with the process, also by kill -9, so whoever holds it knows that leases under its name are
-        orphans. Raises `WorkDirBusyError` while another process holds it.
+        orphans. Raises `WorkDirBusyError` while another process holds it, `WorkDirError` when it cannot be used.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a") as lock:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("a")
+        except OSError as error:
+            raise WorkDirError(
+                f"the folder {self.path} cannot be used ({error.strerror}): give another --work-dir"
+            ) from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -51,10 +58,13 @@ class WorkDir:
         """Where the agent keeps what it could not send yet."""
         return self.path / "spool" / run_id
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where the training script keeps its checkpoints; shared by every restart of the training."""
-        return self.path / "checkpoints"
+    def checkpoints(self, training: int = 1) -> Path:
+        """Where the script keeps the checkpoints of a training, shared by its restarts and by no other training."""
+        return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
+
+    def next_training(self) -> int:
+        """The number of a training that has no checkpoints yet."""
+        return next(n for n in count(1) if not any(path.is_file() for path in self.checkpoints(n).rglob("*")))
 
     def scratch(self, run_id: str) -> Path:
         """A checkpoint folder for a profiling run, whose weights nobody needs."""

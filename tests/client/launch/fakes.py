@@ -39,7 +39,8 @@ class FakeService:
 
     def __init__(self, configurations=(), chosen=None):
         self.runs, self.away, self.calls, self.warnings, self.bound = {}, 0, [], [], {}
-        self.chosen, self.holders = chosen, {}
+        self.chosen, self.holders, self.continued = chosen, {}, []
+        self.basis = "profiled"
         for configuration in configurations:
             self.add("profile", configuration)
 
@@ -81,11 +82,12 @@ class FakeService:
             if run.state == "pending" and run.configuration.num_nodes <= claim.max_nodes:
                 self.holders[run.id] = claim.holder
                 return RunClaimed(run=self.change(run.id, state="claimed"), reason="")
-        at_work = any(run.state in ("claimed", "running") for run in self.runs.values())
-        return RunClaimed(run=None, reason="done", retry_after_s=2.0 if at_work else None)
+        unfinished = any(run.state in ("pending", "claimed", "running") for run in self.runs.values())
+        return RunClaimed(run=None, reason="done", retry_after_s=2.0 if unfinished else None)
 
     def create_run(self, job_id, run):
         self._called("create_run", run.configuration)
+        self.continued.append(run.continues)
         made = self.add(run.kind, run.configuration, "claimed")
         self.holders[made.id] = run.holder
         return made
@@ -109,7 +111,7 @@ class FakeService:
             configuration=self.chosen, global_batch_size=1, step_time_s=one, epoch_time_s=one, total_time_s=one
         )
         return Recommendation(
-            id="x", job_id=job_id, created_at=NOW, basis="profiled", objective="knee", chosen=chosen,
+            id="x", job_id=job_id, created_at=NOW, basis=self.basis, objective="knee", chosen=chosen,
             knee=Knee(found=False, reason=""), why="No reason.", candidates=[], frontier=[],
             max_local_batch_size=self.bound,
             model=ModelReport(form="", version="", num_runs=0, num_samples=0, warnings=self.warnings),

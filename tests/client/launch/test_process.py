@@ -71,6 +71,13 @@ def test_a_missing_command_is_named(tmp_path):
         start(["no-such-launcher"], environment=environment(), log=tmp_path / "log")
 
 
+def test_what_could_not_be_cancelled_is_not_started(tmp_path):
+    command = [sys.executable, "-c", "print('started', flush=True)"]
+    with pytest.raises(CommandNotFoundError, match="the stop command 'scancl' was not found"):
+        start(command, environment=environment(), log=tmp_path / "log", stop_command=["scancl", "1"])
+    assert not (tmp_path / "log").exists()
+
+
 @pytest.mark.parametrize("ignore_sigterm", [False, True])
 def test_stopping_ends_processes_that_left_the_session(tmp_path, ignore_sigterm):
     log = tmp_path / "log"

@@ -60,7 +60,7 @@ def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the
     assert "global batch stays 128, so the learning rate stays as it is" in notes.notes[0]
     assert [environment["TULA_RESTART"] for _, environment, _ in bench.started] == ["0", "1", "2"]
     assert bench.started[0][0][4:] == []
-    assert bench.started[1][0][4] == f"--resume={bench.work.checkpoints}"
+    assert bench.started[1][0][4] == f"--resume={bench.work.checkpoints()}"
 
 
 def test_without_a_way_to_accumulate_the_global_batch_falls_and_so_should_the_learning_rate(tmp_path):
@@ -84,7 +84,7 @@ def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
     bench = bench_of(tmp_path, service, notes, (143, True), (1, True), (0, False))
     trained = go(bench, service, notes)
     assert [attempt.outcome.state for attempt in trained.attempts] == ["failed", "failed", "succeeded"]
-    assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints}"
+    assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints()}"
 
 
 def test_a_failure_without_progress_is_not_repeated(tmp_path):
@@ -118,9 +118,63 @@ def test_the_same_command_after_a_crash_goes_on_with_the_smaller_configuration(t
     again = bench_of(tmp_path, service, notes, (0, False))
     assert go(again, service, notes).configuration == configuration(2, 32, 2)
     assert again.started[0][1]["TULA_RESTART"] == "2"
-    assert again.started[0][0][4] == f"--resume={again.work.checkpoints}"
+    assert again.started[0][0][4] == f"--resume={again.work.checkpoints()}"
     fresh = bench_of(tmp_path, service, notes, (0, False))
     assert go(fresh, service, notes).configuration == configuration(2, 64)
+
+
+def test_every_start_says_which_run_it_goes_on_from(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    go(bench_of(tmp_path, service, notes, (143, True), (0, True)), service, notes)
+    go(bench_of(tmp_path, service, notes, (0, True)), service, notes)
+    assert service.continued == [None, "r0", None]  # the third is another training
+
+
+def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    first = bench_of(tmp_path, service, notes, (0, True))
+    go(first, service, notes)
+    finished = bench_of(tmp_path, service, notes, (1, True), (1, False))
+    with pytest.raises(TrainingFailedError):
+        go(finished, service, notes)
+    fresh = bench_of(tmp_path, service, notes, (0, False))
+    go(fresh, service, notes, fresh=True)
+    folders = [
+        environment["TULA_CHECKPOINT_DIR"] for bench in (first, finished, fresh) for _, environment, _ in bench.started
+    ]
+    work = first.work
+    assert folders == [str(work.checkpoints(number)) for number in (1, 2, 2, 3)]
+    assert any(work.checkpoints(1).iterdir())  # what was trained stays where it was
+
+
+def test_a_training_goes_on_with_what_is_recommended_by_now_when_told_to(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = bench_of(tmp_path, service, notes, (143, True), (143, True))
+    with pytest.raises(TrainingFailedError):
+        go(bench, service, notes, max_restarts=1)
+    service.chosen = configuration(4, 32)
+    told = bench_of(tmp_path, service, notes, (0, False))
+    assert go(told, service, notes, reconfigure=True).configuration == configuration(4, 32)
+    assert told.started[0][0][4] == f"--resume={told.work.checkpoints()}"
+    assert service.continued[-1] == "r1"
+
+
+def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    bench = bench_of(tmp_path, service, notes, (0, False))
+    bench.runner.sleep = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        go(bench, service, notes)
+    assert [run.state for run in service.runs.values()] == ["cancelled"]
+
+
+def test_training_before_anything_was_measured_is_told_to_be_a_guess(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    go(bench_of(tmp_path, service, notes, (0, False)), service, notes)
+    assert notes.notes == []
+    service.basis = "prior"
+    go(bench_of(tmp_path, service, notes, (0, False)), service, notes)
+    assert ["a guess" in note for note in notes.notes] == [True]
 
 
 def test_without_a_choice_it_says_why(tmp_path):

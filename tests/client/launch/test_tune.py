@@ -9,7 +9,7 @@ import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client import ServiceUnreachableError
-from tula_client.launch import PlanOptions, Template, TooManyFailuresError, work_through
+from tula_client.launch import LaunchError, PlanOptions, Template, TooManyFailuresError, work_through
 from tula_client.launch.tune import NotAsToldError
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
@@ -43,6 +43,14 @@ def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
     assert environment["TULA_URL"] == "http://x"
     assert (environment["TULA_WARMUP_STEPS"], environment["TULA_MEASURE_STEPS"]) == ("1", "5")
     assert environment["PATH"] == "/bin"
+
+
+def test_runs_that_need_more_nodes_than_there_are_are_not_waited_for(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    with pytest.raises(LaunchError, match="need at least 4 nodes, but --nodes is 2"):
+        tune(bench, service, notes, node_budget=2)
+    assert [run.state for run in service.runs.values()] == ["pending", "succeeded", "succeeded"]
 
 
 def test_runs_go_in_parallel_within_the_node_budget(tmp_path):
