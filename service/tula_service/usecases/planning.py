@@ -91,7 +91,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
 
 
 def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:
-    """Make a draft the plan. The caller holds the job's lock and has seen that its version is still the draft's."""
+    """Make a draft the plan. The caller holds the job's lock and has seen that its runs are still the draft's."""
     tx.runs.cancel_pending(job.id, decided.lost)
     for run_id, step_time_s in decided.expected.items():
         tx.runs.update(run_id, predicted_step_time_s=step_time_s)

@@ -26,7 +26,7 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
 
-__all__ = ["Expectation", "body_of", "compute", "expectation", "get", "publish"]
+__all__ = ["Expectation", "body_of", "compute", "expectation", "get", "publish", "publish_as_of"]
 
 
 def get(
@@ -58,11 +58,8 @@ def get(
             computed = compute(tx, job, wanted)
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
-            newer = tx.fits.at_least(job_id, _name(wanted), data_version=job.data_version, model_version=MODEL_VERSION)
-            if newer is not None:
-                return newer
-            if now.spec == job.spec:
-                return publish(tx, replace(now, data_version=job.data_version), wanted, computed)
+            if now.spec == job.spec or _at_least(tx, job, wanted) is not None:
+                return publish_as_of(tx, now, job, wanted, computed)
         # Prices or limits were changed meanwhile, which happens seldom: this answer would be to another question.
 
 
@@ -96,6 +93,11 @@ def publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | str
     if objective == job.objective:
         _show_in_lists(tx, job, recommendation)
     return body
+
+
+def publish_as_of(tx: Transaction, now: JobRecord, seen: JobRecord, objective: str, found: Answer | str) -> str:
+    """The same of a job that has measured on since it was `seen`: kept under that version, unless a later answer is."""
+    return _at_least(tx, seen, objective) or publish(tx, replace(now, data_version=seen.data_version), objective, found)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,10 @@ def _name(objective: str) -> str:
 
 def _kept(tx: Transaction, job: JobRecord, objective: str) -> str | None:
     return tx.fits.get(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
+
+
+def _at_least(tx: Transaction, job: JobRecord, objective: str) -> str | None:
+    return tx.fits.at_least(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
 
 
 def _none(tx: Transaction, job: JobRecord, spec: wire.JobSpec, objective: str, reason: str) -> wire.Recommendation:

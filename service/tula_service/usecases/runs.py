@@ -98,7 +98,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
         expected = recommend.expectation(tx, job, configuration)
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
-        if now.data_version != job.data_version:
+        if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
             expected = recommend.expectation(tx, now, configuration)
         give_up_vanished(tx, job_id)
         before = _gone_on_from(tx, job_id, request)

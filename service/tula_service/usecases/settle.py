@@ -14,25 +14,35 @@ _ATTEMPTS = 4
 def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
     """Bring a job's plan and recommendation up to its data; the recommendation as JSON.
 
-    Fits and searches see one data version and are published only if it is still the job's; else they are done again,
-    after a few lost races under the job's lock. Two that settle the same version at once plan once, since creating a
-    run moves the version. Raises NotFound when the job is gone.
+    Fits and searches see one data version and hold while nothing has changed but measurements, which may arrive all the
+    time; else they are done again, after a few lost races under the job's lock. Two that settle the same runs at once
+    plan once, since a run that is created changes them. Raises NotFound when the job is gone.
     """
     for _ in range(_ATTEMPTS):
         with store.computing() as tx:
             job = tx.jobs.get(job_id)
+            facts = _facts(tx, job)
             decided = planning.draft(tx, job, retry_failed=retry_failed)
             found = recommend.compute(tx, job, job.objective)
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
-            if now.data_version == job.data_version:
+            measured = now.data_version != job.data_version
+            if not measured or _facts(tx, now) == facts:
                 planned = planning.commit(tx, now, decided)
                 if not _tried_again(decided, found):
+                    if measured:
+                        return recommend.publish_as_of(tx, planned, job, job.objective, found)
                     # Runs that are only planned change no fit: what was found holds for the version that they make.
                     return recommend.publish(tx, planned, job.objective, found)
                 retry_failed = False  # they are planned now, and no longer count as failed: find the answer anew
     with store.transaction() as tx:
         return _under_lock(tx, job_id, retry_failed=retry_failed)
+
+
+def _facts(tx: Transaction, job: JobRecord) -> tuple[object, ...]:
+    """All that a plan rests on besides measurements: what was asked for, and how its runs stand."""
+    runs = tx.runs.list(job.id, limit=10_000)
+    return job.spec, [(run.id, run.state, run.failed_local_batch_size, run.drifted) for run in runs]
 
 
 def _tried_again(decided: planning.Draft, found: Answer | str) -> bool:

@@ -50,7 +50,7 @@ def current(
         due = run is not None and _is_due(tx, run)
     if due and run is not None:
         # Looked at while only reading, so that nobody who writes waits for it.
-        with store.computing() as tx:
+        with store.reading() as tx:
             found = _look(tx, run)
         if found is not None:
             with store.transaction() as tx:

@@ -177,7 +177,7 @@ def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
         if len(raced) < 2:
             raced.append(job.data_version)
             with cluster.store.transaction() as other:
-                other.jobs.bump(job.id)
+                other.jobs.update(job.id, bump=True, spec={**job.spec, "epochs": 10.0 + len(raced)})
         return decided
 
     monkeypatch.setattr(planning, "draft", beaten)
@@ -187,7 +187,30 @@ def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
     assert planned_twice(cluster, job_id) == []
 
 
-def test_a_job_whose_data_never_rests_is_planned_under_its_lock(
+def test_measurements_that_keep_coming_hold_up_no_plan(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training beside profiling reports all the time: what it reports is for the next plan."""
+    watched = Watched(store.engine)
+    cluster = Cluster(watched)
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    compute, fitted = recommend.compute, []
+
+    def overtaken(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+        assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
+        fitted.append(job.data_version)
+        with ThreadPoolExecutor(1) as agent:
+            agent.submit(cluster.send, run, [0.1] * 5).result()
+        return compute(tx, job, objective)
+
+    monkeypatch.setattr(recommend, "compute", overtaken)
+    done = cluster.work(job_id)
+    assert len(done) >= 3
+    assert len(fitted) == len(done), "once for each run that ended"
+    assert planned_twice(cluster, job_id) == []
+    assert cluster.recommendation(job_id).model.num_runs >= len(done)
+
+
+def test_a_job_that_changes_all_the_time_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
@@ -197,7 +220,7 @@ def test_a_job_whose_data_never_rests_is_planned_under_its_lock(
         raced.append(job.data_version)
         if len(raced) <= settle._ATTEMPTS:
             with cluster.store.transaction() as other:
-                other.jobs.bump(job.id)
+                other.jobs.update(job.id, bump=True, spec={**job.spec, "epochs": 10.0 + len(raced)})
         return compute(tx, job, objective)
 
     monkeypatch.setattr(settle.recommend, "compute", beaten)
