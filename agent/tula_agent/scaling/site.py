@@ -69,8 +69,8 @@ class Site:
     def observed(self) -> float:
         """Examples of this step on this rank, for a sum over ranks; 0 where none were observed.
 
-        As many as were shown, but not more than micro-steps explain: what belonged to a step that a GradScaler skipped,
-        or was shown twice, does not count.
+        As many as were shown, but not more than micro-steps explain: where each of them is shown, what belonged to a
+        step that a GradScaler skipped, or was shown twice, does not count.
         """
         parts = self.tap.parts
         return float(min(self._shown, parts * self._longest) if parts else self._longest)
