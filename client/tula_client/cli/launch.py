@@ -109,7 +109,9 @@ def tune(
             runner = Runner(client, work, holder, options, reporter)
             tuned = work_through(client, job, template, runner, plan, reporter)
             trained = None
-            if then_run:
+            if then_run and tuned.job.state == "finished":
+                reporter.note("This job has been trained to its end already: `tula run` trains it another time.")
+            elif then_run:
                 reporter.note(tuned.recommendation.why)
                 runner = Runner(client, work, holder, dataclasses.replace(options, time_limit_s=None), reporter)
                 trained = train(client, job, template, runner, work, TrainOptions(), reporter)

@@ -1,0 +1,40 @@
+"""`tula tune` started again: what is done is not done a second time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.client.test_bad_input import spec_file
+from tests.client.test_cli import Tula, tula
+from tests.client.test_client import profile
+from tula_client import Client
+from tula_client.launch import load_spec
+from tula_wire import RunCreate, RunPatch
+
+__all__ = ["tula"]
+
+
+def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
+    tula: Tula, tmp_path: Path, address: str
+) -> None:
+    path = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(Path(path))).job.id
+        profile(client, job_id)
+        chosen = client.recommendation(job_id).chosen
+        assert chosen is not None
+        create = RunCreate(kind="train", configuration=chosen.configuration, holder="test")
+        run = client.create_run(job_id, create)
+        for state in ("running", "succeeded"):
+            client.patch_run(run.id, RunPatch.model_validate({"state": state, "holder": "test"}))
+    command = [sys.executable, "-c", "raise SystemExit('started')", "{local_batch_size}", "{num_nodes}"]
+    where = ["--work-dir", str(tmp_path / "w")]
+    code, out, err = tula("tune", path, "--then-run", *where, "--json", "--", *command)
+    assert code == 0, err
+    assert json.loads(out)["trained"] is None
+    code, out, _ = tula("tune", path, "--then-run", *where, "--", *command)
+    assert code == 0
+    assert "trained to its end already" in out
+    assert not list((tmp_path / "w").rglob("*.log"))
