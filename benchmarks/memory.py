@@ -7,7 +7,9 @@ whatever it had reached, so a workload's readings end before the first one that 
 device's capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space
 shrinks when memory is short). Workloads with fewer than three readings left are not scored, and counted. `memory.raw.*`
 are the same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
-`memory.analytic.*` are the figures with its slope as prior. `memory.three.*` are those from the three smallest batches.
+`memory.analytic.*` are the figures with its slope as prior, and `memory.counted_one.*` those from the smallest batch
+alone and that slope (`python -m benchmarks._count_memory` makes such a table). `memory.three.*` are those from the
+three smallest batches.
 
 `memory.safety.holds` takes the largest reading as the capacity: the share of workloads whose maximum batch, asked for
 with a safety of 95 %, is no larger than the batch that was read there, and `memory.safety.used` the median of the one
@@ -132,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counted = [workload for workload in workloads if analytic_prior(workload) is not None]
     if counted:
         figures |= score(counted, "memory.analytic", analytic=True)
-        kinds.append(("with a counted slope", "memory.analytic"))
+        figures |= score(counted, "memory.counted_one", analytic=True, known=1)
+        kinds += [("with a counted slope", "memory.analytic"), ("smallest, counted slope", "memory.counted_one")]
     rows = [
         [name, f"{figures[f'{prefix}.workloads']:.0f}"]
         + [f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("largest.median", "largest.p90")]

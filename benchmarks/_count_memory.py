@@ -1,0 +1,75 @@
+"""Adds to a table of memory readings what `estimate_memory` says of the same networks, without a device or a launch.
+
+    python -m benchmarks._count_memory --grids FILE --out FILE [--models N]
+    python -m benchmarks.memory --grids FILE
+
+The second command then scores `memory.analytic.*` (the two smallest batches and the counted slope) and
+`memory.counted_one.*` (the smallest batch alone and the counted slope). Rows are those of networks that timm knows by
+the name in the table; their images have the size that timm gives, their optimizer is SGD with momentum. Needs timm, and
+a torchvision that fits torch; the repository's own environment has neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tula_agent import MemoryEstimate, estimate_memory
+
+LARGEST = 90_000_000  # parameters: one more takes minutes to count
+SEED = 3
+
+
+def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
+    """What training `network` needs; None when timm does not know it, or it is too large to be counted quickly."""
+    if not timm.is_model(network):
+        return None
+    model = timm.create_model(network)
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+        return None
+    images = torch.zeros(2, *model.default_cfg["input_size"])
+    return estimate_memory(model, images, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> Iterable[dict[str, str]]:
+    """The rows of up to `models` networks, drawn at random but the same every time, each with its `analytic_bytes`."""
+    networks = sorted({row["model"] for row in rows})
+    random.Random(SEED).shuffle(networks)
+    left = models
+    for network in networks:
+        if left and (estimate := count(timm, network.removeprefix("timm/"))) is not None:
+            left -= 1
+            print(f"{network}: {estimate.activation_bytes_per_sample / 2**20:.1f} MiB an example", file=sys.stderr)
+            for row in (row for row in rows if row["model"] == network):
+                yield row | {"analytic_bytes": str(estimate.total_bytes(int(row["local_batch_size"])))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count, and write the table; answers the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks._count_memory", description=__doc__)
+    parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
+    parser.add_argument("--out", type=Path, required=True, help="the same table, with a column analytic_bytes")
+    parser.add_argument("--models", type=int, default=80, help="networks to count (80)")
+    options = parser.parse_args(arguments)
+    try:
+        import timm
+    except ImportError:
+        parser.error("timm is not installed: pip install timm, with a torchvision that fits torch.")
+    with options.grids.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], "analytic_bytes"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(counted(timm, rows, options.models))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
