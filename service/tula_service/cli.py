@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 import uvicorn
 
+from tula_service.api.connections import BoundedProtocol
 from tula_service.api.metric_set import MULTIPROCESS_VARIABLE
 from tula_service.errors import ServiceError
 from tula_service.logs import logging_config
@@ -61,7 +63,7 @@ def serve(
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=settings.shutdown_s,
                 timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
-                h11_max_incomplete_event_size=64 * 1024,
+                http=partial(BoundedProtocol, seconds=settings.body_timeout_s),  # type: ignore[arg-type]
                 backlog=2048,
             )
 

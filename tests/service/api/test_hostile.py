@@ -94,3 +94,65 @@ class TestHostileBodies:
         for _ in range(4):
             assert httpx.post(path, content=bomb, headers=headers).status_code == 413
         assert process.memory_info().rss - before < 200 * 2**20
+
+
+class TestHostileHeads:
+    """Nobody needs a token to send the head of a request, so it is bounded before anything else."""
+
+    def test_an_endless_head_is_refused_on_the_way(self, served: tuple[Server, Prepared]) -> None:
+        server, _ = served
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+        for piece in (b"a" * 0x10000, b"x-more: " + b"a" * 100 + b"\r\n" * 1000):
+            sent = 0
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+                wire.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: a" + piece[:1])
+                try:
+                    while sent < 2**30:
+                        wire.sendall(piece)
+                        sent += len(piece)
+                except OSError:
+                    pass
+            assert sent < 64 * 2**20
+        assert process.memory_info().rss - before < 100 * 2**20
+
+    def test_the_refusal_says_why(self, served: tuple[Server, Prepared]) -> None:
+        server, _ = served
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+            wire.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000)
+            answered = b""
+            while piece := wire.recv(4096):
+                answered += piece
+        assert answered.startswith(b"HTTP/1.1 431 ")
+        assert b"shorter headers" in answered
+        assert httpx.get(server.url + "/healthz", headers={"X-Long": "a" * 50_000}).status_code == 200
+
+    @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+    def test_a_slow_head_is_cut_off(self, served: tuple[Server, Prepared], begun: bytes) -> None:
+        server, _ = served
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+            wire.sendall(begun)
+            assert wire.recv(4096) == b""
+
+    def test_the_rest_of_a_body_that_was_refused_has_to_come_soon(self, served: tuple[Server, Prepared]) -> None:
+        server, prepared = served
+        head = f"POST {routes.RUN_TELEMETRY.format(run_id=prepared.run_id)} HTTP/1.1\r\nHost: x\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+            wire.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+            answered = b""
+            while piece := wire.recv(4096):
+                answered += piece
+        assert answered.startswith(b"HTTP/1.1 401 ")
+
+    def test_a_connection_serves_on_where_heads_come_in_pieces(self, served: tuple[Server, Prepared]) -> None:
+        server, _ = served
+        request = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+            for place in (1, 10, len(request) - 1):
+                wire.sendall(request[:place])
+                wire.sendall(request[place:] + request)
+                got = b""
+                while got.count(b'"status":"ok"') < 2:
+                    piece = wire.recv(4096)
+                    assert piece
+                    got += piece
