@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What the tests need beyond Python: SLURM and munge (launchers), iproute2 (cluster), Chromium (pages), strace (service).
+# What the tests need beyond Python: SLURM and munge (launchers), iproute2 (cluster), Chromium (pages), strace (service), binutils (image).
 # Quick when all is there; installs with apt as root on Debian and its kin; elsewhere says what is missing.
 set -euo pipefail
 declare -A package_of=(
   [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client [munged]=munge
-  [ip]=iproute2 [tc]=iproute2 [chromium]=chromium [strace]=strace
+  [ip]=iproute2 [tc]=iproute2 [chromium]=chromium [strace]=strace [strip]=binutils
 )
 PATH="$PATH:/usr/sbin:/sbin"
 missing=()

@@ -235,9 +235,12 @@ def test_a_failing_chart_says_so_and_can_be_tried_again(visit: Visit, seeded: Se
     figure.scroll_into_view_if_needed()
     again = figure.get_by_role("button", name="Try again")
     expect(again).to_be_visible()
+    unread = "node => Boolean(node.closest('[role=img]'))"
+    assert not again.evaluate(unread), "what stands inside of an image is read out to nobody"
     page.unroute("**/charts/memory")
     again.click()
     expect(figure.locator("svg.marks")).to_be_visible()
+    assert figure.locator("svg.marks").evaluate(unread)
 
 
 def test_a_million_steps_are_thinned_before_they_reach_the_page(visit: Visit, seeded: Seeded) -> None:

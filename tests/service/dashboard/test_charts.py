@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -161,6 +162,16 @@ def test_cost_without_prices_is_explained_and_the_surface_shows_time() -> None:
     assert "minutes" in surface["title"]["subtitle"]
 
 
+def test_numbers_of_cells_too_narrow_for_them_are_left_to_the_tooltip() -> None:
+    spec = charts.job_chart("cost_surface", models.job(), models.recommendation(), models.ledger())
+    for width, seen in ((640, True), (200, False)):
+        drawn = compiles({**spec, "width": width})
+        numbers = re.findall(r"<text([^>]*)>[\d.]+</text>", drawn)
+        hidden = [attributes for attributes in numbers if 'opacity="0"' in attributes]
+        assert len(numbers) > 20
+        assert bool(hidden) is not seen, width
+
+
 def test_limits_are_shaded_only_where_they_bind() -> None:
     def shades(job: wire.Job) -> int:
         spec = charts.job_chart("tradeoff", job, models.recommendation(), models.ledger())
@@ -235,7 +246,8 @@ def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
 
 def test_candidates_are_named_in_full_above_their_bars_however_narrow_the_page() -> None:
     spec = charts.job_chart("step_breakdown", models.job(), models.recommendation(), models.ledger())
-    assert spec["datasets"]["labels"][0]["label"] == "8 nodes, batch 1024 (128 a rank): recommended"
+    first = spec["datasets"]["labels"][0]
+    assert (first["name"], first["landmarks"]) == ("8 nodes, batch 1024 (128 a rank)", "recommended")
     for layer in spec["layer"]:
         assert layer["encoding"]["y"]["axis"] is None, "an axis would shorten its labels"
         assert "limit" not in layer["mark"]

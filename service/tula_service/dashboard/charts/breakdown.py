@@ -12,8 +12,8 @@ from tula_wire import Candidate, Job, Recommendation
 __all__ = ["step_breakdown"]
 
 MOST = 8
-_ROW = 38
-"""Points for a candidate: its name on one line, its bar below, so that no name is cut however narrow the chart."""
+_ROW = 46
+"""Points for a candidate: why it is here and its name above its bar, so that none is cut however narrow the chart."""
 _PARTS = (
     ("compute_time_s", "compute"),
     ("exposed_comm_time_s", "exposed communication"),
@@ -37,7 +37,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     for place, candidate in enumerate(shown):
         assert candidate.terms is not None
         name = configuration_name(candidate.configuration)
-        labels.append({"place": place, "label": ": ".join((name, *([", ".join(told[name])] if name in told else [])))})
+        labels.append({"place": place, "name": name, "landmarks": ", ".join(told.get(name, ()))})
         for order, (field, part) in enumerate(_PARTS):
             seconds: float = getattr(candidate.terms, field)
             rows.append(
@@ -47,7 +47,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     bars = (
         alt.Chart(alt.NamedData("parts"))
         .transform_filter("datum.value > 0")
-        .mark_bar(size=13, yOffset=8)
+        .mark_bar(size=13, yOffset=13)
         .encode(
             y=band,
             tooltip=[
@@ -58,8 +58,13 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
             **stacked(rows, [part for _, part in _PARTS], f"Step time ({unit.name})"),
         )
     )
-    names = alt.Chart(alt.NamedData("labels")).encode(y=band, text="label:N")
-    layers = [bars, *outlined(names, align="left", baseline="middle", x=2, yOffset=-8, fontSize=11)]
+    names = alt.Chart(alt.NamedData("labels")).encode(y=band)
+    line = {"align": "left", "baseline": "middle", "x": 2, "fontSize": 11}
+    layers = [
+        bars,
+        *outlined(names.encode(text="landmarks:N"), **line, yOffset=-16, fontWeight="bold"),
+        *outlined(names.encode(text="name:N"), **line, yOffset=-3),
+    ]
     chart = alt.layer(*layers).properties(width=WIDTH, height=alt.Step(_ROW))
     return finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
 

@@ -10,6 +10,9 @@ from tula_wire import Job, Recommendation
 
 __all__ = ["cost_surface"]
 
+_NUMBER = 27
+"""Points that a number of four figures takes."""
+
 
 def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
     """Dollars where prices are known, else time; excluded cells pale, the chosen one framed."""
@@ -59,7 +62,10 @@ def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
         opacity=alt.condition("datum.excluded !== ''", alt.value(0.25), alt.value(1)),
     )
     frame = base.transform_filter("datum.chosen").mark_rect(filled=False, strokeWidth=3, stroke="#d1670c", tooltip=None)
-    numbers = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q").format(",.3~r"))
+    # Where cells are narrower than their numbers, those would run into each other: the tooltip has them.
+    crowded = f"width < {_NUMBER * len({row['batch'] for row in rows})}"
+    shown_where = alt.condition(crowded, alt.value(0), alt.value(1))
+    numbers = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q").format(",.3~r"), opacity=shown_where)
     allowed = numbers.transform_filter("datum.excluded === ''").encode(
         color=alt.condition(f"datum.value < {turn!r}", alt.value("#111"), alt.value("#fff"))
     )

@@ -97,10 +97,12 @@ async function draw(figure) {
     known.view?.finalize();
     known.view = null;
     figure.classList.add("none");
+    box.removeAttribute("role");  // words and buttons inside of an image would be read out to nobody
     box.replaceChildren(element("p", spec.usermeta.message, { class: "waiting" }));
     return;
   }
   figure.classList.remove("none");
+  box.setAttribute("role", "img");
   const shape = shapeOf(spec, box.clientWidth);
   if (known.view && known.shape === shape && box.contains(known.view.container())) {
     // Only numbers changed: no flicker, and half the work.
@@ -146,6 +148,7 @@ async function load(figure) {
     again.addEventListener("click", () => load(figure));
     const failed = element("div", error.message, { class: "failed", role: "alert" });
     failed.append(again);
+    box.removeAttribute("role");
     box.replaceChildren(failed);
   } finally {
     box.removeAttribute("aria-busy");
@@ -282,6 +285,7 @@ const refreshCharts = (() => {
 
 function listen() {
   const { events, run, refresh } = document.body.dataset;
+  if (!events && !refresh) return;
   for (const part of $$("[data-live]")) served.set(part.dataset.live, part.innerHTML);
   // Many jobs have no stream of their own: a list asks again, since it would need a connection for each of its rows.
   if (refresh) setInterval(() => { if (!document.hidden) refreshParts(); }, Number(refresh) * 1000);
