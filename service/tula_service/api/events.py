@@ -13,9 +13,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
 from tula_service.api.deps import Caller, Current
-from tula_service.errors import Busy, InvalidInput
+from tula_service.errors import Busy, InvalidInput, NotFound, Unauthenticated
 from tula_service.store import Store
 from tula_service.usecases import events
+from tula_service.usecases.access import Principal
 from tula_wire import routes
 
 __all__ = ["MOST_STREAMS", "router", "stream"]
@@ -60,7 +61,7 @@ async def get_events(
         ticket = object()
         open_streams.add(ticket)
         try:
-            async for piece in stream(have.store, job_id, start):
+            async for piece in stream(have.store, caller, job_id, start):
                 yield piece
         finally:
             open_streams.discard(ticket)
@@ -70,13 +71,22 @@ async def get_events(
 
 
 async def stream(
-    store: Store, job_id: str, after: int, *, poll_s: float = POLL_S, longest_s: float = LONGEST_S
+    store: Store,
+    caller: Principal,
+    job_id: str,
+    after: int,
+    *,
+    poll_s: float = POLL_S,
+    longest_s: float = LONGEST_S,
 ) -> AsyncIterator[bytes]:
-    """The bytes of the stream; ends by itself after `longest_s`, so that access is checked again on reconnecting."""
+    """The bytes of the stream; ends with the caller's token and with the job, and by itself after `longest_s`."""
     yield f"retry: {_RETRY_MS}\n\n".encode()
     started = spoken = time.monotonic()
     while time.monotonic() - started < longest_s and not _is_stopping():
-        found = await run_in_threadpool(events.read_on, store, job_id, after)
+        try:
+            found = await run_in_threadpool(events.read_on, store, caller, job_id, after)
+        except (Unauthenticated, NotFound):  # whoever reconnects is told so
+            return
         for identity, kind, body in found:
             after = identity
             yield f"id: {identity}\nevent: {kind}\ndata: {body}\n\n".encode()

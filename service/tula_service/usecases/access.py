@@ -20,6 +20,7 @@ __all__ = [
     "Access",
     "IssuedToken",
     "Principal",
+    "check_still_valid",
     "digest",
     "issue_token",
     "revoke_token",
@@ -163,6 +164,20 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
         token = tx.tokens.revoke(token_id)
         tx.audit.append(actor=actor.token_id or actor.name, action="token.revoke", target=token_id)
     return token
+
+
+def check_still_valid(tx: Transaction, principal: Principal) -> None:
+    """Raise Unauthenticated when the token of a caller who was let in before has ended since.
+
+    For whoever stays: a single request is over before that matters.
+    """
+    if principal.token_id is None:
+        ended = tx.tokens.any_usable()  # the loopback's user, until the first token
+    else:
+        token = tx.tokens.get(principal.token_id)
+        ended = token.revoked_at is not None or (token.expires_at is not None and token.expires_at <= tx.now())
+    if ended:
+        raise Unauthenticated("This token has ended: create one with `tula token create`.")
 
 
 class Access:

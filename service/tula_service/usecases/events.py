@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tula_wire as wire
 from tula_service.store import Store
 from tula_service.usecases import shown
-from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.access import Principal, check_still_valid, visible_job
 
 __all__ = ["last_id", "read_on", "recent"]
 
@@ -19,9 +19,16 @@ def last_id(store: Store, principal: Principal, job_id: str) -> int:
         return tx.events.last_id(job_id)
 
 
-def read_on(store: Store, job_id: str, after: int, *, limit: int = 200) -> list[tuple[int, str, str]]:
-    """(id, kind, JSON) of the events after this id, oldest first; for a caller that was let in before."""
+def read_on(
+    store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200
+) -> list[tuple[int, str, str]]:
+    """(id, kind, JSON) of the events after this id, oldest first; for a caller who was let in to this job before.
+
+    Raises Unauthenticated when that has ended since, NotFound when the job was deleted.
+    """
     with store.reading() as tx:
+        check_still_valid(tx, principal)
+        tx.jobs.data_version(job_id)
         found = tx.events.after(job_id, after, limit=limit)
     return [(event.id, event.kind, shown.event(event).model_dump_json()) for event in found]
 

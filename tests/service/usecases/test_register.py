@@ -80,7 +80,7 @@ def test_archiving_and_bringing_back_are_told_to_whoever_watches(cluster: Cluste
     def told(archived: bool) -> list[str]:
         seen = events.last_id(cluster.store, ANONYMOUS, job_id)
         register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
-        found = events.read_on(cluster.store, job_id, seen)
+        found = events.read_on(cluster.store, ANONYMOUS, job_id, seen)
         return [json.loads(body)["data"]["state"] for _, kind, body in found if kind == "job"]
 
     assert told(archived=True) == ["archived"]

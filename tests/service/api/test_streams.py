@@ -1,0 +1,67 @@
+"""A stream of events lasts as long as the right to read it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.service.api.conftest import Service, Tenant
+from tula_service.api.events import stream
+from tula_service.usecases.access import ANONYMOUS, Principal, digest, issue_token, revoke_token
+from tula_service.usecases.retention import delete_job
+
+
+def revoke(service: Service, _red: Tenant, token_id: str) -> None:
+    """Whoever does it, wherever."""
+    revoke_token(service.store, ANONYMOUS, token_id)
+
+
+def delete(service: Service, red: Tenant, _token_id: str) -> None:
+    """The job, with its events."""
+    delete_job(service.store, ANONYMOUS, red.job_id)
+
+
+def expire(service: Service, red: Tenant, token_id: str) -> None:
+    """Nothing to do but wait for the token's own end."""
+
+
+@pytest.mark.parametrize("end", [revoke, delete, expire])
+def test_a_stream_ends_with_the_token_and_with_the_job(
+    service: Service, red: Tenant, end: Callable[[Service, Tenant, str], None]
+) -> None:
+    """Else whoever had been let in once would read on for an hour."""
+    life_s = 0.2 if end is expire else None
+    issued = issue_token(service.store, ANONYMOUS, name="u", scope="user", project="red", expires_in_s=life_s)
+    caller = Principal("u", "user", issued.token.id, red.project_id)
+    assert asyncio.run(pieces(service, red, caller, end, issued.token.id)) == [b"retry: 2000\n\n", b"first"]
+
+
+def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service) -> None:
+    """On loopback nobody needs a token until there is one."""
+    with service.client() as client:
+        assert client.get("/v1/jobs").status_code == 200
+    red = service.tenant("red")
+    with service.store.reading() as tx:
+        found = tx.tokens.by_hash(digest(red.user))
+    assert found is not None
+    assert asyncio.run(pieces(service, red, ANONYMOUS, expire, found.id)) == [b"retry: 2000\n\n"]
+
+
+async def pieces(
+    service: Service, red: Tenant, caller: Principal, end: Callable[[Service, Tenant, str], None], token_id: str
+) -> list[bytes]:
+    """What a stream gives of which the ground is taken away once it has told of something; events as `first`."""
+    with service.store.transaction() as tx:
+        tx.events.append(red.job_id, "job", data={})
+    got: list[bytes] = []
+
+    async def read() -> None:
+        async for piece in stream(service.store, caller, red.job_id, 0, poll_s=0.01):
+            got.append(b"first" if piece.startswith(b"id: ") else piece)
+            if got[-1] == b"first":
+                end(service, red, token_id)
+
+    await asyncio.wait_for(read(), 30)
+    return got
