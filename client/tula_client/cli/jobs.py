@@ -109,18 +109,19 @@ def _runs_view(runs: list[Run]) -> RenderableType:
     rows = [
         [
             run.id,
-            run.kind,
             run.state.replace("_", " "),
-            units.configuration(run.configuration),
+            units.brief(run.configuration),
             units.seconds(run.step_time_s),
             units.seconds(run.predicted_step_time_s),
             _error(run),
-            str(run.num_samples),
-            run.message or (run.method or "" if run.kind == "train" else run.purpose),
+            (run.method or "train") if run.kind == "train" else "profile",
         ]
         for run in runs
     ]
-    return table(["run", "kind", "state", "configuration", ">step time", ">predicted", ">error", ">samples", ""], rows)
+    heads = ["run", "=state", f"={units.BRIEF}", ">step time", ">predicted", ">error", "=kind"]
+    # Sentences go below: beside the numbers they would be broken into words.
+    told = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
+    return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in told if note))
 
 
 def _error(run: Run) -> str:
@@ -155,13 +156,13 @@ def _list_view(page: JobPage) -> RenderableType:
             job.name,
             job.state,
             f"{job.runs_done}/{job.runs_planned}",
-            units.configuration(job.recommended),
+            units.brief(job.recommended),
             units.seconds(job.predicted_time_s),
             units.dollars(job.predicted_cost_usd),
         ]
         for job in page.jobs
     ]
-    shown = table(["id", "name", "state", ">runs", "recommended", ">training", ">cost"], rows)
+    shown = table(["id", "name", "=state", ">runs", f"={units.BRIEF}", ">training", ">cost"], rows)
     if page.next_cursor is None:
         return shown
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"

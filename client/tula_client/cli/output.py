@@ -60,13 +60,13 @@ def plain(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
-    """A plain table; a column whose heading starts with `>` is set flush right."""
+    """A plain table; a column whose heading starts with `>` is set flush right, one with `=` is kept on one line."""
     drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         # Where it is narrow, words are broken over lines; the first column, which people copy, and numbers never are.
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        keep = column.startswith(">") or (index == 0 and bool(column))
-        drawn.add_column(column.lstrip(">"), justify=justify, no_wrap=keep, overflow="fold")
+        keep = column.startswith((">", "=")) or (index == 0 and bool(column))
+        drawn.add_column(column.lstrip(">="), justify=justify, no_wrap=keep, overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     return drawn

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tula_wire import Configuration, Estimate
 
-__all__ = ["bytes_", "configuration", "dollars", "estimate", "percent", "saving", "seconds"]
+__all__ = ["BRIEF", "brief", "bytes_", "configuration", "dollars", "estimate", "percent", "saving", "seconds"]
+
+BRIEF = "nodes, batch (local)"
+"""Heading of a column of `brief` configurations."""
 
 
 def seconds(value: float | None) -> str:
@@ -78,3 +81,13 @@ def configuration(value: Configuration | None) -> str:
     kind = f" on {value.instance_type}" if value.instance_type != "default" else ""
     batch = f"global batch {value.global_batch_size} (local {value.local_batch_size}{accumulation})"
     return f"{nodes}{ranks}{kind}, {batch}"
+
+
+def brief(value: Configuration | None) -> str:
+    """The same in a table's cell, short enough never to be broken over lines."""
+    if value is None:
+        return "-"
+    kind = f" {value.instance_type}" if value.instance_type != "default" else ""
+    nodes = f"{value.num_nodes}{kind}" + (f" x {value.ranks_per_node} ranks" if value.ranks_per_node != 1 else "")
+    accumulation = f" x {value.grad_accum_steps}" if value.grad_accum_steps != 1 else ""
+    return f"{nodes}, {value.global_batch_size} ({value.local_batch_size}{accumulation})"

@@ -1,0 +1,36 @@
+"""Tables in a terminal: a run stays on one line where the terminal is of a usual width."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+import tula_wire as wire
+from tests.service.dashboard import models
+from tula_client.cli import jobs, units
+
+
+def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
+    out = StringIO()
+    purpose = "Design: middle cluster with smallest batch; it tells most about the rest."
+    runs = [models.run("run-8f004699939b2956", kind="profile", purpose=purpose), models.run("run-9", method="post_local_sgd")]
+    Console(file=out, width=100).print(jobs.job_view(models.job(), runs))
+    lines = out.getvalue().splitlines()
+    for run in runs:
+        line = next(line for line in lines if run.id in line)
+        for told in (run.state, "2, 128 (64)", "210 ms", "+5.0 %"):
+            assert told in line
+    assert units.BRIEF in out.getvalue()
+    assert "post_local_sgd" in next(line for line in lines if "run-9" in line)
+    assert f"{runs[0].id}  {purpose}" in lines
+
+
+def test_a_brief_configuration_says_what_sets_it_apart() -> None:
+    plain = wire.Configuration(num_nodes=8, local_batch_size=32)
+    typed = wire.Configuration(
+        num_nodes=4, ranks_per_node=4, local_batch_size=64, grad_accum_steps=2, instance_type="g5.12xlarge"
+    )
+    assert units.brief(plain) == "8, 256 (32)"
+    assert units.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
+    assert units.brief(None) == "-"
