@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = "<!-- openapi -->"
 MEASURED = "<!-- measured -->"
+METHODS = "<!-- methods of the client -->"
 
 FIGURES: tuple[tuple[str, str, str], ...] = (
     ("Step time, four corners as the paper's partial search: median error", "regular.partial.median", "7.5-14 %"),
@@ -43,6 +46,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks; every other page stays as it is."""
     if OPENAPI in markdown:
         markdown = markdown.replace(OPENAPI, routes())
+    if METHODS in markdown:
+        markdown = markdown.replace(METHODS, methods())
     return markdown.replace(MEASURED, measured(ROOT)) if MEASURED in markdown else markdown
 
 
@@ -90,6 +95,22 @@ def routes() -> str:
             by_tag.setdefault(operation.get("tags", ["other"])[0], []).append(row)
     head = "| route | does | query |\n|---|---|---|"
     return "\n\n".join(f"## {tag.capitalize()}\n\n{head}\n" + "\n".join(rows) for tag, rows in sorted(by_tag.items()))
+
+
+def methods() -> str:
+    """The calls of `Client` and `AsyncClient`, which share their names, arguments and answers, as Markdown."""
+    from tula_client import Client, _calls
+
+    rows = []
+    for name in vars(Client):
+        build = getattr(_calls, name, None)
+        if inspect.isfunction(build):
+            asked = inspect.signature(build)
+            arguments = re.sub(r"['\"]", "", str(asked.replace(return_annotation=asked.empty)))
+            answer = re.sub(r"^Call\[(.*)\]$", r"\1", str(asked.return_annotation).strip("'\""))
+            told = " ".join((build.__doc__ or "").split())
+            rows.append(f"| `{name}{arguments}` | {told} | `{answer}` |")
+    return "| call | does | answers |\n|---|---|---|\n" + "\n".join(rows)
 
 
 def _shown(about: str, value: float) -> str:

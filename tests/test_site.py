@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tula_client import Client
 from tula_wire import routes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,13 @@ def test_the_reference_describes_the_public_face(site: Path) -> None:
     page = (site / "api" / "python" / "index.html").read_text(encoding="utf-8")
     for name in ("Client", "JobHandle", "init", "TulaOptimizer", "JobSpec", "Recommendation"):
         assert re.search(rf'id="tula_\w+\.{name}"', page), name
+
+
+def test_the_reference_lists_every_call_of_the_client(site: Path) -> None:
+    page = (site / "api" / "python" / "index.html").read_text(encoding="utf-8")
+    for name, member in vars(Client).items():
+        if not name.startswith("_") and hasattr(member, "build"):
+            assert re.search(rf"<td><code>{name}\(", page), name
 
 
 def test_every_figure_beside_the_papers_claims_stands_in_a_report(site: Path) -> None:
