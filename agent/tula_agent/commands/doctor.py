@@ -190,7 +190,8 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{_size(free)} free in {spool}")
     waiting = spool_files(spool)
     if waiting:
-        yield Finding("spool", "warning", f"{len(waiting)} {"file waits" if len(waiting) == 1 else "files wait"} to be sent", f"tula upload {spool}")
+        told = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"
+        yield Finding("spool", "warning", f"{told} to be sent", f"tula upload {spool}")
 
 
 def _size(free_bytes: int) -> str:
