@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=80, help="networks to count (80)")
     options = parser.parse_args(arguments)
     try:
-        import timm
+        timm = importlib.import_module("timm")
     except ImportError:
         parser.error("timm is not installed: pip install timm, with a torchvision that fits torch.")
     with options.grids.open(newline="", encoding="utf-8") as file:
