@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tula_service.domain import Basis
@@ -21,6 +21,8 @@ def line(batch: float, static: float = 2 * GIB, slope: float = 0.03 * GIB) -> fl
 
 @settings(max_examples=25, deadline=None)
 @given(static=st.floats(0.2, 20), slope=st.floats(0.005, 0.5))
+@example(static=6.0, slope=0.005)
+@example(static=9.04, slope=0.0076)
 def test_three_readings_of_a_line_predict_four_times_the_batch(static, slope):
     batches = np.array([16.0, 32.0, 64.0])
     peaks = static * GIB + slope * GIB * batches
