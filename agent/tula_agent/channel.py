@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from tula_agent.config import AgentConfig
 
-__all__ = ["Channel", "Meeting", "current_group"]
+__all__ = ["Channel", "Meeting", "current_group", "placed"]
 
 _stores: Any = dist  # torch builds without distributed lack these names
 
@@ -143,6 +144,13 @@ _OPTIONS: dict[str, Any] = {"timeout": timedelta(seconds=CONNECT_WITHIN_S), "wai
 def current_group() -> Any:
     """The default process group, or None where there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def placed(config: AgentConfig) -> AgentConfig:
+    """With the place in the process group, where there is one: `mp.spawn` tells it by no variable."""
+    if current_group() is None:
+        return config
+    return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def _group_store() -> Any:

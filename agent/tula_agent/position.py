@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tula_agent.guard import logger
+
 __all__ = ["Position", "capture_randomness", "restore_randomness"]
 
 T = TypeVar("T")
@@ -22,8 +24,11 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == "MT19937":  # unless a script has put another in its place
+            keys, position = found["state"]["key"], found["state"]["pos"]
+            gauss = int(found["has_gauss"]), float(found["gauss"])
+            state["numpy"] = ["MT19937", [int(key) for key in keys], int(position), *gauss]
     state["loader"] = [generator.get_state() for generator in _generators(loader)]
     return state
 
@@ -69,7 +74,7 @@ class Position:
         """An iterator over `loader` from where the training stands."""
         pending, self._pending, self.loader = self._pending, None, loader
         if pending is None:
-            self.at_pass_start, self.consumed = capture_randomness(loader), 0
+            self.at_pass_start, self.consumed = _captured(loader), 0
             return iter(loader)
         consumed, at_pass_start, now = pending
         self.at_pass_start, self.consumed = at_pass_start, 0
@@ -97,6 +102,15 @@ class Position:
 
 
 _END: Any = object()
+
+
+def _captured(loader: Any) -> dict[str, Any]:
+    """Nothing where a generator cannot be read: a training must not fail for it unless it writes a checkpoint."""
+    try:
+        return capture_randomness(loader)
+    except Exception as error:
+        logger.info("random numbers cannot be read, so a resumed run may draw others: %r", error)
+        return {}
 
 
 def _share(batches: int, loader: Iterable[Any]) -> float:

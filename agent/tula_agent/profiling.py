@@ -20,7 +20,7 @@ class Profiling:
         self.plan = plan
         self.stopping = False
         self.together = Together(None, guard)
-        self._leads = leads
+        self.leads = leads
         self._times: list[float] = []
         self._offered: ProfilePlan | None = None
         self._stop_asked = False
@@ -72,7 +72,7 @@ class Profiling:
         measured = step + 1 - self.plan.warmup_steps
         if not self.together.agreed or measured < 1:
             return False
-        enough = self._stop_asked or (self._leads and relative_error(self._times) <= self.plan.precision)
+        enough = self._stop_asked or (self.leads and relative_error(self._times) <= self.plan.precision)
         if measured >= self.plan.measure_steps or self.together.decide(measured, enough):
             self.stopping = True
             return True

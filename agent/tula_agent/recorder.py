@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
 from itertools import count
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.channel import Meeting, current_group
+from tula_agent.channel import Meeting, current_group, placed
 from tula_agent.config import AgentConfig, ProfilePlan
 from tula_agent.forks import forget_in_children
 from tula_agent.guard import Guard, logger
@@ -51,7 +50,7 @@ class Recorder:
     def __init__(
         self, config: AgentConfig, guard: Guard, dataset_size: int | None = None, grad_accum_steps: int | None = None
     ) -> None:
-        self.config = config
+        self.config = config = placed(config)
         self.dataset_size = dataset_size
         self.guard = guard
         self.leads = config.rank == 0  # the rank that speaks for the run
@@ -62,7 +61,7 @@ class Recorder:
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
         self.reporter = Reporter(config, guard, self.boot_id, lambda: self.world_size)
         self._session = next(_sessions)
-        self.memory = MemoryReports(guard, self.reporter, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        self.memory = MemoryReports(guard, self.reporter, config.ranks_per_node)
         self._gradients = GradientReader(self.reporter.rows.add_value)
         self._splitting: Splitting | None = None
         self._noise: weakref.ref[NoiseHook] | None = None  # the model's, whose process group it knows
@@ -153,6 +152,8 @@ class Recorder:
                 hook = attach(held, self.leads, lambda: self.timer.step, lambda: self.timer.examples)
                 self._noise = None if hook is None else weakref.ref(hook)
         self._count_memory(held)
+        if self._begun and models and self.reporter.meeting is not None:
+            self._split(held)
 
     def _polls(self) -> bool:
         return self._poller is not None and self._poller.wanted
@@ -176,6 +177,8 @@ class Recorder:
         self._begun = False
         self._group = weakref.ref(group)
         self._groups += 1
+        self.config = self.reporter.config = placed(self.config)
+        self.leads = self.profiling.leads = self.config.rank == 0
 
     def begin_epoch(self, loader: Any) -> None:
         """The loop starts over its loader."""
@@ -199,16 +202,21 @@ class Recorder:
             with self.guard("finding the other ranks"):
                 self.reporter.meeting = Meeting(self.config, f"{self._session}.{self._groups}")
                 self.profiling.together = Together(self.reporter.meeting, self.guard, world_size)
-                self._splitting = Splitting(
-                    models,
-                    self.reporter,
-                    profiling=self.plan is not None,
-                    alternate=self.config.alternate_sync,
-                    grad_accum_steps=self.timer.grad_accum_steps,
-                )
+                self._split(models)
         if self.leads and self._device_clock is None:
             with self.guard("the device's clock"):
                 self._device_clock = clock_for(device_of(models))
+
+    def _split(self, models: list[torch.nn.Module]) -> None:
+        if self._splitting is not None:
+            self._splitting.end()
+        self._splitting = Splitting(
+            models,
+            self.reporter,
+            profiling=self.plan is not None,
+            alternate=self.config.alternate_sync,
+            grad_accum_steps=self.timer.grad_accum_steps,
+        )
 
     def want_batch(self) -> None:
         """The boundary between two micro-steps."""

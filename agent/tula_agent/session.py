@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -76,6 +77,7 @@ class Run:
             from tula_agent.recorder import Recorder  # brings an HTTP client: only where there is somewhere to send
 
             self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps)
+            self.config = config = self.recorder.config
         if config.stacks_at_s is not None:
             with self.guard("showing stacks at the time limit"):
                 from tula_agent.stacks import show_at
@@ -99,10 +101,13 @@ class Run:
         """
         recorder = self.recorder
         position = self.position
+        self._exit_status = None  # a `sys.exit` before was caught
         if recorder is None or recorder.finished:
             for batch in position.begin(loader):
                 position.took()
-                yield batch
+                handed = [batch]
+                del batch
+                yield handed.pop()  # the loop's body alone holds it, and may free it
             position.end()
             return
         with self.guard("starting to measure"):
@@ -133,7 +138,9 @@ class Run:
                         self.guard.note("timing", error)
                     repeat = repeatable
                     position.took()
-                    yield batch
+                    handed = [batch]
+                    del batch
+                    yield handed.pop()
                 with self.guard("repeating the loader"):
                     repeat = repeat and recorder.may_repeat()
         finally:
@@ -325,7 +332,7 @@ def _watch_exceptions() -> None:
         before(kind, error, at)
 
     def noted(status: Any = None, /) -> NoReturn:
-        if _current is not None:
+        if _current is not None and threading.current_thread() is threading.main_thread():
             _current._exit_status = status  # no hook and no exit handler is told
         leave(status)
 

@@ -43,7 +43,7 @@ def environment(sink: Sink, tmp_path: Path) -> dict[str, str]:
         "TULA_JOB_ID": "job1",
         "TULA_SPOOL_DIR": str(tmp_path / "spool"),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path[:1]),
+        "PYTHONPATH": sys.path[0],
     }
 
 
@@ -177,6 +177,7 @@ def plain(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         key = (ranks, *arguments)
         if key not in known:
             clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+            clean["PYTHONPATH"] = sys.path[0]
             zygote.start([str(SCRIPTS / "train.py"), *arguments], clean, tmp_path_factory.mktemp("plain"), ranks)
             known[key] = zygote.wait().printed("weights")
             assert len(known[key]) == (ranks or 1)

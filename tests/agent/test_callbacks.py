@@ -45,3 +45,21 @@ def test_a_training_that_the_framework_resumes_says_what_it_had_behind_it(
     launch(script, "3", str(checkpoint))
     assert not sink.invalid
     assert {body.get("epochs_before") for body in sink.samples} == {None, 1.5}
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_two_ranks_of_the_framework_s_own_ddp_end_with_the_same_bits(
+    sink: Sink, launch: Launch, framework: str
+) -> None:
+    with_agent, without = (
+        launch("by_framework.py", framework, ranks=2, forked=True, TULA_URL=url).printed("weights")
+        for url in (sink.url, "")
+    )
+    assert len(with_agent) == 2
+    assert len({*with_agent, *without}) == 1
+    assert not sink.invalid
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps() == list(range(36))  # 96 rows, by 4, on two ranks, three times
+    assert {(body["world_size"], body["local_batch_size"]) for body in sink.samples} == {(2, 4)}
+    assert sink.column("loss")
+    assert sink.rows("step", "skew_s")  # both ranks were heard

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
+from tula_agent.config import read_config
+from tula_agent.session import Run
 
 Plain = Callable[..., list[str]]
 
@@ -190,3 +195,52 @@ def test_sharded_models_and_several_optimizers_have_step_time_and_memory(sink: S
     shard = (16 * 64 + 64 + 64 * 16 + 16) * 4 // 2
     assert memory["parameter_bytes"] == shard + (16 * 2 + 2) * 4
     assert 2 * shard <= memory["optimizer_bytes"] <= 2 * shard + 64
+
+
+def test_the_first_version_of_fsdp_has_step_time_and_memory_too(sink: Sink, launch: Launch) -> None:
+    done, without = (launch("sharded_flat.py", ranks=2, forked=True, TULA_URL=url) for url in (sink.url, ""))
+    assert len(done.printed("shard")) == 2
+    assert sorted(done.printed("shard")) == sorted(without.printed("shard"))
+    assert "left out" not in done.stderr
+    assert not sink.invalid
+    assert sink.steps() == list(range(20))
+    memory = [body["memory"] for body in sink.samples if "memory" in body and body["rank"] == 0][-1]
+    shard = (16 * 64 + 64 + 64 * 16 + 16) * 4 // 2
+    assert memory["parameter_bytes"] == shard
+    assert 2 * shard <= memory["optimizer_bytes"] <= 2 * shard + 64
+    assert not sink.column("grad_norm")  # a rank's share of it is no norm of the gradient
+
+
+def test_ranks_are_told_apart_by_their_group_where_no_variable_tells(sink: Sink, launch: Launch, plain: Plain) -> None:
+    """As under `torch.multiprocessing.spawn`: only the first rank speaks for the run."""
+    done = launch("train.py", "--spawned", ranks=2, forked=True)
+    assert done.printed("weights") == plain(ranks=2)
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps() == list(range(64))
+    assert {body["world_size"] for body in sink.samples} == {2}
+    assert {body["rank"] for body in sink.telemetry} == {0}
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_a_batch_is_held_by_the_loop_alone(sink: Sink, tmp_path: Path, active: bool) -> None:
+    """A script that frees its input in the middle of a step counts on the memory."""
+    environ = {"TULA_URL": sink.url if active else "", "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}
+    run = Run(read_config(environ))
+    seen = 0
+    for batch in run.steps(torch.zeros(8) for _ in range(3)):
+        freed = weakref.ref(batch)
+        del batch
+        assert freed() is None
+        seen += 1
+    run.finish()
+    assert seen == 3
+    assert run.config is None or sink.states == ["running", "succeeded"]
+
+
+def test_random_numbers_that_cannot_be_kept_raise_nothing() -> None:
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        assert list(Run(None).steps([1, 2, 3])) == [1, 2, 3]
+    finally:
+        numpy.random.set_bit_generator(usual)

@@ -43,6 +43,9 @@ class TulaTrainerCallback(TrainerCallback):
         self.run.begin_at(state.epoch or 0.0)
         optimizer = others.get("optimizer")
         self.run.watch(others.get("model"), getattr(optimizer, "optimizer", optimizer))
+        if args.world_size > 1 and not args.torch_compile:
+            with self.run.guard("finding the wrapped model"):
+                _watch_around(self.run, others["model"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """The loop begins."""
@@ -78,3 +81,15 @@ class TulaTrainerCallback(TrainerCallback):
         """Deliver what is left."""
         if self.run is not None:
             self.run.finish()
+
+
+def _watch_around(run: Run, model: Any) -> None:
+    """The trainer shows the bare model only; a DDP module around it is at work in the first forward, and shows then."""
+
+    def found(*_: Any) -> None:
+        hook.remove()
+        around = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None:
+            run.watch(around)
+
+    hook = model.register_forward_pre_hook(found)

@@ -81,8 +81,17 @@ class Exporter:
     def start(self) -> None:
         """Start the thread unless it runs."""
         if self._thread is None and not self._closing:
-            self._thread = threading.Thread(target=self._run, name="tula-agent", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="tula-agent", daemon=True)
+            if self._started(thread):
+                self._thread = thread
+
+    def _started(self, thread: threading.Thread) -> bool:
+        """False where there may be no more threads: too many, or Python 3.12 at its exit."""
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        return True
 
     def put(self, envelope: Envelope) -> None:
         """Queue a request from any thread; over the bound the oldest go to disk or are counted as dropped."""
@@ -113,7 +122,9 @@ class Exporter:
         if self._thread is None or self._thread.is_alive():
             self._abandoned = True  # stuck in a request: leave it, and save what it has not sent
             saver = threading.Thread(target=self._save, name="tula-agent-saving", daemon=True)
-            saver.start()
+            if not self._started(saver):
+                self._save()
+                return
             saver.join(max(0.0, ends - time.monotonic()))
             if saver.is_alive():
                 logger.warning("not everything could be kept within %g s: the spool's disk is slow", deadline_s)

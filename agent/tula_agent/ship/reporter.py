@@ -42,7 +42,7 @@ class Reporter:
         self.training = config.plan is None
         self.memory: dict[str, Any] | None = None
         self.epochs_before = 0.0  # what training had behind it when this process began
-        self._config = config
+        self.config = config
         self._guard = guard
         self._boot_id = boot_id
         self._world_size = world_size
@@ -60,7 +60,7 @@ class Reporter:
 
     @property
     def _leads(self) -> bool:
-        return self._config.rank == 0
+        return self.config.rank == 0
 
     def marked(self, step: int, interval: Interval) -> None:
         """On the training thread, before the step's row is added: the device will say how long the step took."""
@@ -231,12 +231,10 @@ class Reporter:
     def _samples(self, rows: list[SampleRow]) -> list[Envelope]:
         if not rows:
             return []
-        path = routes.RUN_SAMPLES.format(run_id=self._config.run_id)
+        path = routes.RUN_SAMPLES.format(run_id=self.config.run_id)
         memory, self.memory = self.memory, None
         due = []
         for body in sample_bodies(rows, self._identity(), self._sequence):
-            if self.epochs_before:
-                body["epochs_before"] = self.epochs_before
             if self.epochs_before:
                 body["epochs_before"] = self.epochs_before
             if memory is not None:
@@ -250,11 +248,11 @@ class Reporter:
         if chunk is None:
             return []
         self._chunk += 1
-        path = routes.RUN_TELEMETRY.format(run_id=self._config.run_id)
+        path = routes.RUN_TELEMETRY.format(run_id=self.config.run_id)
         return [Envelope("POST", path, encode(chunk), len(chunk["steps"]))]
 
     def _identity(self) -> dict[str, Any]:
-        return {"rank": self._config.rank, "boot_id": self._boot_id, "world_size": self._world_size()}
+        return {"rank": self.config.rank, "boot_id": self._boot_id, "world_size": self._world_size()}
 
 
 def _taken(queue: deque[T]) -> list[T]:

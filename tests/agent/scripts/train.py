@@ -5,6 +5,7 @@ fork, full-queue. Of several ranks an end comes to one (`--who`), everything els
 """
 
 import argparse
+import atexit
 import contextlib
 import hashlib
 import os
@@ -37,6 +38,7 @@ parser.add_argument("--no-sync", action="store_true", help="gradients are not re
 parser.add_argument("--overflow", action="store_true", help="some losses are infinite, and a GradScaler skips the step")
 parser.add_argument("--late", type=int, default=-1, help="a rank that takes 20 ms longer than the others")
 parser.add_argument("--cut-spool", action="store_true", help="cut the agent's spool file at every step, somewhere else")
+parser.add_argument("--spawned", action="store_true", help="no variable tells the rank, as under mp.spawn")
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -70,7 +72,9 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
         if child == 0:
             run.log(loss=1.0)
             run.finish()
-            sys.exit(0)
+            # As multiprocessing's children end: a DDP model that dies in one joins threads that it does not have.
+            atexit._run_exitfuncs()
+            os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
 
 
@@ -113,7 +117,11 @@ def main() -> None:
     arguments = parser.parse_args()
     at, _, what = arguments.at.partition(":")
     mine = arguments.who == RANK or what not in ("raise", "oom", "leave", "exit", "term", "kill", "torn")
-    if "RANK" in os.environ:
+    if arguments.spawned:
+        place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group("gloo", address, rank=RANK, world_size=int(place["WORLD_SIZE"]))
+    elif "RANK" in os.environ:
         dist.init_process_group("gloo")
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))

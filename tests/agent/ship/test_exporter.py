@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -176,3 +177,14 @@ def test_one_deadline_holds_for_all_that_is_waited_for_at_the_end(sink: Sink, tm
     store.released.set()
     disk.released.set()
     assert took < 2.5  # each by itself would have taken its five seconds, or for ever
+
+
+def test_where_python_starts_no_more_threads_what_is_left_goes_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 refuses them once it ends, which is when most runs are closed."""
+    last, rows = (Envelope("PATCH", "/v1/runs/r", b"{}"), Envelope("POST", "/v1/runs/r/samples", b"[]", 1))
+    exporter = Exporter(lambda: Service(), lambda _last: [rows], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(exporter, "_started", lambda _thread: False)
+    exporter.close(5.0, [last])
+    assert list(read_records(tmp_path / "a.spool")) == [rows, last]
