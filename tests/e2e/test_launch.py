@@ -3,142 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.command import BATCH, HANGS, SCRIPT, TORCHRUN, Tula, processes_of, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
 from tests.support.server import Server, serving
-from tula_client import Client
-from tula_client.launch import load_spec
-from tula_wire import Run
-
-SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")
-HANGS = str(Path(SCRIPT).with_name("hangs.py"))
-FOLDER = Path(sys.executable).parent
-TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
-BATCH = ["--batch-size={local_batch_size}"]
-SPEC = """
-name = "{name}"
-search = "partial"
-objective = "time"
-epochs = 1
-model = {{ name = "linear" }}
-dataset = {{ size = 1000 }}
-cluster = {{ min_nodes = {nodes}, max_nodes = {nodes}, ranks_per_node = {ranks} }}
-batch = {{ min_local_batch_size = {batch}, max_local_batch_size = {batch}, max_grad_accum_steps = {accumulation} }}
-profiling = {{ profiling_warmup_steps = 2, measuring_steps = {steps} }}
-"""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One service for all of these; each has a job of its own."""
-    folder = tmp_path_factory.mktemp("service")
-    with serving(f"sqlite:///{folder}/tula.db") as one:
-        yield one
-
-
-_started: list[subprocess.Popen[str]] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """What a failed test leaves behind is ended."""
-    yield
-    while _started:
-        process = _started.pop()
-        if process.poll() is None:
-            process.kill()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        process.wait()
-
-
-class Tula:
-    """The command, as a person runs it in a folder of their own."""
-
-    def __init__(self, server: Server, folder: Path, **environment: str) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-        path = f"{FOLDER}{os.pathsep}{clean['PATH']}"
-        self.environment = {**clean, "TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PATH": path, **environment}
-        self.folder = folder
-
-    def spec(
-        self, name: str, *, nodes: int = 2, ranks: int = 1, batch: int = 8, steps: int = 8, accumulation: int = 1
-    ) -> str:
-        """Write a job of one candidate; its path."""
-        path = self.folder / "job.toml"
-        path.write_text(
-            SPEC.format(name=name, nodes=nodes, ranks=ranks, batch=batch, steps=steps, accumulation=accumulation)
-        )
-        return str(path)
-
-    def register(self, name: str, **options: int) -> None:
-        """Make the job known without measuring it, to train with what the prior says of its one candidate."""
-        with Client(self.environment["TULA_URL"], token="") as client:
-            client.register(load_spec(Path(self.spec(name, **options))))
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start the command in a session of its own."""
-        process = subprocess.Popen(
-            [str(FOLDER / "tula"), *words],
-            env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        _started.append(process)
-        return process
-
-    def __call__(self, *words: str, fails: bool = False) -> tuple[Any, str]:
-        """Run it to its end; its JSON and what it said on standard error."""
-        process = self.start(*words, "--json") if "--" not in words else self.start(*_with_json(words))
-        out, error = process.communicate(timeout=200)
-        assert (process.returncode != 0) == fails, out + error
-        return json.loads(out) if out else None, error
-
-    def runs(self, name: str) -> list[Run]:
-        """All runs of a job, oldest first."""
-        with Client(self.environment["TULA_URL"], token="") as client:
-            return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
-
-    def logs(self) -> str:
-        """Everything that commands have printed."""
-        return "\n".join(log.read_text() for log in sorted(self.folder.glob(".tula/*/logs/*.log")))
-
-
-def _with_json(words: tuple[str, ...]) -> list[str]:
-    at = words.index("--")
-    return [*words[:at], "--json", *words[at:]]
-
-
-def processes_of(script: str) -> list[int]:
-    """Every process whose command line names the script."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if script.encode() in line:
-                found.append(int(entry.name))
-    return found
-
-
-def wait_until(holds: Callable[[], Any], within_s: float = 100.0) -> None:
-    until = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_kill_9_leaves_no_process_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:
@@ -185,11 +60,14 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
     assert not processes_of(hanging[-1])
 
 
-def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
-    script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
-    tula.register("shrinks", accumulation=2)
-    trained, _ = tula("run", "shrinks", *script, "--fits=4")
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
+    server: Server, tmp_path: Path, memory: str
+) -> None:
+    tula, name = Tula(server, tmp_path), f"shrinks-{memory}"
+    script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
+    tula.register(name, accumulation=2)
+    trained, _ = tula("run", name, *script, "--fits=4")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
     before, after = (one["configuration"] for one in trained["attempts"])
     assert after["local_batch_size"] < before["local_batch_size"]
@@ -197,8 +75,10 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: S
         after["local_batch_size"] * after["grad_accum_steps"] == before["local_batch_size"] * before["grad_accum_steps"]
     )
     assert "starts at step 4" in tula.logs()
-    failed = next(run for run in tula.runs("shrinks") if run.state == "out_of_memory")
+    failed = next(run for run in tula.runs(name) if run.state == "out_of_memory")
     assert failed.configuration.local_batch_size == before["local_batch_size"]
+    raised = {"host": "DefaultCPUAllocator", "device": "OutOfMemoryError: CUDA out of memory"}[memory]
+    assert raised in (failed.message or "")
 
 
 @pytest.mark.cluster("memory")

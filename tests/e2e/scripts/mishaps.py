@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--fits", type=int, default=10**9, help="examples beyond which rank 1 runs out of memory")
     parser.add_argument("--catch", action="store_true", help="catch the out-of-memory, report it, and hang")
     parser.add_argument("--memory-group", help="run out of the host's memory instead, within this control group")
+    parser.add_argument("--memory-of", choices=["host", "device"], default="host", help="whose memory runs out")
+    parser.add_argument("--checkpoint-at", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
@@ -52,6 +54,8 @@ def main() -> None:
             if number > 6 and dist.get_rank() == 1 and args.batch_size > args.fits:
                 if args.memory_group:
                     take_host_memory(args.memory_group)
+                if args.memory_of == "device":  # as torch raises it there; no device is needed for that
+                    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
                 torch.empty(2**60, dtype=torch.uint8)
         except RuntimeError as error:
             if not args.catch:
@@ -61,7 +65,7 @@ def main() -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        if number == 4:
+        if number == args.checkpoint_at:
             run.checkpoint(model, optimizer)
     run.finish()
     time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md

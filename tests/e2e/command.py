@@ -1,0 +1,139 @@
+"""The `tula` command as a person runs it, on a small job to which things happen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.server import Server
+from tula_client import Client
+from tula_client.launch import load_spec
+from tula_wire import Run
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")
+HANGS = str(Path(SCRIPT).with_name("hangs.py"))
+FOLDER = Path(sys.executable).parent
+TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
+BATCH = ["--batch-size={local_batch_size}"]
+SPEC = """
+name = "{name}"
+search = "partial"
+objective = "time"
+epochs = 1
+model = {{ name = "linear" }}
+dataset = {{ size = {dataset} }}
+cluster = {{ min_nodes = {least_nodes}, max_nodes = {nodes}, ranks_per_node = {ranks} }}
+[batch]
+min_local_batch_size = {least_batch}
+max_local_batch_size = {batch}
+max_grad_accum_steps = {accumulation}
+[profiling]
+profiling_warmup_steps = 2
+measuring_steps = {steps}
+"""
+
+started: list[subprocess.Popen[str]] = []
+"""What is to be ended when a test is over."""
+
+
+class Tula:
+    """The command, as a person runs it in a folder of their own."""
+
+    def __init__(self, server: Server, folder: Path, **environment: str) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+        path = f"{FOLDER}{os.pathsep}{clean['PATH']}"
+        self.environment = {**clean, "TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PATH": path, **environment}
+        self.folder = folder
+
+    def spec(
+        self,
+        name: str,
+        *,
+        nodes: int = 2,
+        least_nodes: int | None = None,
+        ranks: int = 1,
+        batch: int = 8,
+        least_batch: int | None = None,
+        steps: int = 8,
+        accumulation: int = 1,
+        dataset: int = 1000,
+    ) -> str:
+        """Write a job, of one candidate unless a least number of nodes or batch is given; its path."""
+        path = self.folder / "job.toml"
+        path.write_text(
+            SPEC.format(
+                name=name,
+                nodes=nodes,
+                least_nodes=least_nodes or nodes,
+                ranks=ranks,
+                batch=batch,
+                least_batch=least_batch or batch,
+                steps=steps,
+                accumulation=accumulation,
+                dataset=dataset,
+            )
+        )
+        return str(path)
+
+    def register(self, name: str, **options: int) -> None:
+        """Make the job known without measuring it, to train with what the prior says of its one candidate."""
+        with Client(self.environment["TULA_URL"], token="") as client:
+            client.register(load_spec(Path(self.spec(name, **options))))
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start the command in a session of its own."""
+        process = subprocess.Popen(
+            [str(FOLDER / "tula"), *words],
+            env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    def __call__(self, *words: str, fails: bool = False) -> tuple[Any, str]:
+        """Run it to its end; its JSON and what it said on standard error."""
+        process = self.start(*words, "--json") if "--" not in words else self.start(*_with_json(words))
+        out, error = process.communicate(timeout=200)
+        assert (process.returncode != 0) == fails, out + error
+        return json.loads(out) if out else None, error
+
+    def runs(self, name: str) -> list[Run]:
+        """All runs of a job, oldest first."""
+        with Client(self.environment["TULA_URL"], token="") as client:
+            return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
+
+    def logs(self) -> str:
+        """Everything that commands have printed."""
+        return "\n".join(log.read_text() for log in sorted(self.folder.glob(".tula/*/logs/*.log")))
+
+
+def _with_json(words: tuple[str, ...]) -> list[str]:
+    at = words.index("--")
+    return [*words[:at], "--json", *words[at:]]
+
+
+def processes_of(script: str) -> list[int]:
+    """Every process whose command line names the script."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if script.encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until(holds: Callable[[], Any], within_s: float = 100.0) -> None:
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.05)

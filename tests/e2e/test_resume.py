@@ -1,0 +1,41 @@
+"""A training that goes on after its launcher was killed, and what the service then says is left of it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import BATCH, SCRIPT, TORCHRUN, Tula, processes_of, wait_until
+from tests.support.server import Server
+from tula_client import Client
+from tula_wire import JobPatch, Limits
+
+STEPS = 200
+
+
+def test_what_is_left_is_counted_from_the_checkpoint(server: Server, tmp_path: Path) -> None:
+    tula = Tula(server, tmp_path)
+    tula.register("goes-on", dataset=STEPS * 8 * 2)
+    command = ["run", "goes-on", *TORCHRUN, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]
+    first = tula.start(*command)
+    wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/complete.json")))
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    wait_until(lambda: not processes_of(SCRIPT), within_s=30)
+
+    with Client(server.url, token="") as client:
+        job_id = client.handle("goes-on").id
+        client.patch_job(job_id, JobPatch(limits=Limits(deadline_s=1.0)))  # far too little: what is left is said
+        trained, _ = tula(*command)
+        assert [one["state"] for one in trained["attempts"]] == ["succeeded"]
+        assert "starts at step 100" in tula.logs()
+        before, after = (run for run in tula.runs("goes-on") if run.kind == "train")
+        assert (before.state, after.state) == ("failed", "succeeded")
+        told = next(event for event in client.events(job_id, last_id=0) if event.kind == "advice")
+    assert told.run_id == after.id
+    assert told.data["kind"] == "deadline"
+    assert 50 <= told.data["step"] < 100
+    assert told.data["steps_left"] == pytest.approx(100 - (told.data["step"] + 1))
+    assert "of earlier starts included" in told.data["sentence"]
