@@ -229,6 +229,19 @@ def test_labels_of_landmarks_do_not_cover_each_other() -> None:
     assert len(marks) == len({mark["place"] for mark in marks}) == 3
 
 
+def test_labels_of_landmarks_at_the_edge_stay_inside_of_the_frame() -> None:
+    """Beyond it, a phone drew the whole chart at half its width to make room for one label."""
+    found = models.recommendation()
+    times = [wire.Estimate(value=value, low=value * 0.9, high=value * 1.1) for value in (300.0, 300.4, 300.8)]
+    near = [models.candidate(8, 512, total_time_s=time) for time in times]
+    close = found.model_copy(
+        update={"chosen": near[0], "runner_up": near[1], "least_time": near[2], "least_cost": None}
+    )
+    marks = charts.job_chart("tradeoff", models.job(), close, models.ledger())["datasets"]["landmarks"]
+    assert {mark["batch"] for mark in marks} == {4096}
+    assert {mark["place"] for mark in marks} <= {1, 3}, "left of the point, which stands at the right edge"
+
+
 def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
     data = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())["datasets"]
     assert [row["value"] for row in data["ceiling"]] == [pytest.approx(16)]

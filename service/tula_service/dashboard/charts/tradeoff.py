@@ -252,7 +252,8 @@ def _least_faulty(boxes: list[_Box], taken: list[_Box], lines: Sequence[_Box] = 
     """Which of `boxes` lies best: inside the frame, over none of those `taken` and, if it can be, over no line."""
     faults = [
         (
-            (box[0] < 0) + (box[2] > _FRAME) + (box[3] > HEIGHT) + sum(_overlap(box, other) for other in taken),
+            # A label beyond the frame is worst: the page narrows the whole drawing until it fits.
+            2 * ((box[0] < 0) + (box[2] > _FRAME) + (box[3] > HEIGHT)) + sum(_overlap(box, other) for other in taken),
             sum(_overlap(box, line) for line in lines),
         )
         for box in boxes

@@ -56,7 +56,7 @@ function nameScheme() {
 function fitLegends(part, width) {
   if (!part || typeof part !== "object") return;
   // The service chose the columns for a chart of about 520 pixels.
-  if (part.legend && part.legend.columns) part.legend.columns = Math.max(1, Math.min(part.legend.columns, Math.floor(part.legend.columns * width / 520)));
+  if (part.legend && part.legend.columns) part.legend.columns = Math.max(1, Math.min(part.legend.columns, Math.floor(part.legend.columns * width / 520 + 0.25)));
   for (const [key, inner] of Object.entries(part)) if (key !== "datasets") fitLegends(inner, width);
 }
 
