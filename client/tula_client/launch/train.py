@@ -89,10 +89,13 @@ def train(
 
     After an out-of-memory it goes on with the next smaller configuration (`fallback.next_smaller`); after a
     pre-emption, or a failure since which a checkpoint was written, with the same one; both from the last checkpoint.
-    The same command after `tula` died goes on likewise. Raises `TrainingFailedError`, and what the client raises.
+    The same command after `tula` died goes on likewise, if there is a checkpoint. Raises `TrainingFailedError`, and what
+    the client raises.
     """
     runner.cancel_left()
     state = None if options.fresh else _load(work)
+    if state is not None and _newest(work.checkpoints(state.training)) is None:
+        state = None  # it left nothing to go on from, and what it was to train with may be a guess of long ago
     if state is None or (options.configuration is not None and options.configuration != state.configuration):
         state = _State(options.configuration or _recommended(service, job, runner, reporter), work.next_training())
     elif options.reconfigure:

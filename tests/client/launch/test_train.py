@@ -159,6 +159,16 @@ def test_a_training_goes_on_with_what_is_recommended_by_now_when_told_to(tmp_pat
     assert service.continued[-1] == "r1"
 
 
+def test_a_start_that_left_no_checkpoint_settles_nothing(tmp_path):
+    service, notes = FakeService(chosen=configuration(1, 32)), Notes()
+    with pytest.raises(TrainingFailedError):
+        go(bench_of(tmp_path, service, notes, (1, False)), service, notes)
+    service.chosen = configuration(2, 64)  # tuned since
+    bench = bench_of(tmp_path, service, notes, (0, False))
+    assert go(bench, service, notes).configuration == configuration(2, 64)
+    assert bench.started[0][1]["TULA_RESTART"] == "0"
+
+
 def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
