@@ -89,8 +89,9 @@ def train(
 
     After an out-of-memory it goes on with the next smaller configuration (`fallback.next_smaller`); after a
     pre-emption, or a failure since which a checkpoint was written, with the same one; both from the last checkpoint.
-    The same command after `tula` died goes on likewise, if there is a checkpoint. Raises `TrainingFailedError`, and what
-    the client raises.
+    The same command after `tula` died goes on likewise, if there is a checkpoint.
+
+    Raises `TrainingFailedError`, and what the client raises.
     """
     runner.cancel_left()
     state = None if options.fresh else _load(work)
