@@ -25,7 +25,7 @@ def main() -> None:
         model(x).sum().backward()
         optimizer.step()
         seen += 1
-    print("micro-steps", os.environ["RANK"], seen, flush=True)
+    os.write(1, f"micro-steps {os.environ['RANK']} {seen}\n".encode())  # in one piece: the ranks share a pipe
     leave_group()
 
 
