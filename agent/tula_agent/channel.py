@@ -119,17 +119,24 @@ class Meeting:
     def channel(self, within_s: float = 0.0) -> Channel | None:
         """The channel, or None as long as the first rank has not said where its store is: not `within_s` seconds."""
         ends = time.monotonic() + within_s
-        if self._channel is None and not self._lost and self._lock.acquire(timeout=max(0.0, within_s)):
+        if self._channel is None and self._lock.acquire(timeout=max(0.0, within_s)):
             try:
                 group = None if self._group is None else self._group()
-                if self._channel is None and group is not None:
+                if self._channel is None and not self._lost and group is not None:
                     address = self._in_group(group).wait(_ADDRESS, ends - time.monotonic())
                     if address is not None:
-                        self._lost = True  # one try: what cannot be reached now would cost each further one as long
-                        self._channel = self._connect(*address)
+                        self._reach(address)
             finally:
                 self._lock.release()
         return self._channel
+
+    def _reach(self, address: Any) -> None:
+        """One try: what cannot be reached now would cost each further one as long."""
+        try:
+            self._channel = self._connect(*address)
+        except Exception:
+            self._lost = True
+            raise
 
     def _in_group(self, store: Any) -> Channel:
         return Channel(store, self._prefix, *self._place)

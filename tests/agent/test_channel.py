@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tula_agent.channel import RING, Channel
+from tula_agent.channel import RING, Channel, Meeting
 
 
 class Old:
@@ -49,3 +51,54 @@ def test_messages_arrive_once_and_in_order_and_nothing_is_there_before_it_was_se
         if number % 10 == 9 or number == RING + 4:
             start = number - number % 10
             assert first.collect(1) == list(range(start, number + 1))
+
+
+class Second(Meeting):
+    """What the second of two ranks has made of a group with the store `group`; it connects once it `may_connect`."""
+
+    def __init__(self, group: Any) -> None:
+        self._prefix, self._place = "tula/", (1, 2)
+        self._lock = threading.Lock()
+        self._channel, self._lost = None, False
+        self._group = weakref.ref(group)
+        self.group, self.hosted = group, dist.HashStore()
+        self.connecting, self.may_connect, self.reachable = threading.Event(), threading.Event(), True
+
+    def _connect(self, host: str, port: int) -> Channel:
+        self.connecting.set()
+        assert self.may_connect.wait(10)
+        if not self.reachable:
+            raise RuntimeError(f"{host}:{port} cannot be reached")
+        return Channel(self.hosted, self._prefix, *self._place)
+
+
+def test_a_thread_that_may_wait_gets_the_channel_that_another_is_connecting() -> None:
+    """Else a rank whose shipping thread came first would not say that it is there, and the first rank would wait."""
+    meeting = Second(dist.HashStore())
+    meeting._in_group(meeting.group).set("address", ["first", 1])
+    got: list[Channel | None] = []
+    shipping = threading.Thread(target=meeting.channel)
+    training = threading.Thread(target=lambda: got.append(meeting.channel(10.0)))
+    shipping.start()
+    assert meeting.connecting.wait(10)
+    assert meeting.channel() is None  # who may not wait comes again
+    training.start()
+    training.join(0.2)
+    assert training.is_alive()
+    meeting.may_connect.set()
+    for thread in (shipping, training):
+        thread.join(10)
+    assert got
+    assert got[0] is not None
+    assert got[0] is meeting.channel()
+
+
+def test_what_cannot_be_reached_is_tried_once() -> None:
+    meeting = Second(dist.HashStore())
+    meeting._in_group(meeting.group).set("address", ["first", 1])
+    meeting.reachable = False
+    meeting.may_connect.set()
+    with pytest.raises(RuntimeError, match="first:1"):
+        meeting.channel(1.0)
+    meeting.reachable = True
+    assert meeting.channel(1.0) is None
