@@ -2,7 +2,8 @@
 
 A rank that runs out of memory leaves its peers waiting in a collective, for as long as the backend's timeout (30
 minutes). So the rank that notices says so in the job's own key-value store and at the service, and a thread on every
-rank looks there once a second; whoever still runs EXIT_WITHIN_S later is ended. Noticed are an exception that ends
+rank looks there once a second; whoever still runs EXIT_WITHIN_S later is ended. The rank that noticed keeps the store
+open, which may be its own, until the others have heard or should have. Noticed are an exception that ends
 the process, one that the script caught and reported with `run.report_out_of_memory`, and one of CUDA that the script
 caught and kept to itself (the allocator counts them).
 """
@@ -14,11 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tula_agent.channel import Channel
+from tula_agent.channel import CONNECT_WITHIN_S, Channel
 
 if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
@@ -47,15 +49,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 class OutOfMemoryWatch:
     """One rank's look-out.
 
-    `channel` answers the way to the other ranks, or None while there is none; it is None itself where there is one
-    rank. `report` tells the service (message, batch); `batch_size` and `steps` are asked for at the moment. An error of
-    CUDA that the script caught counts at once in a profiling run; in training only when no step follows for STALLED_S,
-    since scripts exist that try a smaller batch by themselves.
+    `channel`, given the seconds that it may wait, answers the way to the other ranks, or None while there is none; it
+    is None itself where there is one rank. `report` tells the service (message, batch); `batch_size` and `steps` are
+    asked for at the moment. An error of CUDA that the script caught counts at once in a profiling run; in training only
+    when no step follows for STALLED_S, since scripts exist that try a smaller batch by themselves.
     """
 
     def __init__(
         self,
-        channel: Callable[[], Any] | None,
+        channel: Callable[[float], Any] | None,
         *,
         rank: int,
         report: Callable[[str | None, int | None], None],
@@ -68,6 +70,7 @@ class OutOfMemoryWatch:
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._channel = channel
+        self._told: Any = None  # the channel over which the word went out or came: it stays open to the process's end
         self._rank = rank
         self._report = report
         self._batch_size = batch_size
@@ -114,31 +117,49 @@ class OutOfMemoryWatch:
         self._say(f"rank {self._rank} ran out of memory" + (f" at a local batch of {batch}" if batch else ""))
         if self._channel is not None:
             self._later()
-        try:
-            channel = self._channel() if self._channel is not None else None
-            if channel is not None:
-                channel.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
-        except Exception as error:  # the store's rank is gone, and with it the group
-            self._say(f"the other ranks could not be told ({error})")
+        if self._channel is not None:
+            try:
+                self._told = self._channel(CONNECT_WITHIN_S)  # in the first step the ranks may not have met yet
+                if self._told is None:
+                    self._say("the other ranks could not be told: there is no way to them")
+                else:
+                    self._told.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
+            except Exception as error:  # the store's rank is gone, and with it the group
+                self._told = None
+                self._say(f"the other ranks could not be told ({error})")
+        ends = time.monotonic() + 2 * self._look_every_s
         self._report(message, batch)
+        self._until_heard(ends)
+
+    def _until_heard(self, ends: float) -> None:
+        """Wait until the others have said that they heard, or `ends`: this process may host the store they look in."""
+        if self._told is None:
+            return
+        others = [f"heard/{rank}" for rank in range(self._told.world_size) if rank != self._rank]
+        with suppress(Exception):
+            while not self._told.has(*others) and time.monotonic() < ends:
+                time.sleep(min(0.02, self._look_every_s))
 
     def _look(self) -> None:
-        ask, lost = self._channel or (lambda: None), None
+        ask, lost = self._channel or (lambda _within_s: None), None
         while not (self._closed.wait(self._look_every_s) or self._known.is_set()):
             if self._caught():
                 self.tell("CUDA out of memory, caught by the script.")
                 return
             channel = told = None
             try:
-                channel = ask()
+                channel = ask(0.0)
                 if channel is not None and channel is not lost and channel.has(_KEY):
                     told = channel.get(_KEY)
             except Exception:  # the store has closed: nothing more to hear there
                 lost = channel
             if told is not None:
                 self._known.set()
+                self._told = channel
                 self._say(f"rank {told['rank']} ran out of memory, so rank {self._rank} ends too")
                 self._later()
+                with suppress(Exception):
+                    channel.set(f"heard/{self._rank}", True)
 
     def _caught(self) -> bool:
         """True when the script caught an out-of-memory and training does not go on."""
@@ -154,10 +175,16 @@ class OutOfMemoryWatch:
         return now - since >= self._stalled_s
 
     def _later(self) -> None:
-        """End this process unless it ends by itself; a hung collective or destructor would not."""
-        timer = threading.Timer(self._exit_within_s, self._end, (EXIT_CODE,))
+        """End this process unless it ends by itself; a hung collective or destructor would not.
+
+        Until then the timer holds this look-out, and with it the store that others may still look in.
+        """
+        timer = threading.Timer(self._exit_within_s, self._end_now)
         timer.daemon = True
         timer.start()
+
+    def _end_now(self) -> None:
+        self._end(EXIT_CODE)
 
     @staticmethod
     def _say(text: str) -> None:
@@ -167,9 +194,9 @@ class OutOfMemoryWatch:
 def watch_for(run: Run, recorder: Recorder) -> OutOfMemoryWatch:
     """Start the look-out of this process, once its ranks are about to train together."""
 
-    def channel() -> Channel | None:
+    def channel(within_s: float) -> Channel | None:
         meeting = recorder.reporter.meeting
-        return None if meeting is None else meeting.channel()
+        return None if meeting is None else meeting.channel(within_s)
 
     def report(message: str | None, batch: int | None) -> None:
         with run.guard("reporting out of memory"):

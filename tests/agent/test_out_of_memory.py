@@ -3,27 +3,30 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import numpy
 import pytest
 import torch
 
+from tula_agent.channel import CONNECT_WITHIN_S
 from tula_agent.out_of_memory import EXIT_CODE, OutOfMemoryWatch, is_out_of_memory
 
 
 class Road:
     """The ranks' key-value store, in one process."""
 
-    def __init__(self):
-        self.values = {}
+    def __init__(self, world_size=3):
+        self.values, self.world_size = {}, world_size
 
     def set(self, key, value):
         self.values[key] = value
 
-    def has(self, key):
-        return key in self.values
+    def has(self, *keys):
+        return all(key in self.values for key in keys)
 
     def get(self, key):
         return self.values[key]
@@ -33,7 +36,7 @@ class Broken:
     def set(self, key, value):
         raise RuntimeError("store is gone")
 
-    has = get = lambda self, key: (_ for _ in ()).throw(RuntimeError("store is gone"))
+    has = get = lambda self, *keys: (_ for _ in ()).throw(RuntimeError("store is gone"))
 
 
 class Rank:
@@ -43,15 +46,16 @@ class Rank:
         self.ended, self.reports, self.count, self.step = threading.Event(), [], 0, 0
         self.codes = []
         options.setdefault("exit_within_s", 0.1)
+        options.setdefault("look_every_s", 0.01)
+        ask = channel if callable(channel) else lambda within_s: channel
         self.watch = OutOfMemoryWatch(
-            None if channel is None else lambda: channel,
+            None if channel is None else ask,
             rank=rank,
             report=lambda message, batch: self.reports.append((message, batch)),
             batch_size=lambda: 64,
             steps=lambda: self.step,
             count=lambda: self.count,
             end=self.end,
-            look_every_s=0.01,
             **options,
         )
         self.watch.start()
@@ -139,3 +143,63 @@ def test_a_look_out_that_was_closed_stays_silent():
     time.sleep(0.05)
     road.set("out_of_memory", {"rank": 1, "local_batch_size": 64})
     assert not rank.ended.wait(0.3)
+
+
+class Hosted(Road):
+    """A store that closes when the rank that hosts it holds it no more."""
+
+    def __init__(self, world_size=2):
+        super().__init__(world_size)
+        self.asked = threading.Event()
+
+    def has(self, *keys):
+        self.asked.set()
+        return super().has(*keys)
+
+
+def test_the_store_stays_open_until_the_others_have_heard():
+    """The first rank hosts it, and its report lets go of the way there."""
+    road = Hosted()
+    way = [road]
+    first = Rank(lambda within_s: way[0] if way else None, 0, look_every_s=5.0, exit_within_s=10.0)
+    first.watch._report = lambda message, batch: way.clear()
+    first_ends = threading.Thread(target=first.watch.tell, args=("no memory",))
+    first_ends.start()
+    assert road.asked.wait(5)  # it waits for a word, with its own way gone
+    assert not way
+    assert first_ends.is_alive()
+    second = Rank(road, 1)
+    assert second.ended.wait(5)
+    first_ends.join(5)
+    assert not first_ends.is_alive()
+    held = weakref.ref(road)
+    del road, second, first_ends
+    first.watch.close(0.0)
+    del first
+    gc.collect()
+    assert held() is not None  # the timer that will end this process holds it
+
+
+def test_ranks_without_an_agent_are_not_waited_for_longer_than_two_looks():
+    rank = Rank(Road(), 0)
+    rank.watch.tell("no memory")
+    assert rank.ended.wait(5)
+    assert rank.reports == [("no memory", 64)]
+
+
+def test_in_the_first_step_the_way_to_the_others_is_waited_for(capsys):
+    road, asked = Road(1), []
+
+    def way(within_s):
+        asked.append(within_s)
+        return road if within_s else None
+
+    rank = Rank(way)
+    rank.watch.tell("no memory")
+    assert rank.ended.wait(5)
+    assert asked[-1] == CONNECT_WITHIN_S
+    assert road.has("out_of_memory")
+    nobody = Rank(lambda within_s: None)
+    nobody.watch.tell("no memory")
+    assert "the other ranks could not be told: there is no way to them" in capsys.readouterr().err
+    assert nobody.reports == [("no memory", 64)]
