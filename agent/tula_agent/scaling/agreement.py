@@ -49,7 +49,12 @@ class Agreement:
         slots = [0.0] * (1 + VECTOR_LENGTH)
         if thresholds is not None and self._ranks.is_first:
             slots = [1.0, *thresholds.to_vector()]
-        return torch.tensor(slots, dtype=torch.float64, device=device)
+        vector = torch.tensor(slots, dtype=torch.float64)
+        if self._ranks.size == 1:
+            return vector  # nothing to send, and no device to wait for
+        if device.type == "cuda":
+            vector = vector.pin_memory()  # or the copy would wait for all that the device has to do
+        return vector.to(device, non_blocking=True)
 
     def state(self) -> list[float] | None:
         """A proposal still on its way, for a checkpoint; waits for the sum if it is in flight."""

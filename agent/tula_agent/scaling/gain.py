@@ -160,6 +160,7 @@ class Gain:
             "factor": self._factor,
             "usual_norm": None if self._spikes is None else self._spikes.state(),
             "batch_size": self._site.batch_size,
+            "last_count": self._site.last_count,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -168,6 +169,7 @@ class Gain:
         before, now = state["batch_size"], self._site.batch_size
         if now is None:
             self._site.seen_batch_size = before
+            self._site.last_count = int(state.get("last_count", 0))
         elif before:  # S/B is kept per batch: a job that goes on with another batch keeps its S
             self._noise.change_batch(now / before)
         self._samples = float(state["samples"])

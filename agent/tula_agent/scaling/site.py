@@ -38,6 +38,7 @@ class Site:
     loss: LossFunction | None
     batch: Any = None
     seen_batch_size: int | None = None
+    last_count: int = 0
     _shown: int = 0
     _longest: int = 0
 
@@ -76,9 +77,10 @@ class Site:
         return float(min(self._shown, parts * self._longest) if parts else self._longest)
 
     def counted(self, examples: float) -> None:
-        """Take in that sum."""
+        """Take in that sum; a smaller one counts when it comes again, for the last batch of an epoch may be short."""
         if examples > 0:
-            self.seen_batch_size = round(examples)
+            count = round(examples)
+            self.seen_batch_size, self.last_count = max(count, self.last_count), count
 
     @property
     def batch_ratio(self) -> float | None:
@@ -102,10 +104,7 @@ class Site:
         local = batch_length(self.batch)
         wanted = self.thresholds.small_batch_size
         size = max(1, local // 8) if wanted is None else max(1, math.ceil(wanted / self.ranks.size))
-        numbers = torch.tensor(
-            [self.observed, size, size >= local], dtype=torch.float64, device=self.parameters()[0].device
-        )
-        examples, sizes, too_short = (float(x) for x in self.ranks.sum_(numbers).tolist())
+        examples, sizes, too_short = self._over_ranks([self.observed, size, size >= local])
         if too_short:
             return None
         armed, self.tap.armed = self.tap.armed, False
@@ -115,6 +114,13 @@ class Site:
         finally:
             self.tap.armed = armed
         return gradients, (self.global_batch_size or examples) / sizes
+
+    def _over_ranks(self, numbers: list[float]) -> list[float]:
+        """Their sums; with several ranks the host waits for the device here, with one it does not."""
+        if self.ranks.size == 1:
+            return numbers
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self.parameters()[0].device)
+        return [float(x) for x in self.ranks.sum_(vector).tolist()]
 
 
 class Policy(Protocol):

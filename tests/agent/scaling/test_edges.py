@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
-from tula_agent.scaling.agreement import AGREE_EVERY
+from tula_agent.scaling.agreement import AGREE_EVERY, Agreement
 from tula_agent.scaling.factors import norm_squared
 from tula_agent.scaling.probe import probe_gradients
 from tula_agent.scaling.ranks import Ranks
@@ -163,6 +163,33 @@ def test_a_probe_divides_every_gradient_once_even_where_autograd_hands_out_one_f
     found = probe_gradients(model, loss, batch, [model.a, model.b, model.c], ranks=TwoRanks())
     for gradient, expected in zip(found, (batch, batch, torch.ones(3)), strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+def test_one_rank_asks_no_device_about_a_probe_or_about_thresholds():
+    """A device that can tell nothing stands for one that the host would have to wait for."""
+    device = torch.device("meta")
+    model = nn.Linear(6, 4, device=device)
+    site = TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model=model, loss=lambda net, batch: net(batch).sum()
+    )._site
+    site.observe(torch.randn(16, 6, device=device))
+    found = site.probe()
+    assert found is not None
+    assert found[1] == 16 / 2
+    agreement = Agreement(Ranks())
+    thresholds = ScalingThresholds(version=2, policy="none")
+    assert agreement.settle(thresholds, device) == thresholds
+    agreement.propose(thresholds)
+    assert agreement.poll(0, device) is None
+    assert agreement.poll(1, device) == thresholds
+
+
+def test_a_short_last_batch_is_not_taken_for_the_size_of_all():
+    model = network()
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    for size, known in ((32, None), (8, 32), (32, 32), (32, 32), (16, 32), (16, 32), (16, 16)):
+        train(optimizer, model, batches(size), 1)  # counted at the next step
+        assert optimizer.state_dict()["tula"]["gain"]["batch_size"] == known
 
 
 def test_a_probe_takes_part_of_any_mapping():
