@@ -129,6 +129,7 @@ def resume(
     """
     root = _directory(directory)
     folder = _agreed_newest(root)
+    run.position.told = True
     if folder is None:
         return Resumed()
     facts = json.loads((folder / _COMPLETE).read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tula_agent.guard import logger
 
-__all__ = ["AgentConfig", "ProfilePlan", "read_config"]
+__all__ = ["AgentConfig", "ProfilePlan", "is_launched", "read_config"]
 
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
@@ -54,6 +54,11 @@ class AgentConfig:
     queue_limit_bytes: int = 4 * 2**20
     row_limit: int = 20_000
 
+    @property
+    def restarted(self) -> bool:
+        """True in a process that goes on in the place of one that ended: by `tula train` or by torchrun."""
+        return any(count not in _OFF for count in self.restart.split("-"))
+
 
 def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
     """The configuration, or None when the agent is to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
@@ -89,6 +94,13 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         comm_hook=environ.get("TULA_COMM_HOOK", "").strip().lower() not in _OFF,
         stacks_at_s=_unix_time(environ, "TULA_STACKS_AT"),
     )
+
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """True when something started this process as a rank; SLURM_NTASKS alone is the allocation's size, not a step's."""
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return True
+    return any(_first(environ, (name,), 1, at_least=1) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
 
 
 def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:

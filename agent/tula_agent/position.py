@@ -54,7 +54,7 @@ class Position:
     """Passes over the loader that are complete, and batches taken from the one under way.
 
     `step` counts those of the process that was resumed from too; they are the first `resumed_at` of them. In passes,
-    which are the same at every batch, what was done before this process is `epochs_before`.
+    which are the same at every batch, what was done before this process is `epochs_before`; `told` once said.
     """
 
     epoch: int = 0
@@ -62,6 +62,7 @@ class Position:
     step: int = 0
     resumed_at: int = 0
     epochs_before: float = 0.0
+    told: bool = False
     at_pass_start: dict[str, Any] = field(default_factory=dict)
     loader: Any = None
     _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
@@ -85,6 +86,7 @@ class Position:
             if next(batches, _END) is _END:
                 break
             self.consumed += 1
+        self.told = True
         self.epochs_before = self.epoch + _share(self.consumed, loader)
         if now is not None:
             restore_randomness(now, loader)
@@ -117,7 +119,7 @@ def _share(batches: int, loader: Iterable[Any]) -> float:
     """How much of a pass so many batches are; 0 of a loader that does not know its length."""
     try:
         return min(1.0, batches / len(loader))  # type: ignore[arg-type]
-    except (TypeError, ZeroDivisionError):
+    except Exception:  # a loader's own __len__ may raise anything
         return 0.0
 
 

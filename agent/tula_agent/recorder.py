@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tula_agent.channel import Meeting, current_group, placed
-from tula_agent.config import AgentConfig, ProfilePlan
+from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.forks import forget_in_children
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.device_clock import DeviceClock, Interval, clock_for
@@ -196,6 +196,8 @@ class Recorder:
     def _first_epoch(self) -> None:
         models = list(self.watched.models)
         self._count_memory(models)
+        if current_group() is None and not is_launched():
+            self._ranks = 1
         world_size = self.world_size
         self.profiling.together = Together(None, self.guard, world_size)
         if world_size > 1 and current_group() is not None:
@@ -250,8 +252,7 @@ class Recorder:
             self._first_batch(size)
         if size is not None:
             self.memory.saw_batch(size, batch, loader)
-        for optimizer in self.watched.observers:
-            optimizer.observe_batch(batch)
+        self.watched.show(batch)
 
     def end_epoch(self) -> None:
         """The loop is left."""
@@ -381,8 +382,7 @@ class Recorder:
     def _idle(self, transport: Transport) -> None:
         if not self._asked_for_plan:
             self._ask_for_plan(transport)
-        poller = self._poller
-        if poller is not None:
+        if (poller := self._poller) is not None:
             poller.poll(transport)
 
     def _ask_for_plan(self, transport: Transport) -> None:

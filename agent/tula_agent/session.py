@@ -119,7 +119,7 @@ class Run:
             while repeat:
                 repeat = False
                 for_this_pass = position.begin(loader)
-                recorder.reporter.epochs_before = position.epochs_before
+                recorder.reporter.begins_at(position)
                 repeatable = for_this_pass is not loader
                 while True:
                     try:
@@ -156,12 +156,13 @@ class Run:
         """
         with self.guard("telling where training goes on"):
             self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
+            self.position.told = True
 
     def begin_loop(self, loader: Any = None) -> None:
         """For a loop that belongs to a framework: it is about to go over `loader`."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
-            recorder.reporter.epochs_before = self.position.epochs_before
+            recorder.reporter.begins_at(self.position)
             with self.guard("starting to measure"):
                 recorder.begin_epoch(loader)
             with self.guard("looking out for out of memory"):
@@ -175,6 +176,7 @@ class Run:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader)
                 self.recorder.timer.more_micro_steps(micro_steps - 1)
+                self.recorder.watched.show(batch, micro_steps - 1)
 
     def batch_done(self) -> None:
         """The framework is done with that batch and asks for the next."""

@@ -46,6 +46,12 @@ class Watched:
                     said[name] = value
                     yield name, value
 
+    def show(self, batch: Any, times: int = 1) -> None:
+        """Let the observers see the batch of a micro-step; of `times` of them that are alike."""
+        for optimizer in self.observers:
+            for _ in range(times):
+                optimizer.observe_batch(batch)
+
     def forget(self) -> None:
         """Know of nothing any more."""
         self.models.clear()

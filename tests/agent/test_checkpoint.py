@@ -178,6 +178,25 @@ def test_what_is_behind_a_training_is_told_in_passes(tmp_path):
     assert run.position.epochs_before == 2.0
 
 
+def test_a_loader_that_cannot_say_its_length_raises_nothing_of_ours(tmp_path):
+    class Endless:
+        def __iter__(self):
+            return iter([0, 1, 2])
+
+        def __len__(self):
+            raise NotImplementedError
+
+    model, optimizer = small()
+    run = init()
+    for number, _ in enumerate(run.steps(Endless()), 1):
+        if number == 2:
+            run.checkpoint(model, optimizer, directory=tmp_path)
+    run = init()
+    run.resume(model, optimizer, directory=tmp_path)
+    assert list(run.steps(Endless())) == [2]
+    assert run.position.epochs_before == 0.0
+
+
 @pytest.mark.parametrize(("said", "kept"), [(2.5, 2.5), (-1, 0.0), (float("nan"), 0.0), ("none", 0.0), (1e9, 1e6)])
 def test_a_script_with_checkpoints_of_its_own_says_where_it_goes_on(said, kept):
     run = init()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.config import read_config
+from tula_agent.config import is_launched, read_config
 
 BASE = {"TULA_URL": "http://service:8321/", "TULA_RUN_ID": "r1"}
 NAMES = [
@@ -46,6 +46,22 @@ def test_ranks_come_from_torchrun_or_else_from_slurm() -> None:
     config = read_config({**BASE, **slurm, "RANK": "1", "WORLD_SIZE": "2"})
     assert config is not None
     assert (config.rank, config.world_size) == (1, 2)
+
+
+def test_a_step_of_one_process_is_not_taken_for_the_allocation_around_it() -> None:
+    salloc = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    assert not is_launched(salloc)
+    assert not is_launched({**salloc, "SLURM_STEP_NUM_TASKS": "1"})
+    assert is_launched({**salloc, "SLURM_STEP_NUM_TASKS": "8"})
+    assert is_launched({**salloc, "OMPI_COMM_WORLD_SIZE": "8"})
+    assert is_launched({"RANK": "0"})
+    assert is_launched({"WORLD_SIZE": "2"})
+
+
+def test_a_start_in_the_place_of_another_is_known_as_such() -> None:
+    starts = [{}, {"TULA_RESTART": "0"}, {"TULA_RESTART": "1"}, {"TORCHELASTIC_RESTART_COUNT": "2"}]
+    configs = [read_config({**BASE, **told}) for told in starts]
+    assert [config is not None and config.restarted for config in configs] == [False, False, True, True]
 
 
 def test_the_communication_hook_is_taken_only_when_asked_for() -> None:

@@ -13,6 +13,7 @@ import torch
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
+from tula_agent.scaling import TulaOptimizer
 from tula_agent.session import Run
 
 Plain = Callable[..., list[str]]
@@ -219,6 +220,48 @@ def test_ranks_are_told_apart_by_their_group_where_no_variable_tells(sink: Sink,
     assert sink.steps() == list(range(64))
     assert {body["world_size"] for body in sink.samples} == {2}
     assert {body["rank"] for body in sink.telemetry if "step_time_s" in body["columns"]} == {0}
+
+
+def test_one_process_in_an_allocation_of_eight_is_one_rank(sink: Sink, launch: Launch) -> None:
+    """Without srun SLURM tells the allocation's size: a profile run repeats its loader all the same, and ends."""
+    done = launch(
+        "train.py", "--epochs", "1", "--batches", "4", TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="20", SLURM_NTASKS="8"
+    )
+    assert "micro-steps 0 23" in done.stdout
+    assert {body["world_size"] for body in sink.samples} == {1}
+    assert sink.states == ["running", "succeeded"]
+
+
+def test_what_is_behind_a_training_is_told_only_where_it_is_known(sink: Sink, tmp_path: Path) -> None:
+    environ = {"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path)}
+    for run_id, restart, told in (("fresh", "0", None), ("again", "1", None), ("said", "1", 0.0)):
+        run = Run(read_config({**environ, "TULA_RUN_ID": run_id, "TULA_RESTART": restart}))
+        if told is not None:
+            run.begin_at(told)
+        for _ in run.steps([torch.zeros(2)] * 3):
+            run.recorder._before_step(None, (), {})  # type: ignore[union-attr,arg-type]
+        run.finish()
+    bodies = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
+    told_by = {run_id: body.get("epochs_before") for run_id, body in bodies}
+    assert told_by == {"fresh": 0.0, "again": None, "said": 0.0}
+    assert not sink.invalid
+
+
+def test_a_framework_that_fetches_a_whole_step_at_once_shows_all_of_it(sink: Sink, tmp_path: Path) -> None:
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    model = torch.nn.Linear(3, 1)
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    run.watch(model, optimizer)
+    run.begin_loop()
+    for _ in range(4):
+        run.batch_arrived(torch.empty(5, 0), None, 2)
+        for _ in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.batch_done()
+    assert optimizer.state_dict()["tula"]["gain"]["batch_size"] == 10
+    run.finish()
 
 
 @pytest.mark.parametrize("active", [True, False])

@@ -15,6 +15,7 @@ from tula_agent.measure.device_clock import Interval
 from tula_agent.measure.no_sync import Lap, split_by_alternation
 from tula_agent.measure.step_timer import StepTiming
 from tula_agent.measure.sync_split import Reading, Split, merge
+from tula_agent.position import Position
 from tula_agent.ship.columns import Rows, SampleRow, sample_bodies, telemetry_body
 from tula_agent.ship.envelope import Envelope, encode
 from tula_wire import routes
@@ -41,7 +42,7 @@ class Reporter:
         self.laps: deque[Lap] = deque(maxlen=config.row_limit)
         self.training = config.plan is None
         self.memory: dict[str, Any] | None = None
-        self.epochs_before = 0.0  # what training had behind it when this process began
+        self.epochs_before: float | None = None  # what training had behind it when this process began, where known
         self.config = config
         self._guard = guard
         self._boot_id = boot_id
@@ -61,6 +62,11 @@ class Reporter:
     @property
     def _leads(self) -> bool:
         return self.config.rank == 0
+
+    def begins_at(self, position: Position) -> None:
+        """A loop begins. A script that was started again, and said nothing, may have loaded anything."""
+        known = position.told or not self.config.restarted
+        self.epochs_before = position.epochs_before if known else None
 
     def marked(self, step: int, interval: Interval) -> None:
         """On the training thread, before the step's row is added: the device will say how long the step took."""
@@ -235,7 +241,7 @@ class Reporter:
         memory, self.memory = self.memory, None
         due = []
         for body in sample_bodies(rows, self._identity(), self._sequence):
-            if self.epochs_before:
+            if self.epochs_before is not None:
                 body["epochs_before"] = self.epochs_before
             if memory is not None:
                 body["memory"] = memory
