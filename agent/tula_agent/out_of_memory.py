@@ -153,7 +153,7 @@ class OutOfMemoryWatch:
                     told = channel.get(_KEY)
             except Exception:  # the store has closed: nothing more to hear there
                 lost = channel
-            if told is not None:
+            if channel is not None and told is not None:
                 self._known.set()
                 self._told = channel
                 self._say(f"rank {told['rank']} ran out of memory, so rank {self._rank} ends too")
