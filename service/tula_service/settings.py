@@ -66,6 +66,16 @@ class Settings:
         return {PREFIX + item.name.upper(): _shown(getattr(self, item.name)) for item in dataclasses.fields(self)}
 
     @property
+    def most_ordinary(self) -> int:
+        """Requests held at once that are not agents' measurements, for which the rest of the room is kept."""
+        return self.max_in_flight - self.max_in_flight // 4
+
+    @property
+    def most_streams(self) -> int:
+        """Event streams open at once in a worker: each costs a query a second, and half the room stays free of them."""
+        return min(200, max(1, self.most_ordinary // 2))
+
+    @property
     def on_loopback(self) -> bool:
         """True when only this machine can reach the service."""
         if self.host == "localhost":

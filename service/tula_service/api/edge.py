@@ -53,7 +53,7 @@ class Edge:
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self._app = app
         self._most = settings.max_in_flight
-        self._most_others = self._most - self._most // 4
+        self._most_ordinary = settings.most_ordinary
         self._body_timeout_s = settings.body_timeout_s
         self._body_bytes = settings.max_body_bytes
         self._metrics = metrics
@@ -67,7 +67,7 @@ class Edge:
         request_id = _request_id(scope)
         scope["tula.request_id"] = request_id
         by_agent = scope["method"] == "POST" and scope["path"].endswith(_SENT_BY_AGENTS)
-        if self._in_flight >= (self._most if by_agent else self._most_others) and scope["path"] not in _PROBES:
+        if self._in_flight >= (self._most if by_agent else self._most_ordinary) and scope["path"] not in _PROBES:
             self._metrics.refused.inc()
             response = problem_response(
                 503,

@@ -19,10 +19,7 @@ from tula_service.usecases import events
 from tula_service.usecases.access import Principal
 from tula_wire import routes
 
-__all__ = ["MOST_STREAMS", "router", "stream"]
-
-MOST_STREAMS: Final = 200
-"""Open streams of one worker; each costs a query a second."""
+__all__ = ["router", "stream"]
 
 POLL_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0
@@ -54,7 +51,7 @@ async def get_events(
     open_streams: set[object] = request.app.state.streams
     newest = await run_in_threadpool(events.last_id, have.store, caller, job_id)
     start = _start(last_event_id, after, newest)
-    if len(open_streams) >= MOST_STREAMS:
+    if len(open_streams) >= have.settings.most_streams:
         raise Busy("Too many event streams are open: close one or try again later.", retry_after_s=10.0)
 
     async def body() -> AsyncIterator[bytes]:
