@@ -61,8 +61,8 @@ class SampleBatch(WireModel):
     timing_method: TimingMethod = "wall"
     memory: MemoryBreakdown | None = None
     warmup: bool = Field(False, description="True: discarded by the fit.")
-    epochs_before: Annotated[float, Field(ge=0, le=1e6)] = Field(
-        0.0, description="Passes over the data that training had behind it when this process began."
+    epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
+        None, description="Passes over the data that training had behind it when this process began; null: not known."
     )
     sequence: Annotated[Column[Number], Field(min_length=1)]
     step: Column[Number]

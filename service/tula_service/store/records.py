@@ -188,7 +188,7 @@ class MemoryReading:
 class NewSamples:
     """One batch of one rank as it arrived, with what the process saw of its own configuration.
 
-    `epochs_before` is what its training had behind it when the process began, in passes over the data.
+    `epochs_before` is what its training had behind it when the process began, in passes over the data, where it told.
     """
 
     rank: int
@@ -200,7 +200,7 @@ class NewSamples:
     grad_accum_steps: int | None = None
     timing_method: str = "wall"
     memory: MemoryReading | None = None
-    epochs_before: float = 0.0
+    epochs_before: float | None = None
 
 
 @dataclass(frozen=True)

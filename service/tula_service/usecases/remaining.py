@@ -21,10 +21,10 @@ def epochs_done(spec: wire.JobSpec, configuration: Configuration, new: NewSample
     """Passes over the data that the training has behind it at the newest of these samples.
 
     A process counts its steps from zero; what the checkpoint that it went on from had behind it is told in passes,
-    which mean the same at every batch.
+    which mean the same at every batch. Where nothing is told, nothing is taken to be behind it.
     """
     steps = int(np.max(new.columns.step)) + 1
-    return new.epochs_before + steps * configuration.global_batch_size / spec.dataset.size
+    return (new.epochs_before or 0.0) + steps * configuration.global_batch_size / spec.dataset.size
 
 
 def examples_left(spec: wire.JobSpec, configuration: Configuration, new: NewSamples) -> float:

@@ -64,10 +64,17 @@ def begin(tx: Transaction, job: JobRecord, run: RunRecord, expected: Expectation
             watched,
             spent_s=earlier.spent_s + took_s,
             spent_usd=earlier.spent_usd + rate * took_s,
-            ratios=earlier.ratios,
+            ratios=_ratios_with(earlier, before),
             sentence=earlier.sentence,
         )
     tx.runs.update(run.id, drifted=bool(watched.sentence), drift_state=asdict(watched))
+
+
+def _ratios_with(earlier: _Watched, before: RunRecord) -> dict[str, float]:
+    """What an earlier run's drift corrects, its own mean step included: most of it may be from before the drift."""
+    if not earlier.ratios or earlier.level_s is None or before.step_time_s is None:
+        return earlier.ratios
+    return {**earlier.ratios, before.id: earlier.level_s / before.step_time_s}
 
 
 def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> None:
@@ -92,7 +99,8 @@ def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> None:
                 watched = _on_drift(tx, run, watched, detector, new)
         step = int(new.columns.step.max())
         # A launcher that restarts its processes within a run makes their steps begin anew.
-        if step < watched.checked_at or step >= watched.checked_at + _CHECK_EVERY_STEPS:
+        due = step < watched.checked_at or step >= watched.checked_at + _CHECK_EVERY_STEPS
+        if due and _knows_how_far(watched, new):
             at = _progress(tx, run, watched, new, float(np.median(times)))
             watched = replace(watched, checked_at=step, said=advice.mind_limits(tx, run, at, said=watched.said))
     tx.runs.update(run.id, drift_state=asdict(watched))
@@ -140,8 +148,14 @@ def _on_drift(tx: Transaction, run: RunRecord, watched: _Watched, detector: Drif
     watched = replace(watched, ratios=ratios, sentence=sentence)
     tx.runs.update(run.id, drifted=True, drift_state=asdict(watched), bump=True)
     tx.events.append(run.job_id, "drift", run_id=run.id, data=data | {"sentence": f"{sentence}."})
-    advice.reconfigure(tx, tx.runs.get(run.id), _progress(tx, run, watched, new, level))
+    if _knows_how_far(watched, new):
+        advice.reconfigure(tx, tx.runs.get(run.id), _progress(tx, run, watched, new, level))
     return watched
+
+
+def _knows_how_far(watched: _Watched, new: NewSamples) -> bool:
+    """False of a training that goes on from another and did not tell from where: what is left of it is not known."""
+    return new.epochs_before is not None or watched.spent_s == 0.0
 
 
 def _progress(tx: Transaction, run: RunRecord, watched: _Watched, new: NewSamples, level_s: float) -> Progress:

@@ -78,6 +78,20 @@ def test_time_and_money_of_earlier_runs_count_toward_the_limits(cluster: Cluster
     assert "300 s of earlier starts included" in advice["sentence"]
 
 
+def test_without_word_of_what_a_training_has_behind_it_nothing_is_said_of_what_is_left(
+    cluster: Cluster, clock: ManualClock
+) -> None:
+    job_id = registered(cluster, deadline_s=1000.0)
+    first = cluster.train(job_id, SMALL)
+    clock.advance(300.0)
+    cluster.patch(first.id, "failed")
+    second = cluster.train(job_id, SMALL, continues=first.id)
+    cluster.send(second, [1.0] * 10, step=list(range(50, 60)))  # an agent or a script that does not tell
+    assert cluster.events(job_id, "advice") == []
+    cluster.send(second, [1.0] * 10, step=list(range(110, 120)), epochs_before=0.0)
+    assert [advice["kind"] for advice in cluster.events(job_id, "advice")] == ["deadline"]
+
+
 def test_a_run_that_another_goes_on_from_has_ended(cluster: Cluster) -> None:
     job_id = registered(cluster)
     first = cluster.train(job_id, SMALL)
