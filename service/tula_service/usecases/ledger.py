@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import Basis
+from tula_service.domain import Basis, RunState
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
 from tula_service.usecases import cold_start, convert
 from tula_service.usecases.access import Principal, visible_job
@@ -37,7 +37,9 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = entry.predicted_step_time_s
-    if entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
+    # A training that was stopped counts once it has gone on to its end: each start of it would count as a whole one.
+    ended = run.state is not RunState.CANCELLED
+    if ended and entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
         given = _uncalibrated(value, low, high, entry.interval_scale)
         cold_start.remember_outcome(tx, run.job_id, given, measured)
     tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
