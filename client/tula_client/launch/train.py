@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_client._errors import InvalidInputError
 from tula_client.launch._errors import LaunchError
 from tula_client.launch.fallback import Fallback, next_smaller
 from tula_client.launch.outcome import Outcome
@@ -13,7 +15,7 @@ from tula_client.launch.report import Reporter
 from tula_client.launch.runner import Runner
 from tula_client.launch.service import Service
 from tula_client.launch.template import Template
-from tula_client.launch.workdir import WorkDir
+from tula_client.launch.workdir import WorkDir, holds_files
 from tula_wire import Configuration, Job, Run, RunCreate
 
 __all__ = ["Attempt", "TrainOptions", "Trained", "TrainingFailedError", "train"]
@@ -95,8 +97,9 @@ def train(
     """
     runner.cancel_left()
     state = None if options.fresh else _load(work)
-    if state is not None and _newest(work.checkpoints(state.training)) is None:
-        state = None  # it left nothing to go on from, and what it was to train with may be a guess of long ago
+    if state is not None and not holds_files(work.checkpoints(state.training)):
+        reporter.note("The training that was begun before left no checkpoint: another begins.")
+        state = None  # what it was to train with may be a guess of long ago
     if state is None or (options.configuration is not None and options.configuration != state.configuration):
         state = _State(options.configuration or _recommended(service, job, runner, reporter), work.next_training())
     elif options.reconfigure:
@@ -111,15 +114,7 @@ def train(
     checkpoints = work.checkpoints(state.training)
     while True:
         newest = _newest(checkpoints)
-        create = RunCreate(
-            kind="train",
-            configuration=state.configuration,
-            method=options.method,
-            continues=state.run_id,
-            holder=runner.holder,
-            lease_s=runner.options.lease_s,
-        )
-        run = runner.patiently(service.create_run, job.id, create)
+        run = _begun(service, job, state, runner, options, reporter)
         state.run_id = run.id
         resume = checkpoints if state.restart and newest is not None else None
         active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
@@ -150,6 +145,25 @@ def train(
             lines = "".join(f"\n    {line}" for line in outcome.lines)
             raise TrainingFailedError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
         state.save(work)
+
+
+def _begun(service: Service, job: Job, state: _State, runner: Runner, options: TrainOptions, reporter: Reporter) -> Run:
+    """A run that goes on from the one before, or stands alone where the service does not know that one any more."""
+    create = RunCreate(
+        kind="train",
+        configuration=state.configuration,
+        method=options.method,
+        continues=state.run_id,
+        holder=runner.holder,
+        lease_s=runner.options.lease_s,
+    )
+    try:
+        return runner.patiently(service.create_run, job.id, create)
+    except InvalidInputError as error:
+        if error.field != "continues":
+            raise
+    reporter.note(f"The service does not know {state.run_id}, so what it took counts toward no limit.")
+    return runner.patiently(service.create_run, job.id, create.model_copy(update={"continues": None}))
 
 
 def _recommended(service: Service, job: Job, runner: Runner, reporter: Reporter) -> Configuration:
@@ -185,9 +199,11 @@ def _load(work: WorkDir) -> _State | None:
 
 
 def _newest(folder: Path) -> tuple[str, float] | None:
-    """Name and time of the newest entry among the checkpoints."""
-    try:
-        entries = [(entry.stat().st_mtime, entry.name) for entry in folder.rglob("*") if entry.is_file()]
-    except OSError:
-        return None
+    """Name and time of the newest file among the checkpoints; None where none can be read."""
+    entries = []
+    with suppress(OSError):  # the script may be writing or pruning while this looks
+        for entry in folder.rglob("*"):
+            with suppress(OSError):
+                if entry.is_file():
+                    entries.append((entry.stat().st_mtime, entry.name))
     return (max(entries)[1], max(entries)[0]) if entries else None

@@ -15,6 +15,7 @@ from tula_wire import ClaimRequest, Job, Recommendation, Run
 __all__ = ["NotAsToldError", "PlanOptions", "TooManyFailuresError", "Tuned", "work_through"]
 
 _LONGEST_WAIT_S = 5.0
+_LOOKS_BEFORE_GIVING_UP = 6
 
 
 class NotAsToldError(LaunchError):
@@ -59,6 +60,7 @@ def work_through(
     _release_orphans(job, runner)
     active: list[Active] = []
     finished: list[tuple[Run, Outcome]] = []
+    too_few_nodes = 0
     failures, succeeded = 0, any(run.state == "succeeded" for run in job.plan)
     reason = job.plan_reason
     try:
@@ -89,7 +91,11 @@ def work_through(
                 if not active:
                     if claimed.retry_after_s is None:
                         break
-                    _check_nodes(runner.patiently(service.job, job.id), budget)
+                    # Looked at more than once: another tula's run may just have ended, and the plan be about to change.
+                    short = _nodes_missing(runner.patiently(service.job, job.id), budget)
+                    too_few_nodes = 0 if short is None else too_few_nodes + 1
+                    if short is not None and too_few_nodes >= _LOOKS_BEFORE_GIVING_UP:
+                        raise LaunchError(short)
                     reporter.waiting(claimed.reason)
                     wait_s = min(claimed.retry_after_s, _LONGEST_WAIT_S)
                 else:
@@ -112,15 +118,16 @@ def _release_orphans(job: Job, runner: Runner) -> None:
             runner.release(run)
 
 
-def _check_nodes(job: Job, budget: int) -> None:
-    """Stop when nobody could ever run what waits on so many nodes."""
+def _nodes_missing(job: Job, budget: int) -> str | None:
+    """What is wrong when nobody could run what waits on so many nodes, else None."""
     waiting = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
     at_work = any(run.state in ("claimed", "running") for run in job.plan)
-    if waiting and not at_work and min(waiting) > budget:
-        raise LaunchError(
-            f"the runs that are left need at least {min(waiting)} nodes, but --nodes is {budget}: raise it, or lower "
-            "max_nodes in the job; what was measured is kept"
-        )
+    if not waiting or at_work or min(waiting) <= budget:
+        return None
+    return (
+        f"the runs that are left need at least {min(waiting)} nodes, but --nodes is {budget}: raise it, or lower "
+        "max_nodes in the job; what was measured is kept"
+    )
 
 
 def _check_told(service: Service, job: Job, one: Active, runner: Runner) -> None:

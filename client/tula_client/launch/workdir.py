@@ -15,10 +15,17 @@ from typing import Any
 
 from tula_client.launch._errors import WorkDirBusyError, WorkDirError
 
-__all__ = ["WorkDir"]
+__all__ = ["WorkDir", "holds_files"]
 
 _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 """Ray takes lines that differ in digits only for the same one, and would show one rank's stack of many."""
+
+
+def holds_files(folder: Path) -> bool:
+    """True where a file lies below `folder`, or may: what cannot be read is not taken for nothing."""
+    errors: list[OSError] = []
+    found = any(files for _, _, files in os.walk(folder, onerror=errors.append))
+    return found or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 class WorkDir:
@@ -64,7 +71,7 @@ class WorkDir:
 
     def next_training(self) -> int:
         """The number of a training that has no checkpoints yet."""
-        return next(n for n in count(1) if not any(path.is_file() for path in self.checkpoints(n).rglob("*")))
+        return next(n for n in count(1) if not any(files for _, _, files in os.walk(self.checkpoints(n))))
 
     def scratch(self, run_id: str) -> Path:
         """A checkpoint folder for a profiling run, whose weights nobody needs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from tula_client import ConflictError, ServiceUnreachableError
+from tula_client import ConflictError, InvalidInputError, ServiceUnreachableError
 from tula_client.launch import Runner, RunnerOptions, Template, WorkDir
 from tula_wire import (
     Candidate,
@@ -87,6 +87,9 @@ class FakeService:
 
     def create_run(self, job_id, run):
         self._called("create_run", run.configuration)
+        if run.continues is not None and run.continues not in self.runs:
+            problem = Problem(type=ProblemType.INVALID, title="Invalid", status=422, detail="None.", field="continues")
+            raise InvalidInputError(problem)
         self.continued.append(run.continues)
         made = self.add(run.kind, run.configuration, "claimed")
         self.holders[made.id] = run.holder

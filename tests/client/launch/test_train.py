@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +132,34 @@ def test_every_start_says_which_run_it_goes_on_from(tmp_path):
     assert service.continued == [None, "r0", None]  # the third is another training
 
 
+def test_a_run_that_the_service_has_forgotten_does_not_keep_its_checkpoints_from_being_used(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    with pytest.raises(TrainingFailedError):
+        go(bench_of(tmp_path, service, notes, (143, True)), service, notes, max_restarts=0)
+    restored = FakeService(chosen=configuration())  # from a back-up of before that run
+    bench = bench_of(tmp_path, restored, notes, (0, False))
+    go(bench, restored, notes)
+    assert restored.continued == [None]
+    assert bench.started[0][0][4] == f"--resume={bench.work.checkpoints()}"
+    assert any("counts toward no limit" in note for note in notes.notes)
+
+
+def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(tmp_path, monkeypatch):
+    service, notes = FakeService(chosen=configuration()), Notes()
+    first = bench_of(tmp_path, service, notes, (143, True))
+    with pytest.raises(TrainingFailedError):
+        go(first, service, notes, max_restarts=0)
+
+    def stale(folder, *, onerror):
+        onerror(OSError(errno.ESTALE, "Stale file handle"))
+        return iter(())
+
+    monkeypatch.setattr("os.walk", stale)
+    again = bench_of(tmp_path, service, notes, (0, False))
+    go(again, service, notes)
+    assert again.started[0][1]["TULA_CHECKPOINT_DIR"] == str(first.work.checkpoints())
+
+
 def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     first = bench_of(tmp_path, service, notes, (0, True))
@@ -167,6 +197,7 @@ def test_a_start_that_left_no_checkpoint_settles_nothing(tmp_path):
     bench = bench_of(tmp_path, service, notes, (0, False))
     assert go(bench, service, notes).configuration == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
+    assert any("left no checkpoint: another begins" in note for note in notes.notes)
 
 
 def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):

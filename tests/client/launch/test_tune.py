@@ -53,6 +53,23 @@ def test_runs_that_need_more_nodes_than_there_are_are_not_waited_for(tmp_path):
     assert [run.state for run in service.runs.values()] == ["pending", "succeeded", "succeeded"]
 
 
+def test_a_plan_that_is_about_to_hold_smaller_runs_is_waited_for(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    claim, claims = service.claim, []
+
+    def planned_meanwhile(job_id, request):
+        claims.append(request)
+        if len(claims) == 4:  # another tula's run has ended, and the service has planned anew
+            service.change(next(iter(service.runs)), state="cancelled")
+            service.add("profile", THREE[2])
+        return claim(job_id, request)
+
+    service.claim = planned_meanwhile
+    tuned = tune(bench, service, notes, node_budget=2)
+    assert [run.state for run in tuned.job.plan] == ["cancelled", "succeeded"]
+
+
 def test_runs_go_in_parallel_within_the_node_budget(tmp_path):
     service, notes = FakeService(THREE), Notes()
     together = []
