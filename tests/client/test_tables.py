@@ -14,7 +14,10 @@ from tula_client.cli import jobs, units
 def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
     out = StringIO()
     purpose = "Design: middle cluster with smallest batch; it tells most about the rest."
-    runs = [models.run("run-8f004699939b2956", kind="profile", purpose=purpose), models.run("run-9", method="post_local_sgd")]
+    runs = [
+        models.run("run-8f004699939b2956", kind="profile", purpose=purpose),
+        models.run("run-9", method="post_local_sgd"),
+    ]
     Console(file=out, width=100).print(jobs.job_view(models.job(), runs))
     lines = out.getvalue().splitlines()
     for run in runs:

@@ -30,6 +30,7 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
         text=True,
         cwd=ROOT,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
     )
     try:
         assert demo.stdout is not None
