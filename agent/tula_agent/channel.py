@@ -28,7 +28,7 @@ _stores: Any = dist  # torch builds without distributed lack these names
 RING = 64
 """Messages of one sender that the store holds at most; older ones are overwritten."""
 CONNECT_WITHIN_S = 5.0
-_ADDRESS = "address"
+_ADDRESS, _OPEN = "address", "open"
 _NO_JSON = "?"
 """No message reads so. Stores of torch 2.2 cannot be asked whether they have a key, but answer this to a comparison
 with it where they do not, and set nothing then."""
@@ -95,9 +95,9 @@ class Channel:
 class Meeting:
     """How the ranks of the default process group come to a channel of theirs: one connection each, for all threads.
 
-    Made by every rank when it begins to train in that group. The first rank then hosts a store on a port of its own
-    and leaves its address in the group's store, which torch reaches only privately and which is not kept; under
-    torchrun the store of the launcher serves, which outlives every rank.
+    Made by every rank when it begins to train in that group. The first rank then chooses a store for all: torchrun's,
+    which outlives every rank, or else one on a port of its own. It leaves where that is in the group's store, which
+    torch reaches only privately and which is not kept; the others follow that choice and make none.
     """
 
     def __init__(self, config: AgentConfig, session: str) -> None:
@@ -108,13 +108,8 @@ class Meeting:
         self._lost = False
         group = _group_store()
         self._group = None if group is None else weakref.ref(group)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            with suppress(RuntimeError, ValueError, KeyError):
-                self._channel = self._connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        if self._channel is None and group is not None and self._place[0] == 0:
-            store = _stores.TCPStore("localhost", 0, **_OPTIONS, is_master=True)
-            self._channel = Channel(store, self._prefix, *self._place)
-            self._in_group(group).set(_ADDRESS, [_host_of(group), store.port])
+        if group is not None and self._place[0] == 0:
+            self._lead(group)
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
         """The channel, or None as long as the first rank has not said where its store is: not `within_s` seconds."""
@@ -130,22 +125,53 @@ class Meeting:
                 self._lock.release()
         return self._channel
 
-    def _reach(self, address: Any) -> None:
-        """One try: what cannot be reached now would cost each further one as long."""
+    def _lead(self, group: Any) -> None:
+        self._channel, addresses = self._choose(group)
+        self._channel.set(_OPEN, True)
+        self._in_group(group).set(_ADDRESS, addresses)
+
+    def _choose(self, group: Any) -> tuple[Channel, list[tuple[str, int]]]:
+        """The first rank's choice, and where others may reach it."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with suppress(RuntimeError, ValueError, KeyError):
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                return self._connect(*address, CONNECT_WITHIN_S), [address]
+        store = _stores.TCPStore("localhost", 0, **_options(CONNECT_WITHIN_S), is_master=True)
+        return Channel(store, self._prefix, *self._place), [(host, store.port) for host in _hosts_of(group)]
+
+    def _reach(self, addresses: list[tuple[str, int]]) -> None:
+        """One try of each: what cannot be reached now would cost each further one as long."""
+        failed = []
+        for host, port in addresses:
+            why = self._try(host, port, CONNECT_WITHIN_S / len(addresses))
+            if why is None:
+                return
+            failed.append(f"{host}:{port} ({why})")
+        self._lost = True
+        raise RuntimeError("the first rank's store cannot be reached: " + ", ".join(failed))
+
+    def _try(self, host: str, port: int, within_s: float) -> str | None:
+        """Take the channel there, or answer why not: another may listen at a name that is not the first rank's here."""
         try:
-            self._channel = self._connect(*address)
-        except Exception:
-            self._lost = True
-            raise
+            channel = self._connect(host, port, within_s)
+            if not channel.has(_OPEN):
+                return "not the first rank's"
+        except Exception as error:
+            return f"{error}"[:300]
+        self._channel = channel
+        return None
 
     def _in_group(self, store: Any) -> Channel:
         return Channel(store, self._prefix, *self._place)
 
-    def _connect(self, host: str, port: int) -> Channel:
-        return Channel(_stores.TCPStore(host, port, **_OPTIONS, is_master=False), self._prefix, *self._place)
+    def _connect(self, host: str, port: int, within_s: float) -> Channel:
+        store = _stores.TCPStore(host, port, **_options(within_s), is_master=False)
+        store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
+        return Channel(store, self._prefix, *self._place)
 
 
-_OPTIONS: dict[str, Any] = {"timeout": timedelta(seconds=CONNECT_WITHIN_S), "wait_for_workers": False}
+def _options(within_s: float) -> dict[str, Any]:
+    return {"timeout": timedelta(seconds=within_s), "wait_for_workers": False}
 
 
 def current_group() -> Any:
@@ -168,10 +194,13 @@ def _group_store() -> Any:
         return None
 
 
-def _host_of(store: Any) -> str:
-    """Where other ranks reach this one, which hosts the group's store too if that is a TCPStore."""
+def _hosts_of(store: Any) -> list[str]:
+    """Names by which other ranks may reach this one, which hosts the group's store too if that is a TCPStore."""
     while isinstance(store, _stores.PrefixStore):
         store = getattr(store, "underlying_store", None)  # absent in old versions
-    if isinstance(store, _stores.TCPStore):
-        return str(store.host)
-    return os.environ.get("MASTER_ADDR") or socket.gethostname()
+    named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")
+    hosts = [named, socket.gethostname()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((os.environ.get("MASTER_ADDR") or named or "", 9))  # sends nothing
+        hosts.append(str(towards.getsockname()[0]))
+    return list(dict.fromkeys(host for host in hosts if host))

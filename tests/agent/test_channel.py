@@ -62,9 +62,10 @@ class Second(Meeting):
         self._channel, self._lost = None, False
         self._group = weakref.ref(group)
         self.group, self.hosted = group, dist.HashStore()
+        Channel(self.hosted, "tula/", 0, 2).set("open", True)
         self.connecting, self.may_connect, self.reachable = threading.Event(), threading.Event(), True
 
-    def _connect(self, host: str, port: int) -> Channel:
+    def _connect(self, host: str, port: int, within_s: float) -> Channel:  # noqa: ARG002
         self.connecting.set()
         assert self.may_connect.wait(10)
         if not self.reachable:
@@ -75,7 +76,7 @@ class Second(Meeting):
 def test_a_thread_that_may_wait_gets_the_channel_that_another_is_connecting() -> None:
     """Else a rank whose shipping thread came first would not say that it is there, and the first rank would wait."""
     meeting = Second(dist.HashStore())
-    meeting._in_group(meeting.group).set("address", ["first", 1])
+    meeting._in_group(meeting.group).set("address", [["first", 1]])
     got: list[Channel | None] = []
     shipping = threading.Thread(target=meeting.channel)
     training = threading.Thread(target=lambda: got.append(meeting.channel(10.0)))
@@ -95,10 +96,44 @@ def test_a_thread_that_may_wait_gets_the_channel_that_another_is_connecting() ->
 
 def test_what_cannot_be_reached_is_tried_once() -> None:
     meeting = Second(dist.HashStore())
-    meeting._in_group(meeting.group).set("address", ["first", 1])
+    meeting._in_group(meeting.group).set("address", [["first", 1]])
     meeting.reachable = False
     meeting.may_connect.set()
     with pytest.raises(RuntimeError, match="first:1"):
         meeting.channel(1.0)
     meeting.reachable = True
     assert meeting.channel(1.0) is None
+
+
+class First(Meeting):
+    """What the first of two ranks makes of a group whose store is `group`, where no torchrun is."""
+
+    def __init__(self, group: Any) -> None:
+        self._prefix, self._place = "tula/", (0, 2)
+        self._lock = threading.Lock()
+        self._channel, self._lost, self._group = None, False, weakref.ref(group)
+        self._lead(group)
+
+
+def test_every_rank_follows_the_first_one_s_choice_past_names_that_lead_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = dist.HashStore()
+    # What torchrun's variables name; the first rank could not reach it and has taken a store of its own.
+    elsewhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    first = First(group)
+    leads = first.channel()
+    assert leads is not None
+    addresses = first._in_group(group).get("address")
+    assert addresses[-1][1] == leads._store.port
+    first._in_group(group).set("address", [["127.0.0.1", elsewhere.port], ["127.0.0.1", leads._store.port]])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(elsewhere.port))
+    second = Second(group)
+    second._connect = lambda *address: Meeting._connect(second, *address)  # type: ignore[method-assign]
+    follows = second.channel(10.0)
+    assert follows is not None
+    follows.set("here", 1)
+    assert leads.wait("here", 10.0) == 1
