@@ -40,8 +40,12 @@ class Weakly(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """The one that came first of those that are left."""
-        return next(iter(self), None)
+        """The one that came first of those that are left; asked for at every step, so without a generator."""
+        for reference in self._references:
+            thing = reference()
+            if thing is not None:
+                return thing
+        return None
 
     def clear(self) -> None:
         """Hold nothing any more."""
