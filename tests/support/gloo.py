@@ -1,5 +1,6 @@
-"""How training scripts of the tests leave their process group."""
+"""How training scripts of the tests leave their process group, and speak while their ranks share a pipe."""
 
+import os
 import time
 
 import torch.distributed as dist
@@ -9,3 +10,8 @@ def leave_group() -> None:
     """Destroy the group after a moment in which gloo's threads let go of the last reduction: see docs/limits.md."""
     time.sleep(0.05)
     dist.destroy_process_group()
+
+
+def say(line: str) -> None:
+    """Print a line in one piece: unbuffered, `print` writes words and line ends apart, and ranks fall into them."""
+    os.write(1, f"{line}\n".encode())

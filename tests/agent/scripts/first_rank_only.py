@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.gloo import leave_group
+from tests.support.gloo import leave_group, say
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         model(x).sum().backward()
         optimizer.step()
         seen += 1
-    os.write(1, f"micro-steps {os.environ['RANK']} {seen}\n".encode())  # in one piece: the ranks share a pipe
+    say(f"micro-steps {os.environ['RANK']} {seen}")
     leave_group()
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group
+from tests.support.gloo import leave_group, say
 from tula_agent.checkpoint import CheckpointError
 
 
@@ -33,14 +33,14 @@ def main() -> None:
         optimizer.step()
         run.checkpoint(model, optimizer, directory=shared)
         if run.position.step == 3:
-            print(f"made {digest(model)} rank {rank}", flush=True)
+            say(f"made {digest(model)} rank {rank}")
     before = digest(model)
     try:
         run.roll_back(model, optimizer, directory=shared if rank == 0 else elsewhere)
     except CheckpointError as error:
-        print(f"refused rank {rank}, weights {'kept' if digest(model) == before else 'moved'}: {error}", flush=True)
+        say(f"refused rank {rank}, weights {'kept' if digest(model) == before else 'moved'}: {error}")
     dist.barrier()  # reached by both, or this hangs
-    print(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}", flush=True)
+    say(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}")
     dist.barrier()
     leave_group()
 
