@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import sqlalchemy as sa
@@ -98,7 +98,11 @@ class ChunkWriter:
         with self._store.turn():
             connection: sqlite3.Connection = self._driver()
             connection.execute("BEGIN IMMEDIATE")
-            outcomes = [_insert_sqlite(connection, *chunk) for chunk in chunks]
+            gone = _gone(connection, {(run_id, row[0]) for run_id, row in chunks})
+            outcomes = [
+                NotFound(_GONE) if (run_id, row[0]) in gone else _insert_sqlite(connection, row)
+                for run_id, row in chunks
+            ]
             connection.execute("COMMIT")
         return outcomes
 
@@ -129,11 +133,13 @@ class ChunkWriter:
                 return
 
 
-def _insert_sqlite(connection: sqlite3.Connection, run_id: str, row: _Row) -> _Outcome:
-    # SQLite gives a deleted run's key to the next one, which may be another tenant's.
-    found = connection.execute("SELECT id FROM runs WHERE key = ?", row[:1]).fetchone()
-    if found is None or found[0] != run_id:
-        return NotFound(_GONE)
+def _gone(connection: sqlite3.Connection, runs: Collection[tuple[str, Any]]) -> set[tuple[str, Any]]:
+    """Which of these (id, key) are no more: SQLite gives a deleted run's key to the next, maybe another tenant's."""
+    ask = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
+    return {(run_id, key) for run_id, key in runs if connection.execute(ask, (key, run_id)).fetchone() is None}
+
+
+def _insert_sqlite(connection: sqlite3.Connection, row: _Row) -> _Outcome:
     try:
         return connection.execute(INSERT_SQLITE, row).rowcount == 1
     except sqlite3.IntegrityError:  # undoes this statement only, not the group's transaction
