@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import tula_wire as wire
 from tula_service.domain import Objective
 from tula_service.perfmodel import ObservationError
-from tula_service.store import RunRecord, Transaction
+from tula_service.store import JobRecord, RunRecord, Transaction
 from tula_service.usecases import choosing, convert, fitting, sentences
 from tula_service.usecases.remaining import usd_per_s
 
@@ -33,9 +34,8 @@ class Progress:
     peak_bytes: float | None
 
 
-def reconfigure(tx: Transaction, run: RunRecord, at: Progress) -> None:
+def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -> None:
     """Recommend another configuration when what it saves over the rest exceeds what the restart costs."""
-    job = tx.jobs.get(run.job_id)
     spec = fitting.spec_of(job)
     try:
         found = choosing.answer(tx, job, spec, job.objective)
@@ -78,13 +78,11 @@ def reconfigure(tx: Transaction, run: RunRecord, at: Progress) -> None:
     tx.events.append(run.job_id, "advice", run_id=run.id, data=data)
 
 
-def mind_limits(tx: Transaction, run: RunRecord, at: Progress, *, said: list[str]) -> list[str]:
+def mind_limits(tx: Transaction, spec: wire.JobSpec, run: RunRecord, at: Progress, *, said: list[str]) -> list[str]:
     """Say that deadline or budget will not hold at the present speed, unless it is in `said`; those said by now."""
-    job = tx.jobs.get(run.job_id)
-    spec = fitting.spec_of(job)
     steps_left = at.examples_left / run.configuration.global_batch_size
     here_s = at.elapsed_s + steps_left * at.step_time_s
-    rate = usd_per_s(spec, run.configuration, at.peak_bytes)
+    rate = None if spec.limits.budget_usd is None else usd_per_s(spec, run.configuration, at.peak_bytes)
     earlier = f", {at.spent_s:.4g} s of earlier starts included" if at.spent_s else ""
     now = list(said)
     for name, value, limit, unit in (
@@ -107,5 +105,5 @@ def mind_limits(tx: Transaction, run: RunRecord, at: Progress, *, said: list[str
             "unit": unit,
             "sentence": sentence,
         }
-        tx.events.append(job.id, "advice", run_id=run.id, data=data)
+        tx.events.append(run.job_id, "advice", run_id=run.id, data=data)
     return now

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import tula_wire as wire
 from tula_service.domain import RunKind
 from tula_service.perfmodel import DriftState, ObservationError, watch_drift
 from tula_service.store import JobRecord, NewSamples, RunRecord, Transaction
@@ -101,8 +102,9 @@ def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> None:
         # A launcher that restarts its processes within a run makes their steps begin anew.
         due = step < watched.checked_at or step >= watched.checked_at + _CHECK_EVERY_STEPS
         if due and _knows_how_far(watched, new):
-            at = _progress(tx, run, watched, new, float(np.median(times)))
-            watched = replace(watched, checked_at=step, said=advice.mind_limits(tx, run, at, said=watched.said))
+            spec = fitting.spec_of(tx.jobs.get(run.job_id))
+            at = _progress(spec, run, watched, new, float(np.median(times)))
+            watched = replace(watched, checked_at=step, said=advice.mind_limits(tx, spec, run, at, said=watched.said))
     tx.runs.update(run.id, drift_state=asdict(watched))
 
 
@@ -149,7 +151,8 @@ def _on_drift(tx: Transaction, run: RunRecord, watched: _Watched, detector: Drif
     tx.runs.update(run.id, drifted=True, drift_state=asdict(watched), bump=True)
     tx.events.append(run.job_id, "drift", run_id=run.id, data=data | {"sentence": f"{sentence}."})
     if _knows_how_far(watched, new):
-        advice.reconfigure(tx, tx.runs.get(run.id), _progress(tx, run, watched, new, level))
+        now = tx.jobs.get(run.job_id)  # as the drift has left it, so that the answer rests on it
+        advice.reconfigure(tx, now, tx.runs.get(run.id), _progress(spec, run, watched, new, level))
     return watched
 
 
@@ -158,11 +161,11 @@ def _knows_how_far(watched: _Watched, new: NewSamples) -> bool:
     return new.epochs_before is not None or watched.spent_s == 0.0
 
 
-def _progress(tx: Transaction, run: RunRecord, watched: _Watched, new: NewSamples, level_s: float) -> Progress:
+def _progress(spec: wire.JobSpec, run: RunRecord, watched: _Watched, new: NewSamples, level_s: float) -> Progress:
     """Where the training stands, at `level_s` a step."""
     return Progress(
         step=int(new.columns.step.max()),
-        examples_left=examples_left(fitting.spec_of(tx.jobs.get(run.job_id)), run.configuration, new),
+        examples_left=examples_left(spec, run.configuration, new),
         step_time_s=level_s,
         elapsed_s=watched.elapsed_s,
         spent_s=watched.spent_s,
