@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
@@ -174,10 +174,16 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
     if principal.token_id is None:
         ended = tx.tokens.any_usable()  # the loopback's user, until the first token
     else:
-        token = tx.tokens.get(principal.token_id)
-        ended = token.revoked_at is not None or (token.expires_at is not None and token.expires_at <= tx.now())
+        ended = _ended(tx.tokens.get(principal.token_id), tx.now()) is not None
     if ended:
         raise Unauthenticated("This token has ended: create one with `tula token create`.")
+
+
+def _ended(token: TokenRecord, now: datetime) -> str | None:
+    """How a token came to its end, or None while it is good."""
+    if token.revoked_at is not None:
+        return "was revoked"
+    return "has expired" if token.expires_at is not None and token.expires_at <= now else None
 
 
 class Access:
@@ -241,13 +247,12 @@ class Access:
         now = self._store.now()
         if token is None:
             raise Unauthenticated("This token is unknown: create one with `tula token create`.")
-        if token.revoked_at is not None:
-            raise Unauthenticated("This token was revoked: create one with `tula token create`.")
+        ended = _ended(token, now)
+        if ended is not None:
+            raise Unauthenticated(f"This token {ended}: create one with `tula token create`.")
         trusted_s = TRUSTED_S
         if token.expires_at is not None:
             trusted_s = min(trusted_s, (token.expires_at - now).total_seconds())
-            if trusted_s <= 0:
-                raise Unauthenticated("This token has expired: create one with `tula token create`.")
         principal = Principal(token.name, token.scope, token.id, token.project_id, token.job_id)
         self._remember(secret, principal, trusted_s, generation)
         return principal
