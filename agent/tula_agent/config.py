@@ -56,7 +56,7 @@ class AgentConfig:
 
     @property
     def restarted(self) -> bool:
-        """True in a process that goes on in the place of one that ended: by `tula train` or by torchrun."""
+        """True in a process that goes on in the place of one that ended: by `tula run` or by torchrun."""
         return any(count not in _OFF for count in self.restart.split("-"))
 
 

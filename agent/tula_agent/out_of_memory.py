@@ -99,8 +99,8 @@ class OutOfMemoryWatch:
     def close(self, within_s: float) -> None:
         """Stop, and wait `within_s` seconds at most for a question to the store or a report that is under way.
 
-        A thread that comes back from C++ into an interpreter that
-        is being torn down ends the process with "terminate called without an active exception" (Python before 3.14).
+        A thread that comes back from C++ into an interpreter that is being torn down ends the process with "terminate
+        called without an active exception" (Python before 3.14).
         """
         self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -117,7 +117,6 @@ class OutOfMemoryWatch:
         self._say(f"rank {self._rank} ran out of memory" + (f" at a local batch of {batch}" if batch else ""))
         if self._channel is not None:
             self._later()
-        if self._channel is not None:
             try:
                 self._told = self._channel(CONNECT_WITHIN_S)  # in the first step the ranks may not have met yet
                 if self._told is None:

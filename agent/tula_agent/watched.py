@@ -23,7 +23,6 @@ class Watched:
         self.models: Weakly[torch.nn.Module] = Weakly()
         self.optimizers: Weakly[Any] = Weakly()
         self.observers: Weakly[Any] = Weakly()
-        self._observing = self._telling = False  # asked for at every step, when most jobs have neither
         self._said: weakref.WeakKeyDictionary[Any, dict[str, float]] = weakref.WeakKeyDictionary()
 
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
@@ -35,15 +34,13 @@ class Watched:
         for optimizer in new:
             if hasattr(optimizer, "observe_batch"):
                 self.observers.add(optimizer)
-                self._observing = True
             if hasattr(optimizer, "telemetry"):
-                self._telling = True
                 self._said[optimizer] = {}
         return new
 
     def news(self) -> Iterable[tuple[str, float]]:
-        """What gradient scaling did, where it changed: name and value."""
-        return self._news() if self._telling else ()
+        """What gradient scaling did, where it changed: name and value. Asked for at every step; most jobs have none."""
+        return self._news() if self._said else ()
 
     def _news(self) -> Iterator[tuple[str, float]]:
         for optimizer, said in list(self._said.items()):
@@ -54,8 +51,6 @@ class Watched:
 
     def show(self, batch: Any, times: int = 1) -> None:
         """Let the observers see the batch of a micro-step; of `times` of them that are alike."""
-        if not self._observing:
-            return
         for optimizer in self.observers:
             for _ in range(times):
                 optimizer.observe_batch(batch)
@@ -65,5 +60,4 @@ class Watched:
         self.models.clear()
         self.optimizers.clear()
         self.observers.clear()
-        self._observing = self._telling = False
         self._said.clear()

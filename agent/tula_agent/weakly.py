@@ -36,7 +36,7 @@ class Weakly(Generic[T]):
                 yield thing
 
     def __bool__(self) -> bool:
-        return any(True for _ in self)
+        return self.first is not None
 
     @property
     def first(self) -> T | None:

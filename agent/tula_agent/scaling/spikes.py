@@ -12,9 +12,8 @@ __all__ = ["SpikeLimit"]
 
 _KEEP = 0.9  # of the average length, per step
 _WHOLE = 2**14  # elements up to which a tensor counts whole
-_SHARE = (
-    64  # of a larger one as many first rows count as hold these or a 64th: reading all would cost percents of a step
-)
+_SHARE = 64
+"""Of a larger one as many first rows count as hold these or a 64th: reading all would cost percents of a step."""
 
 
 class SpikeLimit:
