@@ -24,8 +24,12 @@ _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 def holds_files(folder: Path) -> bool:
     """True where a file lies below `folder`, or may: what cannot be read is not taken for nothing."""
     errors: list[OSError] = []
-    found = any(files for _, _, files in os.walk(folder, onerror=errors.append))
-    return found or not all(isinstance(error, FileNotFoundError) for error in errors)
+    return _any_file(folder, errors) or not all(isinstance(error, FileNotFoundError) for error in errors)
+
+
+def _any_file(folder: Path, errors: list[OSError]) -> bool:
+    """True where a file was seen below `folder`; what could not be looked at is added to `errors`."""
+    return any(files for _, _, files in os.walk(folder, onerror=errors.append))
 
 
 class WorkDir:
@@ -71,7 +75,7 @@ class WorkDir:
 
     def next_training(self) -> int:
         """The number of a training that has no checkpoints yet."""
-        return next(n for n in count(1) if not any(files for _, _, files in os.walk(self.checkpoints(n))))
+        return next(n for n in count(1) if not _any_file(self.checkpoints(n), []))
 
     def scratch(self, run_id: str) -> Path:
         """A checkpoint folder for a profiling run, whose weights nobody needs."""
