@@ -6,8 +6,6 @@ Ranks see other data; a digest of the weights and the factor of each rank tell w
 from __future__ import annotations
 
 import hashlib
-import json
-import time
 import warnings
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.gloo import tell_all
 from tula_agent.scaling import TulaOptimizer
 
 
@@ -93,14 +92,7 @@ def with_lightning() -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    results = {"accelerate": with_accelerate(), "lightning": with_lightning()}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, results)
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(gathered), flush=True)
-    dist.barrier()
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    tell_all({"accelerate": with_accelerate(), "lightning": with_lightning()})
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ Every rank sees other data; each line carries digests of the weights at several 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.gloo import tell_all
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 
 STEPS = 200
@@ -102,14 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    results = [run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)]
-    gathered: list[object] = [None] * world_size
-    dist.all_gather_object(gathered, results)
-    if rank == 0:
-        print("RESULT " + json.dumps(gathered), flush=True)
-    dist.barrier()
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
-    dist.destroy_process_group()
+    tell_all([run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def launch(world_size: int, job: Path, *arguments: str) -> list[Any]:
     """What `job` said of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(job), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
