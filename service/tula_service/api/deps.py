@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -70,13 +71,9 @@ async def authenticate(request: Request) -> Principal:
         principal = have.access.remembered(secret)
         if principal is None:
             address = request.client.host if request.client else "unknown"
-            if not have.access.has_seen(secret):
-                have.limiter.admit_guess(address)
-            try:
+            # Of a token that was right when it was last asked for nothing is guessed.
+            with nullcontext() if have.access.has_seen(secret) else have.limiter.guess(address):
                 principal = await to_thread.run_sync(have.access.authenticate, secret, limiter=threads)
-            except Unauthenticated:
-                have.limiter.count_guess(address)
-                raise
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")

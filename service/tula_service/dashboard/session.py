@@ -59,8 +59,8 @@ def _refusal(request: Request, secret: str) -> str | None:
     if not secret or len(secret) > _LONGEST_TOKEN or not secret.isascii() or not secret.isprintable():
         return "Paste the whole token, as `tula token create` printed it."
     try:
-        have.limiter.admit_guess(request.client.host if request.client else "unknown")
-        principal = have.access.authenticate(secret)
+        with have.limiter.guess(request.client.host if request.client else "unknown"):
+            principal = have.access.authenticate(secret)
     except (Busy, Unauthenticated) as error:
         return error.message
     if principal.scope == "agent":

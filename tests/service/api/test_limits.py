@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.api.conftest import Service
+from tests.service.api.conftest import HOST, Service
 from tests.support.server import make_token, serving
 from tula_service.api.security import limiter
 from tula_service.api.security.counts import SharedCounts
 from tula_service.api.security.limiter import INGEST_BLOCK, Limiter
 from tula_service.errors import Busy
-from tula_service.usecases.access import Principal
+from tula_service.usecases.access import Access, Principal
 from tula_wire import routes
 
 SOMEONE = Principal("someone", "user", token_id="token-1", project_id="default")
@@ -84,6 +85,9 @@ def test_counts_are_those_of_a_dictionary(keys: list[str]) -> None:
         expected[key] += 1
         assert counts.incr(key, 60) == expected[key]
     assert {key: counts.get(key) for key in expected} == expected
+    for key in expected:
+        counts.take_back(key)
+    assert {key: counts.get(key) for key in expected} == {key: max(0, count - 1) for key, count in expected.items()}
     counts.reset()
     assert not any(counts.get(key) for key in expected)
 
@@ -127,3 +131,38 @@ def test_right_tokens_are_no_guesses_however_many_come_from_one_address(
     assert statuses == [401] * 5 + [429] * 2
     service.app.state.services.access.forget()
     assert {agent.get(routes.JOBS).status_code for agent in agents} == {200}, "and guesses keep nobody else out"
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_a_burst_of_guesses_gets_no_further_than_the_limit(
+    sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, page: bool
+) -> None:
+    """All of them are under way before the first is found to be wrong; the page that asks for a token counts too."""
+    monkeypatch.setattr(limiter, "GUESSES_PER_MINUTE", 5)
+    service = start(sqlite_url)
+    service.token("user")
+    check, checked, released = Access.authenticate, [], threading.Event()
+
+    def held(access: Access, secret: str) -> Principal:
+        checked.append(secret)
+        released.wait()
+        return check(access, secret)
+
+    monkeypatch.setattr(Access, "authenticate", held)
+
+    async def burst() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url=HOST) as client:
+            guesses = [asyncio.create_task(guess(client, f"tula_wrong{number}")) for number in range(7)]
+            while len(checked) + sum(one.done() for one in guesses) < 7:
+                await asyncio.sleep(0.001)
+            released.set()
+            return sorted([(await one).status_code for one in guesses])
+
+    async def guess(client: httpx.AsyncClient, secret: str) -> httpx.Response:
+        if page:
+            return await client.post("/login", content=f"token={secret}")
+        return await client.get(routes.JOBS, headers={"Authorization": f"Bearer {secret}"})
+
+    statuses = service.transport._loop.run_until_complete(burst())
+    assert len(checked) == 5
+    assert statuses == ([401] * 7 if page else [401] * 5 + [429] * 2)

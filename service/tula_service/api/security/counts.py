@@ -56,6 +56,13 @@ class SharedCounts(Storage):
             _SLOT.pack_into(self._table, at, digest, ends, count)
         return count
 
+    def take_back(self, key: str) -> None:
+        """Count one less, where the window in which it was counted is still open."""
+        with self._held():
+            at, digest, ends, count = self._find(key, time.time())
+            if count:
+                _SLOT.pack_into(self._table, at, digest, ends, count - 1)
+
     def get(self, key: str) -> int:
         """The count in the present window."""
         with self._held():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +12,7 @@ from limits import RateLimitItemPerMinute
 from limits.strategies import FixedWindowRateLimiter
 
 from tula_service.api.security.counts import SharedCounts
-from tula_service.errors import Busy
+from tula_service.errors import Busy, Unauthenticated
 from tula_service.usecases.access import Principal
 
 __all__ = ["Limiter"]
@@ -35,30 +37,40 @@ class Limiter:
         """Count a request. Raises Busy beyond the limit."""
         who = principal.token_id or principal.name
         if not ingest:
-            self._hit(self._requests, "requests", who)
+            if not self._limiter.hit(self._requests, "requests", who):
+                raise self._refusal(self._requests, "requests", who)
             return
         uncounted = self._uncounted.get(who, 0) + 1
         self._uncounted[who] = uncounted % INGEST_BLOCK
-        if uncounted == 1:  # a block is counted when it begins, so that the limit is never exceeded by one
-            self._hit(self._ingest, "ingest", who, cost=min(INGEST_BLOCK, self._ingest.amount))
+        if uncounted > 1:  # a block is counted when it begins, so that the limit is never exceeded by one
+            return
+        if not self._limiter.hit(self._ingest, "ingest", who, cost=min(INGEST_BLOCK, self._ingest.amount)):
+            self._uncounted.pop(who, None)
+            raise self._refusal(self._ingest, "ingest", who)
 
-    def admit_guess(self, address: str) -> None:
-        """Let a token that was not seen lately be tried, unless too many from this address were wrong. Raises Busy."""
-        if not self._limiter.test(self._guesses, "guess", address):
-            raise self._refusal(self._guesses, "guess", address)
+    @contextmanager
+    def guess(self, address: str) -> Iterator[None]:
+        """Around the check of a token that was not seen lately. Raises Busy when too many from this address were wrong.
 
-    def count_guess(self, address: str) -> None:
-        """Count a token that was wrong. Right ones cost nothing: behind a balancer all come from one address."""
-        self._limiter.hit(self._guesses, "guess", address)
+        Counted before the check, or a burst would pass whose checks are all still under way; taken back unless the
+        token was wrong: behind a balancer all right ones come from one address.
+        """
+        key = self._guesses.key_for("guess", address)
+        right = True
+        try:
+            if not self._limiter.hit(self._guesses, "guess", address):
+                raise self._refusal(self._guesses, "guess", address)
+            yield
+        except Unauthenticated:
+            right = False
+            raise
+        finally:
+            if right:
+                self._counts.take_back(key)
 
     def close(self) -> None:
         """Let go of the shared counts."""
         self._counts.close()
-
-    def _hit(self, item: RateLimitItemPerMinute, *who: str, cost: int = 1) -> None:
-        if not self._limiter.hit(item, *who, cost=cost):
-            self._uncounted.pop(who[-1], None)
-            raise self._refusal(item, *who)
 
     def _refusal(self, item: RateLimitItemPerMinute, *who: str) -> Busy:
         return Busy(
