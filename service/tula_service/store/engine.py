@@ -27,7 +27,8 @@ _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     """An engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
 
-    Raises InvalidInput for any other URL; connects only when first used.
+    Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a Postgres
+    database that cannot hold every text.
     """
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
@@ -35,7 +36,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
         raise InvalidInput("The database URL cannot be read: give a file path or postgresql+psycopg://...") from None
     backend = parsed.get_backend_name()
     if backend == "postgresql":
-        return sa.create_engine(
+        engine = sa.create_engine(
             parsed.set(drivername="postgresql+psycopg"),
             json_serializer=_encode,
             pool_size=pool_size,
@@ -43,8 +44,11 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
             pool_timeout=POOL_TIMEOUT_S,
             pool_pre_ping=False,
             pool_use_lifo=True,
-            connect_args={"connect_timeout": 10, "prepare_threshold": 2},
+            # What the database is encoded in is looked at; of SQL_ASCII the driver would read bytes where texts are.
+            connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
         )
+        sa.event.listen(engine, "connect", _require_utf8)
+        return engine
     if backend != "sqlite":
         raise InvalidInput(f"Database {backend!r} is not supported: use SQLite or postgresql+psycopg://...")
     if not parsed.database or parsed.database == ":memory:":
@@ -67,6 +71,15 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 def is_sqlite(engine: sa.Engine) -> bool:
     """True when the engine is the embedded one."""
     return engine.dialect.name == "sqlite"
+
+
+def _require_utf8(connection: Any, _record: Any) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding not in ("UTF8", None):  # a pooler between need not tell
+        raise InvalidInput(
+            f"The database is encoded as {encoding}, which does not hold every text: create another with "
+            "CREATE DATABASE name ENCODING 'UTF8' LOCALE 'C' TEMPLATE template0, and give that."
+        )
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:

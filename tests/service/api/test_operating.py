@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tests.service.store.test_upgrade import ASSETS, restored
+from tests.support.postgres import PostgresServer
 from tula_service.__main__ import app
 from tula_service.store import Store
 from tula_service.store.schema import head_revision
@@ -62,6 +63,27 @@ def test_a_command_that_cannot_be_done_says_so_in_a_sentence(
     assert done.exit_code == 2
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+@pytest.mark.parametrize("arguments", [["migrate"], ["serve"], ["token", "list"]], ids=" ".join)
+def test_a_database_that_cannot_hold_every_text_is_refused_with_the_remedy(
+    tula: Callable[..., Result], postgres_server: PostgresServer, encoding: str, arguments: list[str]
+) -> None:
+    options = f"ENCODING '{encoding}' LOCALE 'C'"
+    database = postgres_server.create_database(template="template0", options=options)
+    done = tula(*arguments, "--database", database)
+    postgres_server.drop_database(database)
+    assert done.exit_code == 2
+    assert f"is encoded as {encoding}" in done.stderr
+    assert "CREATE DATABASE name ENCODING 'UTF8'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_remedy_for_an_encoding_is_one(tula: Callable[..., Result], postgres_server: PostgresServer) -> None:
+    database = postgres_server.create_database(template="template0", options="ENCODING 'UTF8' LOCALE 'C'")
+    assert tula("migrate", "--database", database).exit_code == 0
+    postgres_server.drop_database(database)
 
 
 def test_pruning_tells_first_and_deletes_when_told(
