@@ -29,6 +29,8 @@ COMPUTING_AT_ONCE = 2
 whoever takes requests in would wait for its turn among all of them."""
 
 _LONGEST_QUEUE_S = 15.0
+_ALONE = 64
+"""Locks that all jobs share: two that meet on one wait for each other without need, which costs a fit's time."""
 
 
 def utc_now() -> datetime:
@@ -70,6 +72,7 @@ class Store:
         # processes the file's own lock decides, so nothing depends on this one.
         self._turn: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
         self._computing = threading.BoundedSemaphore(COMPUTING_AT_ONCE)
+        self._alone = [threading.Lock() for _ in range(_ALONE)]
 
     @classmethod
     def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE) -> Store:
@@ -102,13 +105,17 @@ class Store:
 
         Raises Busy when too many were before this one.
         """
-        if not self._computing.acquire(timeout=_LONGEST_QUEUE_S):
-            raise Busy("More fits are asked for than can be computed: ask again, or less often.", retry_after_s=5.0)
-        try:
-            with self.reading() as tx:
-                yield tx
-        finally:
-            self._computing.release()
+        with _queued(self._computing), self.reading() as tx:
+            yield tx
+
+    @contextmanager
+    def alone(self, job_id: str) -> Iterator[None]:
+        """Nobody else in this process works out the same for this job: from reading to having written what was found.
+
+        For what is found once and then found done; to be right, it needs the job's lock. Raises Busy as `computing`.
+        """
+        with _queued(self._alone[hash(job_id) % _ALONE]):
+            yield
 
     @contextmanager
     def _begin(self, *, writes: bool) -> Iterator[Transaction]:
@@ -125,3 +132,13 @@ class Store:
             raise StoreUnavailable(
                 "The database cannot be reached or is locked; nothing was stored: try again in a second."
             ) from error
+
+
+@contextmanager
+def _queued(lock: threading.BoundedSemaphore | threading.Lock) -> Iterator[None]:
+    if not lock.acquire(timeout=_LONGEST_QUEUE_S):
+        raise Busy("More fits are asked for than can be computed: ask again, or less often.", retry_after_s=5.0)
+    try:
+        yield
+    finally:
+        lock.release()

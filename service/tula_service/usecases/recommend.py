@@ -26,7 +26,7 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
 
-__all__ = ["Expectation", "body_of", "compute", "expectation", "get", "publish", "publish_as_of"]
+__all__ = ["Expectation", "at_least", "body_of", "compute", "expectation", "get", "publish", "publish_as_of"]
 
 
 def get(
@@ -47,20 +47,21 @@ def get(
     if kept is not None:
         return kept
     on_miss()
-    while True:
-        # Fitted while only reading, so that nobody who writes waits for it.
-        with store.computing() as tx:
-            job = visible_job(tx, principal, job_id)
-            wanted = _wanted(job, objective)
-            kept = _kept(tx, job, wanted)
-            if kept is not None:  # whoever was before this one in the queue asked the same
-                return kept
-            computed = compute(tx, job, wanted)
-        with store.transaction() as tx:
-            now = tx.jobs.lock(job_id)
-            if now.spec == job.spec or _at_least(tx, job, wanted) is not None:
-                return publish_as_of(tx, now, job, wanted, computed)
-        # Prices or limits were changed meanwhile, which happens seldom: this answer would be to another question.
+    with store.alone(job_id):
+        while True:
+            # Fitted while only reading, so that nobody who writes waits for it.
+            with store.computing() as tx:
+                job = visible_job(tx, principal, job_id)
+                wanted = _wanted(job, objective)
+                kept = _kept(tx, job, wanted)
+                if kept is not None:  # whoever was before this one in the queue asked the same
+                    return kept
+                computed = compute(tx, job, wanted)
+            with store.transaction() as tx:
+                now = tx.jobs.lock(job_id)
+                if now.spec == job.spec or at_least(tx, job, wanted) is not None:
+                    return publish_as_of(tx, now, job, wanted, computed)
+            # Prices or limits were changed meanwhile, which happens seldom: this answer would be to another question.
 
 
 def body_of(tx: Transaction, job: JobRecord, objective: str | None = None) -> str:
@@ -97,7 +98,7 @@ def publish(tx: Transaction, job: JobRecord, objective: str, found: Answer | str
 
 def publish_as_of(tx: Transaction, now: JobRecord, seen: JobRecord, objective: str, found: Answer | str) -> str:
     """The same of a job that has measured on since it was `seen`: kept under that version, unless a later answer is."""
-    return _at_least(tx, seen, objective) or publish(tx, replace(now, data_version=seen.data_version), objective, found)
+    return at_least(tx, seen, objective) or publish(tx, replace(now, data_version=seen.data_version), objective, found)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def _kept(tx: Transaction, job: JobRecord, objective: str) -> str | None:
     return tx.fits.get(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
 
 
-def _at_least(tx: Transaction, job: JobRecord, objective: str) -> str | None:
+def at_least(tx: Transaction, job: JobRecord, objective: str) -> str | None:
+    """The newest recommendation kept for the data of this record, or for later data."""
     return tx.fits.at_least(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
 
 

@@ -16,8 +16,22 @@ def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
 
     Fits and searches see one data version and hold while nothing has changed but measurements, which may arrive all the
     time; else they are done again, after a few lost races under the job's lock. Two that settle the same runs at once
-    plan once, since a run that is created changes them. Raises NotFound when the job is gone.
+    plan once, since a run that is created changes them; in one process who waited while another settled finds it done.
+    Raises NotFound when the job is gone, Busy when too many are before this one.
     """
+    with store.reading() as tx:
+        asked = tx.jobs.get(job_id)
+    with store.alone(job_id):
+        if not retry_failed:  # what failed is tried again by nobody else
+            with store.reading() as tx:
+                job = tx.jobs.get(job_id)
+                kept = None if planning.is_due(tx, job_id) else recommend.at_least(tx, asked, job.objective)
+            if kept is not None:
+                return kept
+        return _settle(store, job_id, retry_failed=retry_failed)
+
+
+def _settle(store: Store, job_id: str, *, retry_failed: bool) -> str:
     for _ in range(_ATTEMPTS):
         with store.computing() as tx:
             job = tx.jobs.get(job_id)

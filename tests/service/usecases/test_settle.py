@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,28 @@ def test_runs_that_end_together_are_planned_for_once(store: Store) -> None:
     assert job.state == "ready"
     assert planned_twice(cluster, job_id) == []
     assert len(job.plan) <= 6
+
+
+def test_who_waited_while_another_settled_finds_it_done(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = cluster.register().job.id
+    draft, drafted, released = planning.draft, [], threading.Event()
+
+    def held(tx: Transaction, job: JobRecord, **options: bool) -> planning.Draft:
+        drafted.append(job.data_version)
+        released.wait()
+        return draft(tx, job, **options)
+
+    monkeypatch.setattr(planning, "draft", held)
+    with cluster.store.transaction() as tx:
+        planning.mark_due(tx, job_id)
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(settle.settle, cluster.store, job_id) for _ in range(6)]
+        while not drafted:
+            time.sleep(0.001)
+        released.set()
+        answers = [one.result() for one in asked]
+    assert len(drafted) == 1
+    assert len({wire.read(wire.Recommendation, body).id for body in answers}) == 1
 
 
 def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_search(
