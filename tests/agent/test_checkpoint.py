@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,98 @@ def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_wait
     assert len(made) == 1
     done = sorted(line for line in lines if line.startswith("done"))
     assert done == [f"done True {min(made)} rank 0", f"done True {min(made)} rank 1"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
+def apart(request, tmp_path_factory):
+    """By attempt what the two ranks of `checkpoint_apart.py` said: weights, folders on disk, what they were told."""
+    shared, elsewhere = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "a-file").touch()
+    arguments = [str(shared), str(elsewhere), *(["--sharded"] if request.param else [])]
+    printed = train(shared, *arguments, ranks=2, script=SCRIPT.with_name("checkpoint_apart.py"))
+    said: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for line in printed.splitlines():
+        if line.count(" | ") == 4:
+            name, rank, *rest = line.split(" | ")
+            said.setdefault(name, {})[rank] = tuple(rest)
+    assert all(sorted(ranks) == ["rank 0", "rank 1"] for ranks in said.values())
+    return request.param, said
+
+
+@pytest.mark.parametrize(
+    ("attempt", "culprit"),
+    [
+        ("unshared", "rank 1: "),
+        ("first rank blocked", "rank 0: NotADirectoryError"),
+        ("full on the first", "rank 0"),
+        ("full on the second", "rank 1"),
+        ("again at the same step, full", "rank 0"),
+    ],
+)
+def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_and_leaves_those_before(apart, attempt, culprit):
+    sharded, said = apart
+    if attempt == "full on the second" and not sharded:
+        pytest.skip("this rank writes nothing large")
+    told = said[attempt]
+    assert told["rank 0"] == told["rank 1"]  # one sentence
+    weights, on_disk, sentence = told["rank 0"]
+    assert weights == "kept"
+    assert sentence.startswith("refused: no checkpoint of step ")
+    assert culprit in sentence
+    before = "step-0000000001 step-0000000002" if said["resume"]["rank 0"][2].endswith("2") else "step-0000000001"
+    assert on_disk == (before if attempt.startswith("again") else "step-0000000001")
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_resumed_by_none(apart):
+    _, said = apart
+    failures = {"resume unshared": "FileNotFoundError", "resume half a file": "UnpicklingError|RuntimeError"}
+    for attempt, error in failures.items():
+        told = said[attempt]
+        assert told["rank 0"] == told["rank 1"]
+        weights, _, sentence = told["rank 0"]
+        assert weights == "kept"
+        assert re.match(rf"refused: the checkpoint .* cannot be read \(rank 1: ({error}): .*\): delete it", sentence)
+
+
+def test_after_failures_on_one_rank_all_resume_the_newest_checkpoint_that_was_completed(apart):
+    sharded, said = apart
+    assert said["first"]["rank 0"][2].startswith("went well")
+    for told in said["resume"].values():
+        assert told[2] == f"went well: {1 if sharded else 2}"
+
+
+def test_a_second_checkpoint_of_a_step_replaces_the_first_only_once_it_is_complete(tmp_path):
+    model, optimizer = small()
+    run = init()
+    for _ in run.steps([0, 1]):
+        run.checkpoint(model, optimizer, extra={"of": "pass"}, directory=tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 2 was written"):
+        run.checkpoint(model, optimizer, extra={"of": lambda: None}, directory=tmp_path)
+    assert run.resume(model, optimizer, directory=tmp_path).extra == {"of": "pass"}
+    again = run.checkpoint(model, optimizer, extra={"of": "end"}, directory=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001", again.name]
+    resumed = init().resume(model, optimizer, directory=tmp_path)
+    assert (resumed.step, resumed.extra) == (2, {"of": "end"})
+
+
+def test_what_crashes_left_unfinished_goes_with_the_next_checkpoint(tmp_path):
+    model, optimizer = small()
+    run = init()
+    for number in run.steps([1, 2, 3]):
+        if number == 2:
+            (run.checkpoint(model, optimizer, directory=tmp_path) / "complete.json").unlink()
+    run.checkpoint(model, optimizer, directory=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000003"]
+
+
+def test_an_older_checkpoint_that_cannot_be_read_neither_ends_the_training_nor_stays(tmp_path):
+    model, optimizer = small()
+    run = init()
+    for number in run.steps([1, 2, 3, 4]):
+        folder = run.checkpoint(model, optimizer, directory=tmp_path)
+        if number == 1:
+            (folder / "complete.json").write_text("{")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000003", "step-0000000004"]
 
 
 def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_path):
