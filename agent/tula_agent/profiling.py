@@ -19,6 +19,7 @@ class Profiling:
     def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
         self.plan = plan
         self.stopping = False
+        self.unsettled = False  # True: `settle` has something to do
         self.together = Together(None, guard)
         self.leads = leads
         self._times: list[float] = []
@@ -30,14 +31,15 @@ class Profiling:
         """True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
 
-    @property
-    def unsettled(self) -> bool:
-        """True when `settle` has something to do."""
-        return not self.together.met or self._offered is not None
+    def join(self, together: Together) -> None:
+        """Take these ranks for those that train together."""
+        self.together = together
+        self.unsettled = self.unsettled or not together.met
 
     def offer(self, plan: ProfilePlan) -> None:
         """The service says that this is a profiling run."""
         self._offered = plan
+        self.unsettled = True
 
     def stop_soon(self) -> None:
         """The service has seen enough."""
@@ -45,10 +47,10 @@ class Profiling:
 
     def settle(self, step: int) -> None:
         """Agree with the other ranks on whether and how to profile; `step`: the one that ended, or is to begin."""
+        self.unsettled = False
         before = self.plan
         if self._offered is not None and before is None:
             self.plan = self._offered
-        self._offered = None
         if not self.together.met:
             self.plan = self.together.meet(self.plan)
         if before is None and self.plan is not None:

@@ -23,6 +23,7 @@ from tula_agent.measure.step_timer import StepTimer, StepTiming, batch_size_of
 from tula_agent.profiling import Profiling
 from tula_agent.ship.envelope import Envelope, encode
 from tula_agent.ship.exporter import Exporter
+from tula_agent.ship.instruction import InstructionPoller
 from tula_agent.ship.reporter import Reporter
 from tula_agent.ship.thresholds import ThresholdPoller
 from tula_agent.ship.transport import Reply, Transport
@@ -51,6 +52,7 @@ class Recorder:
         self, config: AgentConfig, guard: Guard, dataset_size: int | None = None, grad_accum_steps: int | None = None
     ) -> None:
         self.config = config = placed(config)
+        self._path = routes.RUN.format(run_id=config.run_id)
         self.dataset_size = dataset_size
         self.guard = guard
         self.leads = config.rank == 0  # the rank that speaks for the run
@@ -73,7 +75,7 @@ class Recorder:
         self._in_step = False
         self._batch_size: int | None = None
         self._last_step_s = 0.1
-        self._asked_for_plan = config.plan is not None
+        self._instruction = InstructionPoller(self._path, self.profiling.offer) if config.plan is None else None
         self._poller: ThresholdPoller | None = None
         self.exporter = Exporter(
             self._connect,
@@ -199,11 +201,11 @@ class Recorder:
         if current_group() is None and not is_launched():
             self._ranks = 1
         world_size = self.world_size
-        self.profiling.together = Together(None, self.guard, world_size)
+        self.profiling.join(Together(None, self.guard, world_size))
         if world_size > 1 and current_group() is not None:
             with self.guard("finding the other ranks"):
                 self.reporter.meeting = Meeting(self.config, f"{self._session}.{self._groups}")
-                self.profiling.together = Together(self.reporter.meeting, self.guard, world_size)
+                self.profiling.join(Together(self.reporter.meeting, self.guard, world_size))
                 self._split(models)
         if self.leads and self._device_clock is None:
             with self.guard("the device's clock"):
@@ -250,9 +252,10 @@ class Recorder:
         self._in_step = True
         if self._batch_size is None and size is not None:
             self._first_batch(size)
-        if size is not None:
+        if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        self.watched.show(batch)
+        if self.watched.observers.references:
+            self.watched.show(batch)
 
     def end_epoch(self) -> None:
         """The loop is left."""
@@ -280,7 +283,7 @@ class Recorder:
         self._let_go()
         self.exporter.close(self.config.exit_deadline_s, self._last_words(state, message, failed_local_batch_size))
         self.reporter.meeting = None
-        self.profiling.together = Together(None, self.guard)
+        self.profiling.join(Together(None, self.guard))
         if self.dropped:
             logger.warning("%d measurements were dropped", self.dropped)
 
@@ -302,8 +305,8 @@ class Recorder:
         body = {"state": state, "message": message, "dropped": self.dropped}
         if state == "out_of_memory":
             body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
-        path = routes.RUN.format(run_id=self.config.run_id)
-        return [Envelope("PATCH", path, encode({name: value for name, value in body.items() if value is not None}))]
+        told = {name: value for name, value in body.items() if value is not None}
+        return [Envelope("PATCH", self._path, encode(told))]
 
     # Inside the moments.
 
@@ -316,24 +319,27 @@ class Recorder:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         if self.finished:
             return
-        with self.guard("gradients"):
+        try:
             self.timer.optimizer_stepped()
             if self._device_clock is not None:
                 self._device_clock.optimizer()
             step = self.timer.step
             if step == 1:
                 self.memory.probe.at_optimizer(list(self.watched.models))
-            if not self.leads or not self.guard.works("gradients") or optimizer is not self.watched.optimizers.first:
+            if not self.leads or step < self._gradients.due or not self.guard.works("gradients"):
                 return
-            self._gradients.read(step, self._last_step_s, self.watched.models, optimizer)
+            if optimizer is self.watched.optimizers.first:
+                self._gradients.read(step, self._last_step_s, self.watched.models, optimizer)
+        except Exception as error:  # the guard's work, inlined: this runs every step
+            self.guard.note("gradients", error)
 
     def _samples(self, step: int) -> bool:
         """True when a step of this number is worth a row."""
-        return self.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
+        return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
         """Record a step; True when that took so long that the next step's clock should start anew."""
-        step, plan = timing.step, self.plan
+        step, plan = timing.step, self.profiling.plan
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
         # A last, smaller batch is another configuration's measurement.
         usual = timing.local_batch_size == self._batch_size and not timing.uneven
@@ -347,7 +353,7 @@ class Recorder:
         if hook is not None and (noise_scale := hook.news()) is not None:
             # A TulaOptimizer that says the same of more measurements, below, has the last word.
             self.reporter.rows.add_value(step, "gradient_noise_scale", noise_scale)
-        if self.leads:
+        if self.leads and self.watched.tellers.references:
             for name, value in self.watched.news():
                 self.reporter.rows.add_value(step, name, value)
         read = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
@@ -357,14 +363,15 @@ class Recorder:
             return read
         if self.profiling.unsettled:
             self.profiling.settle(step)
-            self.reporter.training = self.plan is None
+            plan = self.profiling.plan
+            self.reporter.training = plan is None
             read = True
-        if self.profiling.ends(step, timing.step_time_s if usual else None):
+        if plan is not None and self.profiling.ends(step, timing.step_time_s if usual else None):
             if self._splitting is not None:
                 self._splitting.end()
             self._read_memory()
             self.exporter.wake()
-        return read or self.plan is not None
+        return read or plan is not None
 
     def _read_memory(self) -> None:
         last = max(0, self.timer.step - 1)
@@ -376,24 +383,12 @@ class Recorder:
         return Transport(self.config.url, self.config.token, self.config.request_timeout_s)
 
     def _patch(self, body: dict[str, Any], keep: bool = True) -> None:
-        path = routes.RUN.format(run_id=self.config.run_id)
-        self.exporter.put(Envelope("PATCH", path, encode(body), 0, keep))
+        self.exporter.put(Envelope("PATCH", self._path, encode(body), 0, keep))
 
     def _idle(self, transport: Transport) -> None:
-        if not self._asked_for_plan:
-            self._ask_for_plan(transport)
-        if (poller := self._poller) is not None:
-            poller.poll(transport)
-
-    def _ask_for_plan(self, transport: Transport) -> None:
-        reply = transport.get(routes.RUN.format(run_id=self.config.run_id))
-        if reply.verdict == "retry":
-            return
-        self._asked_for_plan = True
-        told = (reply.body or {}).get("instruction")
-        if reply.body and reply.body.get("kind") == "profile" and isinstance(told, dict):
-            warmup, measure = int(told["profiling_warmup_steps"]), int(told["measuring_steps"])
-            self.profiling.offer(ProfilePlan(warmup, measure, float(told["precision"])))
+        for poller in (self._instruction, self._poller):
+            if poller is not None:
+                poller.poll(transport)
 
     def _on_reply(self, envelope: Envelope, reply: Reply) -> None:
         if envelope.method == "POST" and reply.body and reply.body.get("stop") is True:

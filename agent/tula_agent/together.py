@@ -24,45 +24,37 @@ class Together:
     a rank without one costs PEERS_WITHIN_S once and nobody waits for it again. Then a rank waits only for a first
     rank that it knows to be measuring too and that its own training waits for. Ranks that have no way to meet
     (`meeting` is None) never agree.
+
+    met: it is settled whether all ranks take part. agreed: all do; only then may a loop end by itself.
     """
 
     def __init__(self, meeting: Meeting | None, guard: Guard, world_size: int = 1) -> None:
         self._meeting = meeting
         self._channel: Channel | None = None
         self._guard = guard
-        self._agreed = world_size == 1
-        self._met = world_size == 1
-
-    @property
-    def met(self) -> bool:
-        """True once it is settled whether all ranks take part."""
-        return self._met
-
-    @property
-    def agreed(self) -> bool:
-        """True when all ranks take part: only then may a loop end by itself."""
-        return self._agreed
+        self.agreed = world_size == 1
+        self.met = world_size == 1
 
     def meet(self, plan: ProfilePlan | None) -> ProfilePlan | None:
         """Settle who takes part, and the plan: the first rank's, on every rank."""
-        if self._met:
+        if self.met:
             return plan
-        self._met = True
+        self.met = True
         with self._guard("meeting the other ranks"):
             channel = self._channel = None if self._meeting is None else self._meeting.channel(PEERS_WITHIN_S)
             if channel is not None and channel.rank == 0:
                 ends = time.monotonic() + PEERS_WITHIN_S
                 others = [f"here/{rank}" for rank in range(1, channel.world_size)]
-                self._agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
+                self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
                 word = [plan.warmup_steps, plan.measure_steps, plan.precision] if plan else None
-                channel.set("verdict", [self._agreed, word])
+                channel.set("verdict", [self.agreed, word])
             elif channel is not None:
                 channel.set(f"here/{channel.rank}", True)
                 verdict = channel.wait("verdict", 2 * PEERS_WITHIN_S)
                 if verdict is not None:
-                    self._agreed = bool(verdict[0])
+                    self.agreed = bool(verdict[0])
                     plan = ProfilePlan(*verdict[1]) if verdict[1] else None
-        if not self._agreed and plan is not None:
+        if not self.agreed and plan is not None:
             logger.warning(
                 "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
                 "begin run.steps() after init_process_group()"
@@ -71,7 +63,7 @@ class Together:
 
     def decide(self, measured: int, mine: bool) -> bool:
         """True when the loop ends here. `measured` counts steps after warm-up and is the same on every rank."""
-        if not self._agreed:
+        if not self.agreed:
             return False
         channel = self._channel
         if channel is None:
@@ -88,5 +80,5 @@ class Together:
         except Exception as error:
             # The store is gone, for every rank alike: nobody ends early any more.
             self._guard.note("agreeing with the other ranks", error)
-            self._agreed = False
+            self.agreed = False
         return word

@@ -16,13 +16,14 @@ __all__ = ["Watched"]
 class Watched:
     """What `run.watch` was given, over all its calls; what the script lets go is gone from here too.
 
-    observers: optimizers that probe with the batch.
+    observers: optimizers that probe with the batch. tellers: those that say what they did (gradient scaling).
     """
 
     def __init__(self) -> None:
         self.models: Weakly[torch.nn.Module] = Weakly()
         self.optimizers: Weakly[Any] = Weakly()
         self.observers: Weakly[Any] = Weakly()
+        self.tellers: Weakly[Any] = Weakly()
         self._said: weakref.WeakKeyDictionary[Any, dict[str, float]] = weakref.WeakKeyDictionary()
 
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
@@ -35,15 +36,13 @@ class Watched:
             if hasattr(optimizer, "observe_batch"):
                 self.observers.add(optimizer)
             if hasattr(optimizer, "telemetry"):
-                self._said[optimizer] = {}
+                self.tellers.add(optimizer)
         return new
 
-    def news(self) -> Iterable[tuple[str, float]]:
-        """What gradient scaling did, where it changed: name and value. Asked for at every step; most jobs have none."""
-        return self._news() if self._said else ()
-
-    def _news(self) -> Iterator[tuple[str, float]]:
-        for optimizer, said in list(self._said.items()):
+    def news(self) -> Iterator[tuple[str, float]]:
+        """What gradient scaling did, where it changed: name and value."""
+        for optimizer in self.tellers:
+            said = self._said.setdefault(optimizer, {})
             for name, value in optimizer.telemetry().items():
                 if said.get(name) != value and name != "step":
                     said[name] = value
@@ -60,4 +59,5 @@ class Watched:
         self.models.clear()
         self.optimizers.clear()
         self.observers.clear()
+        self.tellers.clear()
         self._said.clear()

@@ -15,7 +15,7 @@ class Weakly(Generic[T]):
     """Things in the order they came, each once, for as long as the job itself keeps them."""
 
     def __init__(self, things: Iterable[T] = ()) -> None:
-        self._references: list[Callable[[], T | None]] = []
+        self.references: list[Callable[[], T | None]] = []  # empty: there was nothing, which costs no call to ask
         for thing in things:
             self.add(thing)
 
@@ -24,13 +24,13 @@ class Weakly(Generic[T]):
         if any(known is thing for known in self):
             return False
         try:
-            self._references.append(weakref.ref(thing))
+            self.references.append(weakref.ref(thing))
         except TypeError:
-            self._references.append(lambda: thing)
+            self.references.append(lambda: thing)
         return True
 
     def __iter__(self) -> Iterator[T]:
-        for reference in self._references:
+        for reference in self.references:
             thing = reference()
             if thing is not None:
                 yield thing
@@ -40,13 +40,9 @@ class Weakly(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """The one that came first of those that are left; asked for at every step, so without a generator."""
-        for reference in self._references:
-            thing = reference()
-            if thing is not None:
-                return thing
-        return None
+        """The one that came first of those that are left."""
+        return next(iter(self), None)
 
     def clear(self) -> None:
         """Hold nothing any more."""
-        self._references = []
+        self.references = []

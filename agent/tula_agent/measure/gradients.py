@@ -14,7 +14,7 @@ __all__ = ["GradientReader", "NormSampler", "sharded", "squared_norm"]
 
 SHARE_OF_STEP = 2e-4
 """What reading norms may cost, as a share of the step time..."""
-MAX_COST_S, MIN_COST_S = 20e-6, 10e-6
+MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
 """...but per step never above nor below these."""
 
 
@@ -54,13 +54,9 @@ class NormSampler:
 
     def __init__(self) -> None:
         self.interval = 1
-        self._next = 0
+        self.due = 0  # the next step to read
         self._spent = 0.0
         self._first: tuple[int, torch.Tensor] | None = None
-
-    def wants(self, step: int) -> bool:
-        """True when the norm of `step` should be read."""
-        return step >= self._next
 
     def read(
         self,
@@ -86,16 +82,17 @@ class NormSampler:
         allowed = min(MAX_COST_S, max(MIN_COST_S, SHARE_OF_STEP * step_time_s))
         affordable = math.ceil(self._spent / allowed)
         # The first pair pays for kernels being loaded: what it cost says little about the next.
-        self.interval = max(2, affordable if self._next else min(affordable, 10))
-        self._next = step - 1 + self.interval
+        self.interval = max(2, affordable if self.due else min(affordable, 10))
+        self.due = step - 1 + self.interval
         self._spent = 0.0
         return squared, ((squared - first) / first).abs() if step == before + 1 else None
 
 
 class GradientReader:
-    """Reads the first optimizer's gradients when a sample of their norm is due, just before it steps."""
+    """Reads the first optimizer's gradients just before it steps, from step `due` on (asked without a call)."""
 
     def __init__(self, say: Callable[[int, str, float | Later], None]) -> None:
+        self.due: float = 0
         self._say = say
         self._norms = NormSampler()
         self._sharded: bool | None = None
@@ -107,14 +104,14 @@ class GradientReader:
 
         step_time_s: of the step before, seconds.
         """
-        if not self._norms.wants(step):
-            return
         if self._sharded is None:
             self._sharded = sharded(models, optimizer)
         if self._sharded:
+            self.due = math.inf
             return  # its norm takes a collective, and only this rank is here
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         squared, variability = self._norms.read(step, step_time_s, held, getattr(optimizer, "grad_scale", None))
+        self.due = self._norms.due
         self._say(step, "grad_norm", to_number(squared, root=True))
         if variability is not None:
             self._say(step, "gradient_variability", to_number(variability))

@@ -32,7 +32,7 @@ class MemoryReports:
         self.headroom = Headroom()
         self._guard = guard
         self._reporter = reporter
-        self._largest_seen = 0
+        self.largest_seen = 0
         self._device: torch.device | None = None
         self._buckets = 0
 
@@ -42,10 +42,9 @@ class MemoryReports:
         return self._device is not None
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """A batch of `size` examples; only one larger than all before it changes anything."""
-        if size > self._largest_seen:
-            self._largest_seen = size
-            self.probe.saw_batch(batch_bytes(batch), loader)
+        """A batch of `size` examples, larger than all before it: `largest_seen`."""
+        self.largest_seen = size
+        self.probe.saw_batch(batch_bytes(batch), loader)
 
     def read(self, step: int, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         """Read what is held now, and what was at most; some tens of microseconds. Never raises."""
@@ -59,8 +58,8 @@ class MemoryReports:
             device = self._device
             memory = self.probe.breakdown(models, optimizers, device)
             self._reporter.memory = memory.to_wire()
-            if self._largest_seen:
-                self.headroom.observe(memory, self._largest_seen, self._buckets)
+            if self.largest_seen:
+                self.headroom.observe(memory, self.largest_seen, self._buckets)
             largest = self.headroom.largest_local_batch_size()
             if largest is not None:
                 self._reporter.rows.add_value(step, "largest_local_batch_size", float(largest))
