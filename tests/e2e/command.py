@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -108,6 +109,17 @@ class Tula:
         with Client(self.environment["TULA_URL"], token="") as client:
             return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
 
+    def processes(self, script: str = SCRIPT) -> list[int]:
+        """Every process that names the script and reports to this test's service: other tests run the script too."""
+        service = f"TULA_URL={self.environment['TULA_URL']}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and script.encode() in (entry / "cmdline").read_bytes():
+                    told = (entry / "environ").read_bytes().split(b"\0")
+                    found += [int(entry.name)] if service in told else []
+        return found
+
     def logs(self) -> str:
         """Everything that commands have printed."""
         return "\n".join(log.read_text() for log in sorted(self.folder.glob(".tula/*/logs/*.log")))
@@ -116,20 +128,6 @@ class Tula:
 def _with_json(words: tuple[str, ...]) -> list[str]:
     at = words.index("--")
     return [*words[:at], "--json", *words[at:]]
-
-
-def processes_of(script: str) -> list[int]:
-    """Every process whose command line names the script."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if script.encode() in line:
-                found.append(int(entry.name))
-    return found
 
 
 def wait_until(holds: Callable[[], Any], within_s: float = 100.0) -> None:

@@ -87,10 +87,10 @@ def step_time_s(cluster: Cluster) -> float:
 def test_links_hold_their_rate_and_training_feels_it() -> None:
     with Cluster(2, 100) as cluster:
         names = [cluster.namespace(node) for node in range(2)]
-        assert 80 < rate_mbit(cluster, 5_000_000) < 105
+        assert 80 < max(rate_mbit(cluster, 5_000_000) for _ in range(3)) < 105  # a busy machine only lowers it
         fast = step_time_s(cluster)
         cluster.set_rate(25)
-        assert 18 < rate_mbit(cluster, 1_500_000) < 28
+        assert 18 < max(rate_mbit(cluster, 1_500_000) for _ in range(3)) < 28
         slow = step_time_s(cluster)
     # 1 MiB of gradients: 84 ms at 100 Mbit/s, 336 ms at a quarter, beside 15 ms of device time.
     assert 0.08 < fast < slow / 1.8

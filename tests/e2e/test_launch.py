@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import BATCH, HANGS, SCRIPT, TORCHRUN, Tula, processes_of, wait_until
+from tests.e2e.command import BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
 from tests.support.server import Server, serving
@@ -21,10 +21,10 @@ def test_kill_9_leaves_no_process_and_the_same_command_goes_on(server: Server, t
     command = ["tune", tula.spec("killed"), *TORCHRUN, *BATCH, "--step-s=0.05", "--steps=200"]
     first = tula.start(*command)
     wait_until(lambda: "starts at step" in tula.logs())
-    assert len(processes_of(SCRIPT)) >= 3  # two ranks and torchrun, at least
+    assert len(tula.processes()) >= 3  # two ranks and torchrun, at least
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    wait_until(lambda: not processes_of(SCRIPT), within_s=30)
+    wait_until(lambda: not tula.processes(), within_s=30)
     tuned, _ = tula(*command)
     assert [run.state for run in tula.runs("killed")] == ["succeeded"]
     assert tuned["recommendation"]["basis"] == "profiled"
@@ -37,7 +37,7 @@ def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path
         tuning = tula.start("tune", tula.spec("away"), "--json", *TORCHRUN, *BATCH, "--step-s=0.05")
         wait_until(lambda: "starts at step" in tula.logs())
         first.kill()
-    wait_until(lambda: not processes_of(f"-u\0{SCRIPT}"))  # the training went on, and ended, without the service
+    wait_until(lambda: not tula.processes(f"-u\0{SCRIPT}"))  # the training went on, and ended, without the service
     with serving(database, port=port):
         out, said = tuning.communicate(timeout=150)
         assert tuning.returncode == 0, said
@@ -57,7 +57,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
     assert "stack of rank 1" in log
     assert log.count("in stuck_on_purpose") == 2
     assert [run.state for run in tula.runs("hangs")] == ["failed"]
-    assert not processes_of(hanging[-1])
+    assert not tula.processes(hanging[-1])
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])
@@ -93,7 +93,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_falls_back_alike(server: Se
     assert (before["local_batch_size"], after["local_batch_size"]) == (8, 4)
     assert after["grad_accum_steps"] == 2 * before["grad_accum_steps"]
     assert "starts at step 4" in tula.logs()
-    assert not processes_of(SCRIPT)  # the rank that waited for the killed one went with it
+    assert not tula.processes()  # the rank that waited for the killed one went with it
 
 
 def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(server: Server, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_ranks_that_no_signal_of_ours_reaches_show_their_stacks_by_themselves(
     log = tula.logs()
     assert ["stack of rank 0" in log, "stack of rank 1" in log] == [True, True]
     assert log.count("in stuck_on_purpose") == 2
-    wait_until(lambda: not processes_of(HANGS), within_s=30)
+    wait_until(lambda: not tula.processes(HANGS), within_s=30)
 
 
 @pytest.mark.cluster("slurm")

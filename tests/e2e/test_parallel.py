@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.command import BATCH, SCRIPT, TORCHRUN, Tula, processes_of
+from tests.e2e.command import BATCH, TORCHRUN, Tula
 from tests.support.server import Server
 
 
@@ -32,4 +32,4 @@ def test_two_runs_go_at_once_on_the_nodes_there_are(server: Server, tmp_path: Pa
             run for run in runs if run.started_at and run.finished_at and run.started_at <= moment < run.finished_at
         ]
         assert sum(run.configuration.num_nodes for run in busy) <= 2
-    assert not processes_of(SCRIPT)
+    assert not tula.processes()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import BATCH, SCRIPT, TORCHRUN, Tula, processes_of, wait_until
+from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
 from tests.support.server import Server
 from tula_client import Client
 from tula_wire import JobPatch, Limits
@@ -23,7 +23,7 @@ def test_what_is_left_is_counted_from_the_checkpoint(server: Server, tmp_path: P
     wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/complete.json")))
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    wait_until(lambda: not processes_of(SCRIPT), within_s=30)
+    wait_until(lambda: not tula.processes(), within_s=30)
 
     with Client(server.url, token="") as client:
         job_id = client.handle("goes-on").id

@@ -32,6 +32,14 @@ def train(bare: nn.Module, run: tula_agent.Run) -> None:
         time.sleep(0.01)
 
 
+def wait_until_told(run: tula_agent.Run) -> None:
+    """What ranks have to tell each other goes by way of the first rank's store, which ends with the stretch."""
+    if run.recorder is not None:
+        reporter = run.recorder.reporter
+        while reporter.readings or reporter._held:
+            time.sleep(0.01)
+
+
 def port_is_open() -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0
@@ -52,6 +60,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         run = run or tula_agent.init()
         train(bare, run)
+        wait_until_told(run)
+        all_here(folder, f"told {stretch}")
         leave_group()
         all_here(folder, f"left {stretch}")
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in bare.parameters())).hexdigest()
