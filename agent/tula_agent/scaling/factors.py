@@ -43,7 +43,7 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     else:
         norms = torch._foreach_norm(dense)
     # Stacked first: on a device, converting each norm by itself would be as many kernels.
-    return torch.stack([norm.to(device) for norm in norms]).double().square().sum()
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms]).double().square().sum()
 
 
 def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:

@@ -117,8 +117,7 @@ class Gain:
     def _measure(self, step: int) -> torch.Tensor | None:
         site = self._site
         if site.tap.armed and (site.ranks.size > 1 or site.tap.parts >= 2):
-            device = site.parameters()[0].device
-            return encode_tap(site.tap, site.gradients(), site.ranks.size, device, site.observed)
+            return encode_tap(site.tap, site.gradients(), site.portion(), site.ranks.size, site.device, site.observed)
         if site.source != "probe" and not site.tap.armed:
             return None  # between two measured steps: nothing was tapped, and nothing is to be probed instead
         if not site.may_probe:

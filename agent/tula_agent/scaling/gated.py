@@ -67,12 +67,12 @@ class Gated:
         """Refresh when due, decide whether the step is sensitive, scale, step."""
         self._receive()
         gradients = self._site.gradients()
-        usable = [g for g in gradients if g is not None]
-        if not usable:
+        device = next((g.device for g in gradients if g is not None), None)
+        if device is None:
             inner_step()
             return
-        norm_sq = norm_squared(usable)
-        share = norm_sq / self._site.ranks.size
+        mine = [g for g, own in zip(gradients, self._site.portion(), strict=True) if g is not None and own]
+        share = norm_squared(mine).to(device) if mine else torch.zeros((), dtype=torch.float64, device=device)
         norm_sq, examples = self._site.ranks.sum_(torch.stack([share, torch.full_like(share, self._site.observed)]))
         gate = self._gate(norm_sq, self._site.thresholds.delta)
         if self._site.thresholds.policy == "ags" and self._due:

@@ -35,23 +35,25 @@ class StepStatistics:
 def encode_tap(
     tap: GradientTap,
     gradients: Sequence[torch.Tensor | None],
+    portion: Sequence[bool],
     world_size: int,
     device: torch.device,
     examples: float = 0.0,
 ) -> torch.Tensor:
     """This rank's summands (float64 on `device`); zeros where it has nothing, so that no rank ever stays away.
 
-    A parameter that had no part on this rank but has a reduced gradient counts as a zero part. `examples`: observed on
-    this rank.
+    A parameter that had no part on this rank but has a reduced gradient counts as a zero part. `portion`: the gradients
+    whose squares this rank contributes, the others being another rank's. `examples`: observed on this rank.
     """
     reading = tap.read()
-    dense = [(s, g) for s, g in zip(reading.squares, gradients, strict=True) if g is not None and not g.is_sparse]
-    sums = [square.sum().to(device, torch.float64) for square, _ in dense if square is not None]
+    usable = [g is not None and not g.is_sparse for g in gradients]
+    sums = [s.sum() if s.ndim else s for s, use in zip(reading.squares, usable, strict=True) if use and s is not None]
+    mine = [g for g, use, own in zip(gradients, usable, portion, strict=True) if g is not None and use and own]
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    small = torch.stack(sums).sum() if sums else zero
-    large = norm_squared([gradient for _, gradient in dense]).to(device) if dense else zero
+    small = torch.stack([s if s.device == device else s.to(device) for s in sums]).double().sum() if sums else zero
+    large = norm_squared(mine).to(device) if mine else zero
     micro = float(reading.parts)
-    head = _head(small, micro, large / world_size, micro / world_size, micro, examples)
+    head = _head(small, micro, large, micro / world_size, micro, examples)
     return torch.cat([head, _projections(tap, reading, device, world_size)])
 
 

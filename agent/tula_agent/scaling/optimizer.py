@@ -177,7 +177,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        device = self._site.parameters()[0].device
+        device = self._site.device
         if self._steps == 0:
             self._site.thresholds = self._agreement.settle(self._site.thresholds, device)
         agreed = self._agreement.poll(self._steps, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["EPS", "gradient_variability", "is_sensitive", "noise_gain", "noise_moments", "paper_s_max"]
+__all__ = ["EPS", "gradient_variability", "noise_gain", "noise_moments", "paper_s_max"]
 
 EPS = 1e-8  # of Algorithm 1
 
@@ -14,11 +14,6 @@ def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
     if previous_norm_sq <= 0.0:
         return math.inf if norm_sq > 0.0 else 0.0
     return abs((norm_sq - previous_norm_sq) / previous_norm_sq)
-
-
-def is_sensitive(norm_sq: float, previous_norm_sq: float | None, delta: float) -> bool:
-    """True when the step must not be scaled: Delta(G_i) >= delta, or there is no step before it to compare with."""
-    return previous_norm_sq is None or gradient_variability(norm_sq, previous_norm_sq) >= delta
 
 
 def paper_s_max(batch_ratio: float) -> float:

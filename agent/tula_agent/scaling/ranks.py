@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Arrival", "Ranks", "to_host"]
+__all__ = ["Arrival", "Ranks", "owners", "to_host"]
 
 
 @dataclass
@@ -46,6 +49,16 @@ class Ranks:
         """True on the rank whose thresholds count."""
         return self.size == 1 or dist.get_rank(self._group) == 0
 
+    def portion(self, sizes: Sequence[int]) -> list[bool]:
+        """Which tensors of such sizes this rank reads for a sum over ranks, where every rank holds all of them alike.
+
+        Each is read by exactly one rank, and all read about as much: N ranks need an Nth of the time.
+        """
+        if self.size == 1:
+            return [True] * len(sizes)
+        rank = dist.get_rank(self._group)
+        return [owner == rank for owner in owners(tuple(sizes), self.size)]
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over ranks, in place."""
         if self.size > 1:
@@ -59,6 +72,18 @@ class Ranks:
             return to_host(self.sum_(vector))
         work = dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None
         return Arrival(vector, work=work)
+
+
+@lru_cache(maxsize=8)
+def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The rank that reads each of tensors of such sizes: the largest first, always to the one with the least so far."""
+    loads = [(0, rank) for rank in range(ranks)]
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, rank = loads[0]
+        found[index] = rank
+        heapq.heapreplace(loads, (load + sizes[index], rank))
+    return tuple(found)
 
 
 def to_host(vector: torch.Tensor) -> Arrival:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -63,5 +62,4 @@ def gain_of_parts(parts: Sequence[torch.Tensor], *, batch_ratio: float) -> float
     spread = sum(float(((part.double() - mean) ** 2).sum()) for part in parts) / (count - 1)
     noise = spread / count
     signal = max(0.0, float((mean**2).sum()) - noise)
-    gain = (signal + noise * batch_ratio) / (signal + noise)
-    return math.copysign(min(abs(gain), batch_ratio), gain)
+    return min((signal + noise * batch_ratio) / (signal + noise), batch_ratio)

@@ -46,9 +46,19 @@ class Site:
         """All parameters, group by group."""
         return [p for group in self.inner.param_groups for p in group["params"]]
 
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter: where the numbers are that go over ranks."""
+        first: torch.Tensor = next(p for group in self.inner.param_groups for p in group["params"])
+        return first.device
+
     def gradients(self) -> list[torch.Tensor | None]:
         """Their gradients as they stand."""
         return [p.grad for p in self.parameters()]
+
+    def portion(self) -> list[bool]:
+        """By parameter whether this rank reads its reduced gradient for a norm that is summed over ranks."""
+        return self.ranks.portion([p.numel() for p in self.parameters()])
 
     @property
     def batch_size(self) -> int | None:
@@ -119,7 +129,7 @@ class Site:
         """Their sums; with several ranks the host waits for the device here, with one it does not."""
         if self.ranks.size == 1:
             return numbers
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self.parameters()[0].device)
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return [float(x) for x in self.ranks.sum_(vector).tolist()]
 
 

@@ -90,6 +90,8 @@ class GradientTap:
 
     def clear(self) -> None:
         """Forget what was seen; called when gradients are zeroed, so a skipped step leaves nothing behind."""
+        if not any(self._counts):
+            return
         self._squares = [None] * len(self._squares)
         self._counts = [0] * len(self._counts)
         for calibrator in self._calibrators.values():

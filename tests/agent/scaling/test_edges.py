@@ -13,8 +13,10 @@ from torch import nn
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 from tula_agent.scaling.agreement import AGREE_EVERY, Agreement
 from tula_agent.scaling.factors import norm_squared
+from tula_agent.scaling.measurement import decode, encode_tap
 from tula_agent.scaling.probe import probe_gradients
-from tula_agent.scaling.ranks import Ranks
+from tula_agent.scaling.ranks import Ranks, owners
+from tula_agent.scaling.taps import GradientTap
 
 
 def network() -> nn.Sequential:
@@ -68,6 +70,30 @@ def test_norms_of_half_precision_gradients_are_not_rounded_and_do_not_overflow(d
     gradients = [torch.full((40_000,), 900.0).to(dtype), torch.randn(77).to(dtype), torch.randn(5)]
     exact = sum(float(g.double().square().sum()) for g in gradients)
     assert float(norm_squared(gradients)) == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_a_step_measured_by_ranks_that_share_the_reading_is_what_one_measures_that_reads_all(ranks):
+    """Their vectors are summed; with seven, some have no tensor of their own to read."""
+    model = network()
+    model[2].double()
+    tap = GradientTap()
+    tap.watch(list(model.parameters()))
+    tap.arm("tensor")
+    for inputs, _ in itertools.islice(batches(), 2):
+        model[2](model[:2](inputs).double()).square().mean().backward()
+    gradients = [p.grad for p in model.parameters()]
+    found = []
+    for portions in ([[True] * 4], [[owner == r for owner in owners((96, 16, 64, 4), ranks)] for r in range(ranks)]):
+        size = len(portions)
+        vectors = [encode_tap(tap, gradients, mine, size, torch.device("cpu"), 32.0) for mine in portions]
+        found.append(decode(torch.stack(vectors).sum(0).tolist()))
+    alone, shared = found
+    exact = sum(float(g.double().square().sum()) for g in gradients)
+    assert alone.gradient_norm**2 == pytest.approx(exact, rel=1e-6)
+    assert shared.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-12)
+    assert shared.small_norm_sq == pytest.approx(alone.small_norm_sq, rel=1e-12)
+    assert (shared.samples, shared.examples) == (alone.samples * ranks, alone.examples * ranks)
 
 
 def test_a_learning_rate_tensor_that_groups_share_is_scaled_once():

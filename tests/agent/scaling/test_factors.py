@@ -10,9 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tula_agent.scaling import ScalingThresholds
+from tula_agent.scaling.ags import Gate
 from tula_agent.scaling.factors import apply_to_gradients, apply_to_updates, factor_from_squares, norm_squared, squares
-from tula_agent.scaling.policy import gradient_variability, is_sensitive, noise_gain, noise_moments, paper_s_max
-from tula_agent.scaling.ranks import to_host
+from tula_agent.scaling.policy import gradient_variability, noise_gain, noise_moments, paper_s_max
+from tula_agent.scaling.ranks import owners, to_host
 from tula_agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
 
 GRANULARITIES = ("tensor", "channel", "element")
@@ -95,10 +96,30 @@ def test_variability_is_equation_5():
     now, before = [torch.tensor([3.0, 4.0])], [torch.tensor([1.0, 2.0])]
     assert variability(now, before) == pytest.approx(4.0)
     assert gradient_variability(float(norm_squared(now)), float(norm_squared(before))) == pytest.approx(4.0)
-    assert is_sensitive(25.0, None, 0.5)
-    assert is_sensitive(25.0, 5.0, 4.0)
-    assert not is_sensitive(25.0, 5.0, 4.1)
     assert math.isinf(gradient_variability(1.0, 0.0))
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 1.4, 2.0, 25.0, math.inf, math.nan]), min_size=2, max_size=6), POSITIVE)
+def test_the_gate_on_the_device_closes_where_equation_5_reaches_delta(norms, delta):
+    gate, before = Gate(), None
+    for norm in norms:
+        is_open = bool(gate(torch.tensor(norm, dtype=torch.float64), delta))
+        if before is None or not math.isfinite(norm):
+            assert not is_open  # nothing to compare with
+        elif math.isfinite(before) and before > 0.0:
+            assert is_open == (gradient_variability(norm, before) < delta)
+        else:
+            assert not is_open
+        before = norm if before is None or math.isfinite(norm) else before
+
+
+@given(st.lists(st.integers(0, 10**7), max_size=40).map(tuple), st.integers(1, 9))
+def test_ranks_share_the_reading_of_tensors_so_that_none_reads_much_more_than_another(sizes, ranks):
+    found = owners(sizes, ranks)
+    assert len(found) == len(sizes)
+    loads = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(ranks)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 @given(signal=st.floats(-1e6, 1e6), noise=st.floats(-1e6, 1e6), ratio=st.floats(1.0, 1e4))
