@@ -225,6 +225,8 @@ def test_a_job_that_changes_all_the_time_is_planned_under_its_lock(
         return compute(tx, job, objective)
 
     monkeypatch.setattr(settle.recommend, "compute", beaten)
+    with cluster.store.transaction() as tx:
+        planning.mark_due(tx, job_id)
     body = settle.settle(cluster.store, job_id)
     assert len(raced) == settle._ATTEMPTS + 1
     assert wire.read(wire.Recommendation, body).job_id == job_id
