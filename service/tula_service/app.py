@@ -30,6 +30,7 @@ from tula_service.api import (
     tracing,
 )
 from tula_service.api.deps import Services, authenticate, error_answers
+from tula_service.api.direct import ShortWay
 from tula_service.api.edge import Edge
 from tula_service.api.metric_set import MULTIPROCESS_VARIABLE, Metrics
 from tula_service.api.security import tokens
@@ -40,6 +41,7 @@ from tula_service.store.schema import check_schema
 from tula_service.usecases import watch
 from tula_service.usecases.access import Access
 from tula_service.usecases.ingest import Ingest
+from tula_wire import routes
 
 __all__ = ["create_app", "create_app_from_environment"]
 
@@ -82,9 +84,11 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # nothing leaves but what `trace` was asked for
     )
     app.state.services = services
     problems.install(app)
+    app.add_middleware(ShortWay, path=routes.RUN_TELEMETRY, endpoint=telemetry.post_telemetry)
     app.add_middleware(dashboard.BrowserSession)
     app.add_middleware(Edge, settings=settings, metrics=counted)
     for router in _routers():  # behind authentication, all of them; straight into the application, since depth costs

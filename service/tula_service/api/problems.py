@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +15,7 @@ from tula_service import errors
 from tula_service.perfmodel.predict.observations import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
 
-__all__ = ["CHALLENGE", "field_errors", "install", "problem_response"]
+__all__ = ["CHALLENGE", "answer_to", "field_errors", "install", "problem_response"]
 
 _LOG = logging.getLogger("tula.service")
 CHALLENGE = 'Bearer realm="tula", Basic realm="tula", charset="UTF-8"'
@@ -44,12 +44,17 @@ _HTTP: Mapping[int, tuple[str, str, str]] = {
 
 def install(app: FastAPI) -> None:
     """Give the application one handler for each family of exceptions."""
-    app.add_exception_handler(errors.ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(ValidationError, _on_validation_error)
-    app.add_exception_handler(ObservationError, _on_observation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    for family, handler in _HANDLERS.items():
+        app.add_exception_handler(family, handler)
     app.add_exception_handler(Exception, _on_bug)
+
+
+def answer_to(request: Request, error: Exception) -> Response | None:
+    """The same for whoever answers outside of the application's routes; None for a bug, which is to be raised."""
+    for family in type(error).__mro__:
+        if family in _HANDLERS:
+            return _HANDLERS[family](request, error)
+    return None
 
 
 def problem_response(
@@ -151,6 +156,15 @@ def _on_bug(request: Request, error: Exception) -> Response:
         "The service failed on this request; nothing of it was stored. Report the request id.",
         request_id=_request_id(request),
     )
+
+
+_HANDLERS: Final[dict[type[Exception], Callable[[Request, Exception], Response]]] = {
+    errors.ServiceError: _on_service_error,
+    RequestValidationError: _on_validation_error,
+    ValidationError: _on_validation_error,
+    ObservationError: _on_observation_error,
+    HTTPException: _on_http_error,
+}
 
 
 def _request_id(request: Request) -> str | None:

@@ -9,14 +9,13 @@ from fastapi import APIRouter, Query, Response
 
 from tula_service.api.bodies import MSGPACK, Body, RawBody, parse, request_body, unpack
 from tula_service.api.deps import Caller, Current
-from tula_service.api.direct import DirectRoute
 from tula_service.store import NewChunk
 from tula_service.usecases.ingest import chunk_from_wire
 from tula_service.usecases.packed import chunk_from_packed
 from tula_service.usecases.telemetry import read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
-__all__ = ["router"]
+__all__ = ["post_telemetry", "router"]
 
 router = APIRouter(tags=["telemetry"])
 
@@ -24,6 +23,12 @@ _QUICK_BYTES = 128 * 1024
 """Packed bodies up to here are read in less time than a thread takes to be woken for it."""
 
 
+@router.post(
+    routes.RUN_TELEMETRY,
+    status_code=202,
+    response_model=TelemetryAccepted,
+    openapi_extra=request_body(TelemetryChunk),
+)
 async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Current) -> Response:
     """Store a chunk; committed before the answer. MessagePack columns may be packed arrays: the fast way."""
     if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _QUICK_BYTES:
@@ -32,19 +37,9 @@ async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Curre
         chunk = await to_thread.run_sync(_chunk, body, limiter=have.intake)
     accepted = await have.ingest.telemetry(caller, run_id, chunk)
     have.metrics.step_values.inc(accepted.stored)
-    have.metrics.duplicates.inc(int(accepted.duplicate))
+    if accepted.duplicate:
+        have.metrics.duplicates.inc()
     return Response(accepted.model_dump_json(), 202, media_type="application/json")
-
-
-router.add_api_route(
-    routes.RUN_TELEMETRY,
-    post_telemetry,
-    methods=["POST"],
-    status_code=202,
-    response_model=TelemetryAccepted,
-    openapi_extra=request_body(TelemetryChunk),
-    route_class_override=DirectRoute,
-)
 
 
 def _chunk(body: Body) -> NewChunk:

@@ -79,10 +79,15 @@ class BrowserSession:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        names = {name for name, _ in scope["headers"]}
+        if b"authorization" in names and b"sec-fetch-dest" not in names and scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)  # an agent or a client, which no page is for
+            return
         headers = Headers(scope=scope)
-        secret = _cookie(headers)
-        if secret is not None and "authorization" not in headers and _is_ours(scope["method"], headers):
-            scope = {**scope, "headers": [*scope["headers"], (b"authorization", f"Bearer {secret}".encode("ascii"))]}
+        secret = None if b"authorization" in names else _cookie(headers)
+        if secret is not None and _is_ours(scope["method"], headers):
+            # In place, since what the routes note in it is read outside of here.
+            scope["headers"] = [*scope["headers"], (b"authorization", f"Bearer {secret}".encode("ascii"))]
         if headers.get("sec-fetch-dest") == "empty":
             await self._app(scope, receive, _Quiet(send))
         elif "text/html" in headers.get("accept", "") and not scope["path"].startswith("/v1/"):

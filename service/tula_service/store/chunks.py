@@ -7,32 +7,36 @@ import sqlalchemy as sa
 
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository
-from tula_service.store.packing import pack, unpack
+from tula_service.store.packing import pack, stride_of, unpack
 from tula_service.store.records import ChunkRecord, FloatArray, IntArray, NewChunk
 from tula_service.store.tables import runs, telemetry_chunks
 
-__all__ = ["INSERT_POSTGRES", "INSERT_SQLITE", "Chunks", "chunk_row"]
+__all__ = ["INSERT_POSTGRES", "INSERT_SQLITE", "INSERT_SQLITE_IF_THERE", "RUN_IS_THERE", "Chunks", "chunk_row"]
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
-_INSERT = (
-    f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({{}}) ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
-)
-INSERT_SQLITE = _INSERT.format(", ".join("?" * 9))
-INSERT_POSTGRES = _INSERT.format(", ".join(["%s"] * 9))
+_INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
+INSERT_POSTGRES = _INSERT.format(f"VALUES ({', '.join(['%s'] * 9)})")
+INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
+RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
+INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")
+"""Takes a run's key and id behind the row: SQLite gives a deleted run's key to the next, maybe another tenant's."""
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
     """The row of a chunk, compressed; needs no transaction, so that packing happens outside of one."""
+    steps = chunk.steps
+    stride = stride_of(steps)
+    in_order = stride is not None and stride >= 0
     return (
         run_key,
         chunk.rank,
         chunk.boot_id,
         chunk.sequence,
-        int(chunk.steps.min()),
-        int(chunk.steps.max()),
-        int(chunk.steps.size),
+        int(steps[0] if in_order else steps.min()),
+        int(steps[-1] if in_order else steps.max()),
+        int(steps.size),
         ",".join(chunk.names),
-        pack(chunk.steps, chunk.values),
+        pack(steps, chunk.values, stride),
     )
 
 

@@ -35,9 +35,7 @@ def chunk_from_packed(members: object) -> NewChunk:
     checked_steps = _steps(steps)
     # Names, rank, boot id and sequence are the wire model's business: one step of zeros stands for the numbers.
     frame = TelemetryChunk.model_validate({**members, "steps": [0], "columns": {name: [0.0] for name in columns}})
-    values = np.empty((len(columns), checked_steps.size), np.float64)
-    for row, (name, column) in enumerate(columns.items()):
-        values[row] = _column(name, column, checked_steps.size)
+    values = _values(columns, checked_steps.size)
     finite = np.isfinite(values)
     if not finite.all():
         row, at = (int(index) for index in np.argwhere(~finite)[0])
@@ -51,18 +49,25 @@ def chunk_from_packed(members: object) -> NewChunk:
     return NewChunk(frame.rank, frame.boot_id, frame.sequence, checked_steps, list(columns), values)
 
 
+def _values(columns: Mapping[Any, Any], count: int) -> FloatArray:
+    """Shape (columns, count)."""
+    if all(isinstance(one, bytes) and len(one) == 8 * count for one in columns.values()):
+        return np.frombuffer(b"".join(columns.values()), "<f8").reshape(len(columns), count)
+    return np.stack([_column(name, column, count) for name, column in columns.items()])
+
+
 def _steps(steps: Any) -> IntArray:
     if isinstance(steps, bytes):
         if len(steps) % 8:
             raise InvalidInput(
                 "steps must hold 8 bytes a step (little-endian int64): check the packing.", field="steps"
             )
-        array = np.frombuffer(steps, "<i8").astype(np.int64)
+        array = np.frombuffer(steps, "<i8")
     else:
         array = np.asarray(TelemetryChunk.model_validate(_frame_of(steps)).steps, np.int64)
     if not 1 <= array.size <= MAX_STEPS:
         raise InvalidInput(f"steps has {array.size} entries: send 1 to {MAX_STEPS} in a chunk.", field="steps")
-    if int(array.min()) < 0 or int(array.max()) > _LARGEST:
+    if int(array.view("<u8").max()) > _LARGEST:  # which the negative ones are too, without their sign
         raise InvalidInput("steps must lie between 0 and 2**53: check the packing.", field="steps")
     return array
 

@@ -13,6 +13,7 @@ from tests.service.api.conftest import SPEC, Service, Tenant
 from tests.service.store.test_upgrade import ASSETS, restored
 from tests.support.postgres import PostgresServer
 from tula_service.__main__ import app
+from tula_service.dashboard.session import COOKIE
 from tula_service.store import Store
 from tula_service.store.schema import head_revision
 from tula_wire import routes
@@ -122,6 +123,17 @@ def test_an_older_schema_is_refused_with_the_command_that_upgrades_it(
     with store.reading() as tx:
         assert [job.name for job in tx.jobs.list().jobs] == ["kept"]
     store.close()
+
+
+def test_what_a_browser_with_a_session_asks_for_is_counted_by_its_route(service: Service) -> None:
+    secret = service.token("admin")
+    with service.client() as browser:
+        browser.cookies.set(COOKIE, secret)
+        assert browser.get("/", headers={"Accept": "text/html"}).status_code == 200
+    with service.client(secret) as boss:
+        text = boss.get(routes.METRICS).text
+    assert 'tula_requests_total{method="GET",route="/",status="200"} 1.0' in text
+    assert 'route="unmatched"' not in text
 
 
 def test_metrics_tell_of_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
