@@ -82,11 +82,12 @@ class Samples(Repository):
         if batch.memory is not None:
             self._remember(source, run_key, batch.memory)
         if stored or batch.memory is not None:
-            self._connection.execute(
-                sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
-            )
+            # The job before its run, as whoever locks the job takes them: otherwise each could wait for the other.
             self._connection.execute(
                 sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
+            )
+            self._connection.execute(
+                sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
             )
         return Stored(stored, int(columns.sequence.size) - stored)
 

@@ -56,6 +56,7 @@ def register(
         elif job.state == "archived":
             job = tx.jobs.update(job.id, state="planning")
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
+        tx.jobs.lock(job.id)
         give_up_vanished(tx, job.id)
         planning.mark_due(tx, job.id)
     recommendation = wire.read(wire.Recommendation, settle(store, job.id, retry_failed=True))

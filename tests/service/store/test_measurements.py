@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from tests.service.store.examples import a_chunk, a_job, a_run, samples
 from tula_service.domain import RunState
@@ -24,6 +27,29 @@ class TestSamples:
             assert tx.runs.get(run.id).num_samples == 15
             assert tx.samples.add(run.key, job.id, samples(15, rank=1)).stored == 15
             assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")).stored == 15
+
+    def test_samples_and_a_change_of_their_run_wait_for_each_other_in_turn(self, postgres_url: str) -> None:
+        """Both need the job and the run: taken in turns, each would hold what the other waits for."""
+        store = Store.open(postgres_url)
+        job = a_job(store)
+        run = a_run(store, job.id)
+
+        def add() -> int:
+            with store.transaction() as tx:
+                return tx.samples.add(run.key, job.id, samples(10)).stored
+
+        with ThreadPoolExecutor(1) as agent:
+            with store.transaction() as tx:
+                tx.jobs.lock(job.id)
+                sent = agent.submit(add)
+                waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                while not tx.connection.execute(waiting).scalar():
+                    assert not sent.done()
+                tx.runs.update(run.id, drifted=True)
+            assert sent.result() == 10
+        with store.reading() as tx:
+            assert (tx.runs.get(run.id).drifted, tx.runs.get(run.id).num_samples) == (True, 10)
+        store.close()
 
     def test_columns_come_back_with_nan_where_nothing_was_measured(self, store: Store) -> None:
         job = a_job(store)
