@@ -165,17 +165,6 @@ class Jobs(Repository):
         records = [self._record(row, counts) for row in rows[:limit]]
         return JobPage(records, total, records[-1].cursor if len(rows) > limit else None)
 
-    def with_model(self, model_name: str, *, project_id: str, limit: int = 20) -> Sequence[JobRecord]:
-        """Jobs of one project that train the same network, newest first: what a cold start may learn from."""
-        rows = self._rows(
-            sa.select(jobs)
-            .where(jobs.c.model_name == model_name, jobs.c.project_id == project_id, jobs.c.state != _DELETING)
-            .order_by(jobs.c.key.desc())
-            .limit(limit)
-        )
-        counts = self._counts([row["id"] for row in rows])
-        return [self._record(row, counts) for row in rows]
-
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
 
@@ -202,10 +191,6 @@ class Jobs(Repository):
         self._connection.execute(
             sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
         )
-
-    def archive(self, job_id: str) -> JobRecord:
-        """Hide the job from lists; its data stays."""
-        return self.update(job_id, state="archived")
 
     def begin_delete(self, job_id: str) -> None:
         """Make the job invisible at once; `usecases/retention.py` then removes its rows piece by piece."""

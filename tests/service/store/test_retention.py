@@ -37,10 +37,10 @@ def test_only_jobs_archived_long_enough_go(store: Store, clock: ManualClock) -> 
     """And a dry run says so beforehand without touching anything."""
     old, recent, living = filled(store), filled(store), filled(store)
     with store.transaction() as tx:
-        tx.jobs.archive(old)
+        tx.jobs.update(old, state="archived")
     clock.advance(100 * DAY_S)
     with store.transaction() as tx:
-        tx.jobs.archive(recent)
+        tx.jobs.update(recent, state="archived")
     age = timedelta(days=90)
     told = prune_store(store, older_than=age, actor=ANONYMOUS, dry_run=True)
     assert list(told.job_ids) == [old]
