@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import tula_wire as wire
 from tula_service.domain import Objective
@@ -34,16 +35,17 @@ class Progress:
     peak_bytes: float | None
 
 
-def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -> None:
-    """Recommend another configuration when what it saves over the rest exceeds what the restart costs."""
+def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -> dict[str, Any] | None:
+    """The advice to take another configuration, when what it saves over the rest exceeds what the restart costs, or to
+    stay; None where there is nothing to choose between. Only reads."""
     spec = fitting.spec_of(job)
     try:
         found = choosing.answer(tx, job, spec, job.objective)
     except ObservationError:
-        return
+        return None
     chosen = found.choice.chosen
     if chosen is None or chosen.configuration == run.configuration:
-        return
+        return None
     stay_s = at.examples_left / run.configuration.global_batch_size * at.step_time_s
     move_s = at.examples_left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
     stay, move, unit = stay_s, move_s + at.restart_s, "s"
@@ -56,7 +58,7 @@ def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -
         stay, move = stay * here, move * there
     saving = stay - move
     pays = stay > 0 and saving > _LEAST_SAVING * stay
-    data = {
+    return {
         "kind": "reconfigure" if pays else "stay",
         "step": at.step,
         "from": convert.wire_configuration(run.configuration).model_dump(),
@@ -75,7 +77,6 @@ def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -
             f"{at.restart_s:.3g} s of restart included."
         ),
     }
-    tx.events.append(run.job_id, "advice", run_id=run.id, data=data)
 
 
 def mind_limits(tx: Transaction, spec: wire.JobSpec, run: RunRecord, at: Progress, *, said: list[str]) -> list[str]:

@@ -84,18 +84,27 @@ def spec_of(job: JobRecord) -> wire.JobSpec:
 
 
 def evidence_of(
-    tx: Transaction, job: JobRecord, spec: wire.JobSpec, *, retry_failed: bool = False, without: str | None = None
+    tx: Transaction,
+    job: JobRecord,
+    spec: wire.JobSpec,
+    *,
+    retry_failed: bool = False,
+    without: str | None = None,
+    as_profiled: bool = False,
 ) -> Evidence:
-    """Read the runs of a job, leaving out the one called `without`.
+    """Read the runs of a job, leaving out the one called `without` and what it noticed.
 
     With `retry_failed`, runs that failed for a reason of their own may be tried again. Measurements from before a drift
-    that training noticed are corrected by what the drift did to them.
+    that training noticed are corrected by what the drift did to them; `as_profiled` knows of no training, and so of
+    none.
 
     Raises ObservationError when no candidate is left.
     """
     summaries = [summary for summary in tx.samples.summaries(job.id) if summary.run_id != without]
+    if as_profiled:
+        summaries = [summary for summary in summaries if summary.kind is RunKind.PROFILE]
     warnings: list[str] = []
-    times, drifted = _step_times(tx, job.id, summaries)
+    times, drifted = _step_times(tx, job.id, summaries, without)
     if drifted is not None:
         warnings.append(f"{drifted}; what was measured before is corrected by that.")
     rows: list[tuple[Configuration, RunSummary]] = []
@@ -178,14 +187,16 @@ def _failed(tx: Transaction, job_id: str) -> set[Configuration]:
     return {configuration for configuration, state in newest.items() if state is RunState.FAILED}
 
 
-def _step_times(tx: Transaction, job_id: str, summaries: Sequence[RunSummary]) -> tuple[dict[str, float], str | None]:
-    """Step time of each run as it would be now, and what drifted, if anything did."""
+def _step_times(
+    tx: Transaction, job_id: str, summaries: Sequence[RunSummary], without: str | None
+) -> tuple[dict[str, float], str | None]:
+    """Step time of each run as it would be now, and what drifted, if the newest training noticed anything."""
     times = {s.run_id: float(s.step_time_s) for s in summaries if s.step_time_s is not None}
     if not any(s.kind is RunKind.TRAIN for s in summaries):
         return times, None
     newest = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)[0]
     state = newest.drift_state or {}
-    if not newest.drifted or not state.get("sentence"):
+    if newest.id == without or not newest.drifted or not state.get("sentence"):
         return times, None
     for run_id, factor in state["ratios"].items():
         if run_id in times:

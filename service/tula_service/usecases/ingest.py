@@ -21,12 +21,14 @@ from tula_service.store.chunk_writer import ChunkWriter
 from tula_service.store.chunks import chunk_row
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.usecases.access import Principal
+from tula_service.usecases.later import Later, Work
 from tula_wire import SampleBatch, SamplesAccepted, TelemetryAccepted, TelemetryChunk
 
 __all__ = ["Ingest", "SamplesObserver", "chunk_from_wire", "samples_from_wire"]
 
-SamplesObserver = Callable[[Transaction, RunRecord, NewSamples], None]
-"""Called in the transaction that stores new samples, after they are in it: how drift is watched."""
+SamplesObserver = Callable[[Transaction, RunRecord, NewSamples], Work | None]
+"""Called in the transaction that stores new samples, after they are in it: how drift is watched. What it gives back is
+done after the commit, and no request waits for it."""
 
 KNOWN_RUNS: Final = 20_000
 EVENT_EVERY_S: Final = 1.0
@@ -36,9 +38,15 @@ class Ingest:
     """Keeps only what never changes (a run's key, job and project) and when it last announced a run."""
 
     def __init__(
-        self, store: Store, *, observers: Sequence[SamplesObserver] = (), threads: CapacityLimiter | None = None
+        self,
+        store: Store,
+        *,
+        observers: Sequence[SamplesObserver] = (),
+        threads: CapacityLimiter | None = None,
+        later: Later | None = None,
     ) -> None:
         self._store = store
+        self._later = later or Later(store)
         self._threads = threads
         self._observers = tuple(observers)
         self._writer = ChunkWriter(store)
@@ -50,6 +58,7 @@ class Ingest:
         """Store a batch of samples and say whether the run has been measured well enough. Raises NotFound."""
         run_key, job_id = self._authorised(principal, run_id)
         new = samples_from_wire(batch)
+        left: list[Work] = []
         with self._store.transaction() as tx:
             try:
                 counted = tx.samples.add(run_key, job_id, new)
@@ -57,12 +66,13 @@ class Ingest:
                 raise NotFound.of("run", run_id) from None
             run = tx.runs.get(run_id)  # deleted too, where SQLite has given its key to another run
             if counted.stored:
-                for observer in self._observers:
-                    observer(tx, run, new)
+                left = [work for observer in self._observers if (work := observer(tx, run, new)) is not None]
             stop, reason = self._verdict(tx, run)
             tx.runs.renew(run_id)
             if counted.stored and self._due(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
+        for work in left:
+            self._later.do(run_id, work)
         return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)
 
     async def telemetry(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
@@ -85,6 +95,7 @@ class Ingest:
     def close(self) -> None:
         """Finish what was taken in."""
         self._writer.close()
+        self._later.close()
 
     def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
         with contextlib.suppress(sa.exc.IntegrityError), self._store.transaction() as tx:  # or the job went meanwhile

@@ -110,11 +110,16 @@ class Expectation:
     recommendation_id: str | None = None
 
 
-def expectation(tx: Transaction, job: JobRecord, configuration: Configuration) -> Expectation:
-    """What is expected of a run about to start; nothing where no model can say."""
+def expectation(
+    tx: Transaction, job: JobRecord, configuration: Configuration, *, as_profiled: bool = False
+) -> Expectation:
+    """What is expected of a run about to start; nothing where no model can say.
+
+    `as_profiled`: as if no training had noticed a drift.
+    """
     spec = fitting.spec_of(job)
     try:
-        evidence = fitting.evidence_of(tx, job, spec)
+        evidence = fitting.evidence_of(tx, job, spec, as_profiled=as_profiled)
         predicted = fitting.fit(tx, job, spec, evidence).predict([configuration])
     except ObservationError:
         return Expectation()

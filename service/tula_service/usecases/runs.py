@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
-from tula_service.store import NewRun, RunRecord, Store, Transaction
+from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.settle import settle
@@ -95,11 +95,11 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 field="configuration.instance_type",
             )
         # Fitted while only reading, so that nobody who writes waits for it.
-        expected = recommend.expectation(tx, job, configuration)
+        expected, undrifted = _expected(tx, job, configuration, request)
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
         if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
-            expected = recommend.expectation(tx, now, configuration)
+            expected, undrifted = _expected(tx, now, configuration, request)
         give_up_vanished(tx, job_id)
         before = _gone_on_from(tx, job_id, request)
         profile = request.kind == "profile"
@@ -119,9 +119,18 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
             ),
         )
         if not profile:
-            watch.begin(tx, now, run, expected, before)
+            watch.begin(tx, now, run, expected, before, undrifted)
         tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
         return shown.run(tx.runs.get(run.id))
+
+
+def _expected(
+    tx: Transaction, job: JobRecord, configuration: Configuration, request: wire.RunCreate
+) -> tuple[recommend.Expectation, recommend.Expectation | None]:
+    """Of the new run as things are and, where it goes on from one that drifted, as they were before that."""
+    expected = recommend.expectation(tx, job, configuration)
+    drifted = any(run.id == request.continues and run.drifted for run in tx.runs.list(job.id, kind=RunKind.TRAIN))
+    return expected, recommend.expectation(tx, job, configuration, as_profiled=True) if drifted else None
 
 
 def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import tula_wire as wire
-from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tests.service.usecases.cluster import AtOnce, Cluster, overlapping, spec
 from tests.support.clock import ManualClock
+from tula_service.errors import StoreUnavailable
+from tula_service.perfmodel import StepTimeModel
+from tula_service.usecases import fitting
+from tula_service.usecases.ingest import Ingest
+from tula_service.usecases.watch import observe
 
 
 @pytest.fixture
@@ -134,3 +142,87 @@ def test_a_training_that_never_ran_at_the_predicted_speed_is_told_from_one_that_
     feed(cluster, run, 30)
     (drift,) = cluster.events(job_id, "drift")
     assert drift["sentence"].startswith("Since its start")
+
+
+def test_a_drift_is_explained_after_the_request_that_showed_it(
+    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are stored and answered while the fit is still at work, in whose place nobody waits."""
+    cluster, job_id, run = trained
+    fit, fitting_now, released = fitting.fit, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> StepTimeModel:
+        fitting_now.set()
+        assert released.wait(60)
+        return fit(*arguments)
+
+    monkeypatch.setattr(fitting, "fit", held)
+    cluster.ingest = Ingest(cluster.store, observers=(observe,))
+    feed(cluster, run, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    feed(cluster, run, 50)
+    assert fitting_now.wait(60)
+    assert cluster.events(job_id, "drift") == []
+    with cluster.store.transaction() as tx:  # nobody holds the database meanwhile
+        tx.jobs.bump(job_id)
+    feed(cluster, run, 10)
+    released.set()
+    cluster.ingest.close()
+    assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower"]
+    assert any("slower" in warning for warning in cluster.recommendation(job_id).model.warnings)
+
+
+def test_a_worker_that_ends_before_it_explained_a_drift_leaves_it_to_the_next_samples(
+    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, job_id, run = trained
+    feed(cluster, run, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    with monkeypatch.context() as dying:
+        dying.setattr(AtOnce, "do", lambda *_: None)
+        feed(cluster, run, 50)
+    assert cluster.events(job_id, "drift") == []
+    feed(cluster, run, 10)
+    (drift,) = cluster.events(job_id, "drift")
+    assert (drift["alarm"], drift["part"]) == ("slower", "communication")
+    feed(cluster, run, 50)
+    assert len(cluster.events(job_id, "drift")) == 1, "and it is explained once"
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), RuntimeError("a bug")])
+def test_an_explanation_that_fails_harms_no_sample_and_is_tried_again(
+    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    cluster, job_id, run = trained
+    feed(cluster, run, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    with monkeypatch.context() as failing:
+        failing.setattr(fitting, "fit", Mock(side_effect=error))
+        feed(cluster, run, 50)
+    assert cluster.events(job_id, "drift") == []
+    feed(cluster, run, 10)
+    assert len(cluster.events(job_id, "drift")) == 1
+
+
+@pytest.mark.parametrize("local_batch_size", [None, 128])
+def test_a_training_that_was_started_again_recovers_to_what_was_predicted_before_the_drift(
+    trained: tuple[Cluster, str, wire.Run], local_batch_size: int | None
+) -> None:
+    """On the same configuration or another one: of both it is known how fast they were before anything drifted."""
+    cluster, job_id, first = trained
+    feed(cluster, first, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    feed(cluster, first, 50)
+    chosen = first.configuration
+    if local_batch_size is not None:
+        chosen = chosen.model_copy(update={"local_batch_size": local_batch_size})
+    second = cluster.train(job_id, chosen, continues=first.id)
+    feed(cluster, second, 50)
+    assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower"]
+    cluster.step_time = overlapping
+    feed(cluster, second, 60)
+    assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower", "recovered"]
+    assert not any("slower" in warning for warning in cluster.recommendation(job_id).model.warnings)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    feed(cluster, second, 60)
+    assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower", "recovered", "slower"]
