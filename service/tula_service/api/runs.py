@@ -49,7 +49,9 @@ def get_run(run_id: str, caller: Caller, have: Current) -> Run:
 @router.patch(routes.RUN)
 def patch_run(run_id: str, patch: RunPatch, caller: Caller, have: Current) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
-    run = runs.patch(have.store, caller, run_id, patch)
-    if run.kind == "train" and run.finished_at is not None and run.step_time_s and run.predicted_step_time_s:
-        have.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
-    return run
+
+    def ended(run: Run) -> None:
+        if run.kind == "train" and run.step_time_s and run.predicted_step_time_s:
+            have.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
+
+    return runs.patch(have.store, caller, run_id, patch, on_end=ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tula_wire as wire
@@ -189,15 +190,26 @@ def parse_cursor(cursor: str | None) -> int | None:
     return int(cursor)
 
 
-def patch(store: Store, principal: Principal, run_id: str, request: wire.RunPatch) -> wire.Run:
+def patch(
+    store: Store,
+    principal: Principal,
+    run_id: str,
+    request: wire.RunPatch,
+    *,
+    on_end: Callable[[wire.Run], None] = lambda _: None,
+) -> wire.Run:
     """Move a run on; the same final state twice is fine, since launcher and agent may both report it.
 
-    Raises Conflict for another holder's run, an invalid transition, or a lease that ran out.
+    `on_end` is called by the one that ended it. Raises Conflict for another holder's run, an invalid transition, or a
+    lease that ran out.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
+        before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
         due = run.state.is_final and planning.is_due(tx, job.id)
+    if run.state.is_final and not before.is_final:
+        on_end(shown.run(run))
     if due:
         # The list of jobs and readers of events see the new recommendation without anybody asking for it.
         settle(store, job.id)

@@ -136,6 +136,22 @@ def test_what_a_browser_with_a_session_asks_for_is_counted_by_its_route(service:
     assert 'route="unmatched"' not in text
 
 
+def test_a_training_whose_end_two_report_is_counted_once(service: Service) -> None:
+    """Launcher and agent both say that it has ended."""
+    with service.client(service.token("admin")) as boss:
+        job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()
+        run = {"kind": "train", "configuration": job["runs"][0]["configuration"], "holder": "launcher"}
+        path = routes.RUN.format(
+            run_id=boss.post(routes.JOB_RUNS.format(job_id=job["job"]["id"]), json=run).json()["id"]
+        )
+        assert boss.patch(path, json={"state": "running"}).status_code == 200
+        batch = {"rank": 0, "boot_id": "b", "sequence": [0, 1], "step": [0, 1], "step_time_s": [0.1, 0.1]}
+        assert boss.post(f"{path}/samples", json=batch).status_code == 202
+        for _ in range(2):
+            assert boss.patch(path, json={"state": "succeeded"}).status_code == 200
+        assert "tula_prediction_error_count 1.0" in boss.get(routes.METRICS).text
+
+
 def test_metrics_tell_of_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
     """Each figure moves with what it counts, and no tenant's name is in them."""
     with service.client(service.token("admin")) as boss, service.client(red.agent) as agent:
