@@ -18,13 +18,13 @@ from tula_agent.scaling.spikes import SpikeLimit
 from tula_agent.scaling.thresholds import Granularity
 from tula_agent.scaling.updates import scaled_learning_rate
 
-__all__ = ["DENSE_STEPS", "SPARSE_EVERY", "Gain"]
+__all__ = ["DENSE_STEPS", "PROBED_STEPS", "SPARSE_EVERY", "Gain"]
 
 _LOG = logging.getLogger(__name__)
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
+PROBED_STEPS = 8  # the same of probes, each of which costs a second backward
 SPARSE_EVERY = 8
-_PROBE_EVERY = 8  # a probe costs a second backward
 
 
 class Gain:
@@ -65,8 +65,11 @@ class Gain:
 
     def wants(self, step: int) -> Granularity | None:
         """The whole gradient's squares at every measured step."""
-        every = self._measure_every or (1 if step < DENSE_STEPS else SPARSE_EVERY)
-        return "tensor" if step % every == 0 and self._site.source != "probe" else None
+        return "tensor" if self._site.source != "probe" and self._due(step, DENSE_STEPS) else None
+
+    def _due(self, step: int, dense: int) -> bool:
+        """True when step number `step` is to be measured: the first `dense` all are, unless a number was asked for."""
+        return step % (self._measure_every or (1 if step < dense else SPARSE_EVERY)) == 0
 
     def run(self, step: int, inner_step: Callable[[], None]) -> None:
         """Take the step with the gain that the steps before it gave."""
@@ -127,7 +130,7 @@ class Gain:
                     "accumulate micro-steps, or give TulaOptimizer model= and loss= and call observe_batch"
                 )
             return None
-        if step >= _PROBE_EVERY and step % (self._measure_every or _PROBE_EVERY):
+        if not self._due(step, PROBED_STEPS):
             return None
         probed = site.probe()
         if probed is None:

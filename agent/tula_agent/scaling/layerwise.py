@@ -36,8 +36,8 @@ class _Layerwise(torch.optim.Optimizer):
 class LARS(_Layerwise):
     """Layer-wise adaptive rate scaling (You et al. 2017, algorithm 1).
 
-    Local rate = trust_coefficient |w| / (|g| + weight_decay |w|) for tensors of two dimensions and more; biases and
-    norm weights take plain momentum SGD without decay, as is customary.
+    Local rate = trust_coefficient |w| / (|g| + weight_decay |w| + eps) for tensors of two dimensions and more; biases
+    and norm weights take plain momentum SGD without decay, as is customary.
     """
 
     def __init__(
@@ -79,7 +79,11 @@ class LARS(_Layerwise):
 
 
 class LAMB(_Layerwise):
-    """Layer-wise adaptive moments (You et al. 2020, algorithm 2), with bias correction and decoupled decay."""
+    """Layer-wise adaptive moments (You et al. 2020, algorithm 2), with bias correction and decoupled decay.
+
+    Step = lr |w| / |u| u, u = m / (sqrt(v) + eps) + weight_decay w, for tensors of two dimensions and more; biases and
+    norm weights take lr m / (sqrt(v) + eps), without decay.
+    """
 
     def __init__(
         self,

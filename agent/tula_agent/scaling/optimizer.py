@@ -38,7 +38,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     batch of one rank or micro-step. steps_per_epoch: where `ags` refreshes (or call `next_epoch`).
     model, loss: for a probe (`loss(module, batch)` is the mean loss) where neither ranks nor micro-steps offer a small
     batch; `observe_batch` must then be given each batch. source: `parts`, `probe`, or `auto` (parts where there are
-    any). measure_every: steps between measurements of `gain`; None: each of the first 512, then every eighth.
+    any). measure_every: steps between measurements of `gain`; None: each of the first 512 (8 by a probe), then every
+    eighth.
     noise_weight, growth, spike_limit: of `gain`, see there; with 1.0, None and None it is AdaScale's rule.
 
     Every rank must construct it alike and step together (a few numbers are reduced over `process_group`).

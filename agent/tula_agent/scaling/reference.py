@@ -25,7 +25,8 @@ def ags_factor(
     """Algorithm 1's factor for one parameter, broadcastable over it: min(|g_small| / (|g_large| + eps), s_max).
 
     The paper divides by g_large + eps and takes the magnitude last; a negative g_large near -eps then gives infinity
-    or NaN, which a clamp lets through, so the magnitude is taken first. Lemma 1 wants s >= s_min > 0.
+    or NaN, which a clamp lets through, so the magnitude is taken first. Lemma 1 wants s >= s_min > 0. Where both are
+    zero this gives s_min, the fast version 1.
     """
     if granularity == "element":
         ratio = small.abs() / (large.abs() + EPS)

@@ -373,6 +373,22 @@ def test_between_measured_steps_nothing_is_probed():
     assert not probed
 
 
+@pytest.mark.parametrize(("every", "steps"), [(None, 9), (4, 3)])
+def test_probes_come_as_often_as_asked_for_and_else_at_each_of_the_first_steps(every, steps):
+    probed = []
+
+    def counted(module: nn.Module, batch) -> torch.Tensor:
+        probed.append(batch)
+        return loss_of(module, batch)
+
+    model = network()
+    optimizer = TulaOptimizer(
+        sgd(model), model=model, loss=counted, source="probe", small_batch_size=8, measure_every=every
+    )
+    train(optimizer, model, batches(12), parts=1)
+    assert len(probed) == steps
+
+
 def test_what_cannot_be_wrapped_is_refused_in_one_sentence():
     model = network()
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
