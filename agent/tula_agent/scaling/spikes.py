@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
 from tula_agent.scaling.factors import norm_squared
 
-__all__ = ["SpikeLimit", "counted"]
+__all__ = ["SpikeLimit"]
 
 _KEEP = 0.9  # of the average length, per step
 _WHOLE = 2**14  # elements up to which a tensor counts whole
-_FEWEST, _BUDGET, _SHARE = 2**12, 2**20, 64
-"""Of a larger one as many first rows count as hold a 64th or, where that is more, its equal part of the budget over all
-tensors, at least _FEWEST and at most _WHOLE elements: reading all would cost percents of a step."""
+_SHARE = 64
+"""Of a larger one as many first rows count as hold these or a 64th: reading all would cost percents of a step."""
 
 
 class SpikeLimit:
@@ -40,7 +38,7 @@ class SpikeLimit:
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if not dense:
             return
-        norm = norm_squared(counted(dense, len(gradients))).sqrt()
+        norm = norm_squared([_counted(g) for g in dense]).sqrt()
         usual = torch.zeros_like(norm) if self._usual is None else self._usual.to(norm.device)
         finite, known = torch.isfinite(norm), usual > 0.0
         tells = finite & (norm > 0.0)  # steps without a gradient would wear the average away, and freeze those to come
@@ -67,24 +65,10 @@ class SpikeLimit:
         self._usual = usual
 
 
-def counted(gradients: Sequence[torch.Tensor], tensors: int) -> list[torch.Tensor]:
-    """What of `gradients` tells their length, the same at every step: views, whatever the memory format.
-
-    `tensors`: how many there are with those that are missing at this step.
-    """
-    each = min(_WHOLE, max(_FEWEST, _BUDGET // tensors))
-    parts = _rows(tuple([g.shape for g in gradients]), each)
-    return [g if rows is None else g.narrow(0, 0, rows) for g, rows in zip(gradients, parts, strict=True)]
-
-
-@lru_cache(maxsize=8)
-def _rows(shapes: tuple[torch.Size, ...], each: int) -> tuple[int | None, ...]:
-    """How many first rows count of tensors of such shapes; None: all."""
-    return tuple(
-        [
-            min(shape[0], -(-shape[0] * max(each, shape.numel() // _SHARE) // shape.numel()))
-            if shape.numel() > _WHOLE
-            else None
-            for shape in shapes
-        ]
-    )
+def _counted(gradient: torch.Tensor) -> torch.Tensor:
+    """A view, whatever the memory format."""
+    elements = gradient.numel()
+    if elements <= _WHOLE:
+        return gradient
+    rows = gradient.shape[0]
+    return gradient.narrow(0, 0, min(rows, -(-rows * max(_WHOLE, elements // _SHARE) // elements)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tula_agent.scaling import TulaOptimizer
 from tula_agent.scaling.noise import NoiseAverage
 from tula_agent.scaling.policy import noise_gain
-from tula_agent.scaling.spikes import SpikeLimit, counted
+from tula_agent.scaling.spikes import SpikeLimit
 
 SAMPLES = 8.0
 
@@ -115,15 +115,6 @@ def test_of_a_large_tensor_a_fixed_part_tells_and_all_of_it_is_shortened():
         weight = torch.full((64, 64, 5, 5), length).contiguous(memory_format=torch.channels_last)
         limit([weight, torch.full((3,), length)], shorten=True)
     torch.testing.assert_close(weight, torch.full_like(weight, 2.0))
-
-
-def test_however_many_large_tensors_there_are_little_of_them_is_read_and_something_of_each():
-    few, many = [torch.empty(300, 300)] * 4, [torch.empty(300, 300)] * 300
-    assert [part.shape for part in counted(few, 4)] == [(55, 300)] * 4  # 16 384 elements, in whole rows
-    assert [part.shape for part in counted(many, 300)] == [(14, 300)] * 300
-    assert [part.shape for part in counted(few, 300)] == [(14, 300)] * 4  # the others are missing at this step
-    mixed = counted([torch.empty(8, 5), torch.empty(2, 10**6), torch.empty(10**7, 3, device="meta")], 3)
-    assert [part.shape for part in mixed] == [(8, 5), (1, 10**6), (10**7 // 64, 3)]
 
 
 def test_a_limit_that_would_shorten_everything_is_refused():
