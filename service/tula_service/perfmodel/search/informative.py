@@ -41,6 +41,7 @@ def informative_runs(
     # every run, and every run of it may go in parallel.
     model = unmeasured_model(replace(now.prior, anywhere=now.prior.anywhere or generic), now.candidates)
     value = None if goal is None else log_value(model, now.candidates, goal)
+    costs = now.step_gpu_seconds if thrifty else None
     taken = {*now.measured, *now.pending}
     rows = greedy_design(
         uncertainty(model, now.candidates),
@@ -50,7 +51,7 @@ def informative_runs(
         known=[row for row, c in enumerate(now.candidates) if c in taken],
         first=_largest_clusters(now, value),
         weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
-        costs=_root_of_gpu_seconds(now) if thrifty else None,
+        costs=None if costs is None else np.sqrt(costs),
     )
     return tuple(
         PlannedRun(now.candidates[row], _purpose(now.candidates[row], now.candidates, thrifty=thrifty)) for row in rows
@@ -67,13 +68,6 @@ def _largest_clusters(now: Situation, value: FloatArray | None) -> list[list[int
             possible = [row for row in group if row in now.affordable]
             groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
     return groups
-
-
-def _root_of_gpu_seconds(now: Situation) -> FloatArray | None:
-    if now.model is None:
-        return None
-    ranks = np.array([c.world_size for c in now.candidates], dtype=np.float64)
-    return np.asarray(np.sqrt(now.model.predict(now.candidates).mean_s * ranks))
 
 
 def _purpose(chosen: Configuration, candidates: Sequence[Configuration], *, thrifty: bool) -> str:

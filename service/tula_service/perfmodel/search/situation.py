@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tula_service.domain import Collective, Configuration, Search
-from tula_service.perfmodel.predict.observations import ObservationError, StepTimeObservations
+from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, StepTimeObservations
 from tula_service.perfmodel.predict.priors import Priors, StepTimePrior
 from tula_service.perfmodel.predict.residual import HYPOTHESES, Hypothesis
 from tula_service.perfmodel.predict.step_time import StepTimeModel, fit_step_time
@@ -75,6 +77,14 @@ class Situation:
     def types(self) -> tuple[str, ...]:
         """The instance types among the candidates, sorted."""
         return tuple(sorted({c.instance_type for c in self.candidates}))
+
+    @property
+    def step_gpu_seconds(self) -> FloatArray | None:
+        """GPU-seconds of one step of each candidate as predicted, shape (n,); None before the first measurement."""
+        if self.model is None:
+            return None
+        ranks = np.array([c.world_size for c in self.candidates], dtype=np.float64)
+        return np.asarray(self.model.predict(self.candidates).mean_s * ranks)
 
     def fit(self, hypotheses: Sequence[Hypothesis] = HYPOTHESES) -> StepTimeModel:
         """The model of what was measured, under these beliefs about how far a job strays from the form."""

@@ -228,7 +228,7 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     slow = [c for c in GRID if c.num_nodes == 1]
     observed = StepTimeObservations.at(slow, [step_time(c) for c in slow])
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
-    left = [*slow, Configuration(2, 1, 1, 1), Configuration(8, 4, 256, 1)]
+    left = [*slow, Configuration(2, 4, 32), Configuration(8, 4, 256)]
     goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
     step = plan(Search.ADAPTIVE, left, observed, goal=goal, budget=budget)
     assert step.runs == ()

@@ -67,13 +67,47 @@ def test_the_last_run_of_a_budget_verifies_the_choice_rather_than_finish_the_des
     assert run.configuration == chosen_after(done, COST)
 
 
+def gpu_seconds(configurations: list[Configuration], time=step_time) -> float:
+    return sum(time(c) * c.world_size for c in configurations)
+
+
+def to_its_end(candidates, goal: Goal, most: int = 8, time=step_time) -> tuple[list[Configuration], list[str]]:
+    """Every run in order with its purpose."""
+    done, purposes = [], []
+    while runs := following(done, candidates, goal, most, time).runs:
+        done += [run.configuration for run in runs]
+        purposes += [run.purpose for run in runs]
+    return done, purposes
+
+
 def test_a_choice_that_was_measured_still_gets_a_fourth_run_while_predictions_are_wide():
     done = designed(GRID, TIME)
     assert chosen_after(done, TIME, mostly_launches) in done
     (run,) = following(done, GRID, TIME, time=mostly_launches).runs
     assert "predictions are still wide" in run.purpose
     assert run.configuration.num_nodes < 8, "a small cluster costs little"
-    assert "stable" in str(following([*done, run.configuration], GRID, TIME, time=mostly_launches).stop_reason)
+
+
+@pytest.mark.parametrize("time", [step_time, mostly_launches])
+def test_up_to_two_further_runs_each_add_at_most_a_fifth_to_what_was_spent(time):
+    done, purposes = to_its_end(GRID, TIME, time=time)
+    further = [row for row, why in enumerate(purposes) if row >= 4 and "predictions are still wide" in why]
+    assert further
+    assert max(further) < 6
+    for row in further:
+        assert gpu_seconds([done[row]], time) <= 0.25 * gpu_seconds(done[:row], time)  # a fifth, by predicted times
+    assert "stable" in str(following(done, GRID, TIME, 8, time).stop_reason)
+
+
+def test_where_every_run_is_dear_predictions_stay_wide():
+    dear = [Configuration(8, 4, batch) for batch in (16, 32, 64, 128, 256, 512)]
+
+    def much_at_any_batch(c: Configuration) -> float:
+        return 1.0 + 0.02 * (c.local_batch_size % 7)
+
+    done, purposes = to_its_end(dear, TIME, time=much_at_any_batch)
+    assert not any("predictions are still wide" in why for why in purposes[4:])
+    assert len(done) < len(dear)
 
 
 def test_where_little_is_uncertain_three_runs_are_enough():
