@@ -20,7 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tula_agent
+import tula_wire  # noqa: F401 - see load
 from tests.e2e.cluster import enter
+from tula_agent.ship.transport import Transport
 
 LAYERS = 8
 FLOOR_S, PER_EXAMPLE_S, SHARPNESS = 0.015, 0.0005, 4.0
@@ -98,6 +100,18 @@ def rank_main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def load() -> None:
+    """Import what ranks import late, in an optimizer's first step and on the shipping thread: here, before the fork.
+
+    On nodes with cores of their own that is over within the warm-up. Eight times on the few cores of one machine it
+    takes longer than a profiling run measures, and its steps come out slow.
+    """
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=1e-3).step()
+    Transport("http://127.0.0.1", None, 1.0).close()
+
+
 def main() -> int:
     """Fork the ranks, wait for them; the worst exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -111,6 +125,7 @@ def main() -> int:
     parser.add_argument("--dataset-size", type=int, default=100_000)
     parser.add_argument("--show-steps", action="store_true")
     options = parser.parse_args()
+    load()
     port = 20_000 + os.getpid() % 30_000
     children = []
     for rank in range(options.nodes):
