@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tula_agent
 import tula_wire  # noqa: F401 - see load
 from tests.e2e.cluster import enter
+from tests.support.gloo import leave_group
 from tula_agent.ship.transport import Transport
 
 LAYERS = 8
@@ -97,7 +98,7 @@ def rank_main(options: argparse.Namespace) -> None:
         if options.show_steps and dist.get_rank() == 0:
             print(f"step {number} {time.monotonic():.6f}", flush=True)
     run.finish()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def load() -> None:
