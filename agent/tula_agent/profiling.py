@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tula_agent.config import ProfilePlan
-from tula_agent.guard import Guard
+from tula_agent.guard import Guard, logger
 from tula_agent.measure.step_timer import relative_error
 from tula_agent.together import Together
 
@@ -49,8 +49,16 @@ class Profiling:
         """Agree with the other ranks on whether and how to profile; `step`: the one that ended, or is to begin."""
         self.unsettled = False
         before = self.plan
-        if self._offered is not None and before is None:
-            self.plan = self._offered
+        offered, self._offered = self._offered, None
+        if offered is not None and before is None:
+            if self.together.alone or not self.together.met:
+                self.plan = offered
+            else:
+                # The others would go on, and wait for this rank in their next reduction.
+                logger.warning(
+                    "the service said that this run profiles when its ranks trained already, so it goes on to its end: "
+                    "start it by `tula tune`, or with TULA_MEASURE_STEPS"
+                )
         if not self.together.met:
             self.plan = self.together.meet(self.plan)
         if before is None and self.plan is not None:

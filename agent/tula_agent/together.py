@@ -25,15 +25,15 @@ class Together:
     rank that it knows to be measuring too and that its own training waits for. Ranks that have no way to meet
     (`meeting` is None) never agree.
 
-    met: it is settled whether all ranks take part. agreed: all do; only then may a loop end by itself.
+    alone: there is one rank. met: it is settled whether all ranks take part. agreed: all do; only then may a loop end
+    by itself.
     """
 
     def __init__(self, meeting: Meeting | None, guard: Guard, world_size: int = 1) -> None:
         self._meeting = meeting
         self._channel: Channel | None = None
         self._guard = guard
-        self.agreed = world_size == 1
-        self.met = world_size == 1
+        self.alone = self.agreed = self.met = world_size == 1
 
     def meet(self, plan: ProfilePlan | None) -> ProfilePlan | None:
         """Settle who takes part, and the plan: the first rank's, on every rank."""
