@@ -21,6 +21,7 @@ __all__ = ["Plan", "PlanBudget", "PlannedRun", "plan"]
 _INITIAL_RUNS = 4
 _INITIAL_RUNS_TOWARDS_A_GOAL = 3
 _RUNS_PER_FURTHER_TYPE = 2
+_CHEAP_RUNS = 2
 _PRECISE_ENOUGH = 0.03
 
 
@@ -42,9 +43,9 @@ def plan(
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first a
     design that holds the largest cluster: without a goal four runs that tell most about all candidates, with one three
     that tell most about those worth choosing. Then, with a goal, the would-be choice and whatever might still beat it,
-    until none is likely to, and a fourth designed run where it is needed (`towards_choice`); without, whatever is least
-    certain. `pending` runs are on their way; `unavailable` ones failed or ran out of memory and are neither planned nor
-    chosen. Raises ObservationError without candidates.
+    until none is likely to, a fourth designed run where it is needed, and up to two cheap ones where predictions are
+    still wide (`towards_choice`); without, whatever is least certain. `pending` runs are on their way; `unavailable`
+    ones failed or ran out of memory and are neither planned nor chosen. Raises ObservationError without candidates.
     """
     budget = budget or PlanBudget()
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
@@ -63,7 +64,7 @@ def plan(
         return Plan(tuple(runs[: now.runs_left]), None)
     if search is Search.PARTIAL:
         return _partial(now)
-    return _adaptive(now, goal, memory)
+    return _adaptive(now, goal, memory, failed=len(set(unavailable)))
 
 
 def _partial(now: Situation) -> Plan:
@@ -74,7 +75,7 @@ def _partial(now: Situation) -> Plan:
     return Plan(tuple(PlannedRun(now.candidates[row], f"Partial search: {names[row]}.") for row in rows), None)
 
 
-def _adaptive(now: Situation, goal: Goal | None, memory: dict[str, MemoryModel] | None) -> Plan:
+def _adaptive(now: Situation, goal: Goal | None, memory: dict[str, MemoryModel] | None, *, failed: int) -> Plan:
     first = _INITIAL_RUNS if weighing(goal) is None else _INITIAL_RUNS_TOWARDS_A_GOAL
     more_types = _RUNS_PER_FURTHER_TYPE * (len(now.types) - 1)
     initial = min(first + more_types, now.runs_left + now.done)
@@ -89,4 +90,7 @@ def _adaptive(now: Situation, goal: Goal | None, memory: dict[str, MemoryModel] 
         if worst <= _PRECISE_ENOUGH:
             return Plan((), f"Every prediction is known to about {100 * worst:.1f} %.")
         return Plan(informative_runs(now, 1, None), None)
-    return towards_choice(now, now.model, goal, memory, design=_INITIAL_RUNS + more_types)
+    design = _INITIAL_RUNS + more_types
+    # One that failed would be followed by the next cheapest, and where none of a kind can run, by all of them.
+    cheap = max(0, _CHEAP_RUNS - failed)
+    return towards_choice(now, now.model, goal, memory, design=design, cheap=cheap)

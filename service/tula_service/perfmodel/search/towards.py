@@ -22,19 +22,26 @@ __all__ = ["towards_choice"]
 _WORTH_A_RUN = 0.005
 _CHANCE_WORTH_A_RUN = 0.02
 _KNOWN_WELL = 0.03
-_CHEAP, _MOST_CHEAP = 0.2, 2
+_CHEAP = 0.2
 _MEDIAN_OF_NORMAL = 0.67
 
 
 def towards_choice(
-    now: Situation, model: StepTimeModel, goal: Goal, memory: Mapping[str, MemoryModel] | None, *, design: int
+    now: Situation,
+    model: StepTimeModel,
+    goal: Goal,
+    memory: Mapping[str, MemoryModel] | None,
+    *,
+    design: int,
+    cheap: int,
 ) -> Plan:
     """The next run towards the choice, or why there is none.
 
     The design may be a run short of `design`. That run comes first where the would-be choice was not measured: then the
     choice is open, and the run tells most about what may be chosen. Where it was, the run waits until nothing is hoped
-    for any more. Then, while predictions are expected to err by more than 3 %, it and up to two further runs are made
-    that tell most about all candidates; the further ones only where each costs at most a fifth of what was spent.
+    for any more. Then, while predictions are expected to err by more than 3 %, it and up to `cheap` further runs are
+    made that tell most about all candidates; the further ones only where each costs at most a fifth of what was spent.
+    A knee makes neither: it rests on the whole curve, and its four runs were made for that.
     """
     result = recommend(now.candidates, model, goal, memory=memory)
     choice = result.choice
@@ -58,16 +65,16 @@ def towards_choice(
             why = f"Contender: it might beat the choice; expected gain {100 * hope:.1f} %."
             return Plan((PlannedRun(best, why),), None)
     if weighing(goal) is not None and _expected_error(now, model) > _KNOWN_WELL:
-        worth_it = now if unfinished else replace(now, affordable=_cheap(now, design))
+        worth_it = now if unfinished else replace(now, affordable=_cheap(now, design + cheap))
         if worth_it.affordable:
             return Plan(informative_runs(worth_it, 1, None, thrifty=True), None)
     return Plan((), _reason(choice))
 
 
-def _cheap(now: Situation, design: int) -> frozenset[int]:
-    """The affordable rows whose run adds little to what was spent; none once two runs were added to the design's."""
+def _cheap(now: Situation, most: int) -> frozenset[int]:
+    """The affordable rows whose run adds little to what was spent; none once `most` runs were made."""
     costs = now.step_gpu_seconds
-    if costs is None or now.done >= design + _MOST_CHEAP:
+    if costs is None or now.done >= most:
         return frozenset()
     spent = sum(float(costs[row]) for row, c in enumerate(now.candidates) if c in now.measured)
     return frozenset(row for row in now.affordable if costs[row] <= _CHEAP * spent)

@@ -37,9 +37,10 @@ def mostly_launches(c: Configuration) -> float:
     return 0.2 + 0.0002 * c.local_batch_size
 
 
-def following(done: list[Configuration], candidates, goal: Goal, most: int = 6, time=step_time):
+def following(done: list[Configuration], candidates, goal: Goal, most: int = 6, time=step_time, failed=()):
     observed = StepTimeObservations.at(done, [time(c) for c in done]) if done else None
-    return plan(Search.ADAPTIVE, candidates, observed, goal=goal, budget=PlanBudget(max_runs=most))
+    budget = PlanBudget(max_runs=most)
+    return plan(Search.ADAPTIVE, candidates, observed, goal=goal, budget=budget, unavailable=failed)
 
 
 def designed(candidates, goal: Goal) -> list[Configuration]:
@@ -97,6 +98,17 @@ def test_up_to_two_further_runs_each_add_at_most_a_fifth_to_what_was_spent(time)
     for row in further:
         assert gpu_seconds([done[row]], time) <= 0.25 * gpu_seconds(done[:row], time)  # a fifth, by predicted times
     assert "stable" in str(following(done, GRID, TIME, 8, time).stop_reason)
+
+
+def test_a_cheap_run_that_fails_counts_as_one():
+    """Where none on small clusters can run, each of them would be tried in turn."""
+    done, purposes = to_its_end(GRID, TIME)
+    first = next(row for row, why in enumerate(purposes) if row >= 4 and "predictions are still wide" in why)
+    ended, failed = done[:first], []
+    while runs := following(ended, GRID, TIME, 16, failed=failed).runs:
+        assert all("predictions are still wide" in run.purpose for run in runs)
+        failed += [run.configuration for run in runs]
+    assert len(failed) == 2
 
 
 def test_where_every_run_is_dear_predictions_stay_wide():
