@@ -1,6 +1,6 @@
 """`run.checkpoint` and `run.resume`: a training stopped anywhere goes on as if it had not been stopped.
 
-A checkpoint is a folder `step-<number>` below TULA_CHECKPOINT_DIR, or `step-<number>.2` if it is the second of a step:
+A checkpoint is a folder `step-<number>` below TULA_CHECKPOINT_DIR, or `step-<number>.<n>` if it is the n-th of a step:
 
     training.pt       model, optimizer (with the state of gradient scaling), scheduler, GradScaler, the script's extra
     shards/           instead of the first two when the model is sharded (torch.distributed.checkpoint)

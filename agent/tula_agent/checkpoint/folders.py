@@ -26,11 +26,12 @@ _OURS: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder below `root` for a checkpoint of `step`: what a crash left goes, what is complete stays."""
-    folder, again = root / f"step-{step:010d}", 1
-    while (folder / _COMPLETE).exists():
-        again += 1
-        folder = root / f"step-{step:010d}.{again}"
+    """An empty folder below `root` for a checkpoint of `step`: what a crash left goes, what is complete stays.
+
+    It is newer than every complete one of that step: the names of those deleted since are not taken again.
+    """
+    again = 1 + max((age for of, age in map(_age, _complete(root)) if of == step), default=0)
+    folder = root / (f"step-{step:010d}" if again == 1 else f"step-{step:010d}.{again}")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
