@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,15 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_resumed_by_none(apart):
         assert re.match(rf"refused: the checkpoint .* cannot be read \(rank 1: ({error}): .*\): delete it", sentence)
 
 
+def test_a_checkpoint_that_does_not_fit_one_rank_changes_nothing_on_any(apart):
+    sharded, said = apart
+    if sharded:
+        pytest.skip("shards tell by themselves what they lack")
+    for weights, _, sentence in said["resume where the second's model grew"].values():
+        assert weights == "kept"
+        assert "does not fit this script (rank 1: ValueError: the model's 3.weight is not in it): " in sentence
+
+
 def test_after_failures_on_one_rank_all_resume_the_newest_checkpoint_that_was_completed(apart):
     sharded, said = apart
     assert said["first"]["rank 0"][2].startswith("went well")
@@ -209,6 +219,18 @@ def test_a_second_checkpoint_of_a_step_replaces_the_first_only_once_it_is_comple
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001", again.name]
     resumed = init().resume(model, optimizer, directory=tmp_path)
     assert (resumed.step, resumed.extra) == (2, {"of": "end"})
+
+
+@pytest.mark.parametrize("saves", [3, 4, 5])
+def test_the_newest_of_many_checkpoints_of_one_step_is_the_last_that_was_made(tmp_path, saves):
+    model, optimizer = small()
+    run = init()
+    for number in range(1, saves + 1):  # outside `run.steps` every checkpoint is of step 0
+        torch.nn.init.constant_(model.weight, number)
+        last = run.checkpoint(model, optimizer, extra={"save": number}, directory=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [last.name]
+    assert init().resume(model, optimizer, directory=tmp_path).extra == {"save": saves}
+    assert model.weight.tolist() == [[saves, saves]]
 
 
 def test_what_crashes_left_unfinished_goes_with_the_next_checkpoint(tmp_path):
@@ -304,6 +326,50 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
     assert run.resume(model, optimizer, directory=tmp_path).extra == {"best": 0.5}
     with pytest.raises(CheckpointError, match="does not fit this script"):
         run.resume(torch.nn.Linear(3, 1), directory=tmp_path)
+
+
+def layers(*widths, groups=1):
+    model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(widths)))
+    parameters = model.parameters() if groups == 1 else [{"params": part.parameters()} for part in model]
+    return model, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "groups", "why"),
+    [
+        ((2, 2, 1), (2, 2, 3), 1, "the model's 1.weight has shape [1, 2] there and [3, 2] here"),
+        ((2, 2, 1), (2, 2, 1, 1), 1, "the model's 2.weight is not in it"),
+        ((2, 2, 1, 1), (2, 2, 1), 1, "the model has no 2.weight"),
+        ((2, 2, 1), (2, 2, 1), 2, "the optimizer's groups have [4] parameters there and [2, 2] here"),
+    ],
+)
+@pytest.mark.parametrize("going_back", [False, True])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, groups, why, going_back):
+    init().checkpoint(*layers(*then), directory=tmp_path)
+    model, inner = layers(*now, groups=groups)
+    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = init()
+    sentence = f"does not fit this script (ValueError: {why}): delete it or undo the change"
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        (run.roll_back if going_back else run.resume)(model, optimizer, directory=tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert inner.state_dict()["state"] == {}
+    assert optimizer.restore_step == 0  # still to be done
+
+
+def test_a_model_that_translates_older_names_is_not_refused(tmp_path):
+    model, optimizer = small()
+    init().checkpoint(model, optimizer, directory=tmp_path)
+    renamed = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 1)})
+
+    def translate(state, *_):
+        for name in ("weight", "bias"):
+            state[f"head.{name}"] = state.pop(name)
+
+    renamed._register_load_state_dict_pre_hook(translate)  # the one that older torch has too
+    assert init().resume(renamed, directory=tmp_path).found
+    assert torch.equal(renamed["head"].weight, model.weight)
 
 
 def test_without_a_directory_or_a_checkpoint_it_says_so(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 from tula_agent.checkpoint import folders
 from tula_agent.checkpoint.alike import Alike, CheckpointError
+from tula_agent.checkpoint.fit import misfit
 from tula_agent.checkpoint.shards import is_sharded, load_parts, save_parts
 from tula_agent.guard import logger
 from tula_agent.position import capture_randomness, restore_randomness
@@ -107,7 +108,9 @@ def resume(
 
     Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the place in the data is kept
     in examples, and the random numbers start afresh. Raises `CheckpointError` on all ranks when the checkpoint does not
-    fit, or cannot be read on one of them; then no rank has changed anything, unless its shards were half read.
+    fit, or cannot be read on one of them. No rank has changed anything where a file cannot be read, or where the names
+    and shapes of the weights or the optimizer's groups differ. Shards, and whatever loads in a way of its own (a model,
+    an optimizer, a scheduler, a GradScaler), may be half loaded: do not train on after that.
     """
     alike = Alike(model)
     folder = _agreed_newest(alike, directory)
@@ -122,6 +125,7 @@ def resume(
         return facts, _load(folder / "training.pt"), _load(own)
 
     facts, whole, own = alike.each(read, *_unreadable(folder))
+    _must_fit(alike, folder, whole, model, optimizer)
 
     def load() -> None:
         if "model" in whole:
@@ -168,7 +172,7 @@ def roll_back(
     learning-rate schedule and the random numbers go on. Later checkpoints hold the harm and are deleted. Where none is
     old enough, or the model is sharded, that is said once and training goes on with the settings taken back.
     Raises `CheckpointError` without a directory, and on all ranks when the checkpoint does not fit or cannot be read on
-    one of them.
+    one of them; what has changed by then is as after `resume`.
     """
     step = getattr(optimizer, "restore_step", None)
     if step is None:
@@ -180,6 +184,7 @@ def roll_back(
         optimizer.roll_back(None)
         return False
     whole = alike.each(lambda: _load(folder / "training.pt"), *_unreadable(folder))
+    _must_fit(alike, folder, whole, model, optimizer)
 
     def load() -> None:
         _unwrapped(model).load_state_dict(whole["model"])
@@ -187,7 +192,7 @@ def roll_back(
         if scaler is not None and "scaler" in whole:
             scaler.load_state_dict(whole["scaler"])
 
-    alike.each(load, *_unreadable(folder))  # no rank changes anything before all could read
+    alike.each(load, *_unreadable(folder))  # no rank changes anything before all could read and it fits all
     if alike.rank == 0:
         _tidy(folders.newer_than, folder)
     logger.warning("scaling settings were taken back: weights are those of %s again", folder.name)
@@ -254,6 +259,17 @@ def _unreadable(folder: Path) -> tuple[str, str]:
         f"the checkpoint {folder} does not fit this script or cannot be read",
         "delete it, undo the change, or let all ranks read it",
     )
+
+
+def _must_fit(alike: Alike, folder: Path, whole: dict[str, Any], model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse on all ranks, before any has loaded a thing, what is known not to fit one of them."""
+
+    def compare() -> None:
+        found = None if is_sharded(model) else misfit(whole, _unwrapped(model), optimizer)
+        if found is not None:
+            raise ValueError(found)
+
+    alike.each(compare, f"the checkpoint {folder} does not fit this script", "delete it or undo the change")
 
 
 def _load(path: Path) -> dict[str, Any]:

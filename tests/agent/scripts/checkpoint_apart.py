@@ -52,11 +52,11 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = tula_agent.init()
 
-    def attempt(name: str, directory: Path, *, full: bool = False) -> None:
+    def attempt(name: str, directory: Path, *, full: bool = False, of: nn.Module = model) -> None:
         before, what = digest(model), run.resume if name.startswith("resume") else run.checkpoint
         full_disk(full)
         try:
-            found = what(model, optimizer, directory=directory)
+            found = what(of, optimizer, directory=directory)
             said = f"went well: {getattr(found, 'step', '')}"
         except CheckpointError as error:
             said = f"refused: {error}"
@@ -78,6 +78,9 @@ def main() -> None:
     attempt("full on the first", args.shared, full=rank == 0)
     attempt("full on the second", args.shared, full=rank == 1 and args.sharded)
     attempt("resume unshared", apart)
+    if not args.sharded:
+        grown = nn.Sequential(*model.module, nn.Linear(WIDE, 1))
+        attempt("resume where the second's model grew", args.shared, of=grown if rank == 1 else model)
     if rank == 1:
         newest = max(args.shared.glob("step-*"))
         (newest / "rank-1.pt").rename(newest / "aside.pt")
