@@ -16,7 +16,7 @@ class Alarm:
     """A change of speed that was noticed and not yet explained: what the fit and the advice need of that moment.
 
     `kind` is what the detector said, after so many steps; `compute_s` is known where the agent reports it.
-    `examples_left` is None of a training that did not tell what it has behind it.
+    `examples_left` is None of a training that did not tell what it has behind it. `explained`: only the advice is due.
     """
 
     kind: str
@@ -26,6 +26,7 @@ class Alarm:
     level_s: float
     compute_s: float | None
     examples_left: float | None
+    explained: bool = False
 
 
 @dataclass(frozen=True)

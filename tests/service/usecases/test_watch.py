@@ -13,11 +13,12 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import AtOnce, Cluster, overlapping, spec
 from tests.support.clock import ManualClock
-from tula_service.errors import StoreUnavailable
+from tula_service.errors import Busy, StoreUnavailable
 from tula_service.perfmodel import StepTimeModel
-from tula_service.usecases import fitting
+from tula_service.usecases import advice, fitting
 from tula_service.usecases.ingest import Ingest
 from tula_service.usecases.watch import observe
+from tula_service.usecases.watched import Alarm, Watched, read, written
 
 
 @pytest.fixture
@@ -202,6 +203,54 @@ def test_an_explanation_that_fails_harms_no_sample_and_is_tried_again(
     assert cluster.events(job_id, "drift") == []
     feed(cluster, run, 10)
     assert len(cluster.events(job_id, "drift")) == 1
+
+
+@pytest.mark.parametrize("error", [Busy("full", retry_after_s=5.0), RuntimeError("a bug")])
+def test_advice_that_failed_after_its_drift_was_told_is_said_with_the_next_samples(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    job_id = cluster.register(spec(objective="cost", epochs=100)).job.id
+    cluster.work(job_id)
+    run = cluster.train(job_id, wire.Configuration(num_nodes=8, ranks_per_node=2, local_batch_size=32))
+    feed(cluster, run, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.25)
+    with monkeypatch.context() as failing:
+        failing.setattr(advice, "reconfigure", Mock(side_effect=error))
+        feed(cluster, run, 50)
+    assert (len(cluster.events(job_id, "drift")), cluster.events(job_id, "advice")) == (1, [])
+    feed(cluster, run, 30)
+    assert len(cluster.events(job_id, "drift")) == 1
+    assert [said["kind"] for said in cluster.events(job_id, "advice")] == ["reconfigure"]
+
+
+def test_an_alarm_of_before_explanations_were_marked_is_not_explained() -> None:
+    alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
+    kept = written(Watched(alarm=alarm))
+    del kept["alarm"]["explained"]
+    assert read(kept).alarm == alarm
+    assert not alarm.explained
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_half_recovery_is_told_as_what_it_became_and_what_it_still_is(
+    trained: tuple[Cluster, str, wire.Run], continued: bool
+) -> None:
+    cluster, job_id, run = trained
+    feed(cluster, run, 50)
+    cluster.step_time = partial(overlapping, bandwidth=0.2)
+    feed(cluster, run, 50)
+    if continued:
+        run = cluster.train(job_id, run.configuration, continues=run.id)
+    cluster.step_time = partial(overlapping, bandwidth=0.5)
+    feed(cluster, run, 50)
+    first, second = cluster.events(job_id, "drift")
+    assert first["sentence"].startswith("Training has become slower than predicted: communication is")
+    assert second["alarm"] == "faster"
+    assert second["step_time_s"] > second["expected_high_s"]
+    assert second["sentence"].startswith(
+        "Training has become faster, but is still slower than predicted: communication"
+    )
+    assert "times slower than when it was profiled" in second["sentence"]
 
 
 @pytest.mark.parametrize("local_batch_size", [None, 128])
