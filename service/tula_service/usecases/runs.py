@@ -96,13 +96,15 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 field="configuration.instance_type",
             )
         # Fitted while only reading, so that nobody who writes waits for it.
-        expected, undrifted = _expected(tx, job, configuration, request)
+        expected, undrifted = _expected(tx, job, configuration, _gone_on_from(tx, job_id, request))
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
-        if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
-            expected, undrifted = _expected(tx, now, configuration, request)
         give_up_vanished(tx, job_id)
         before = _gone_on_from(tx, job_id, request)
+        if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
+            expected, undrifted = _expected(tx, now, configuration, before)
+        if before is not None and not before.state.is_final:
+            _end_for_another(tx, before)
         profile = request.kind == "profile"
         run = tx.runs.create(
             job_id,
@@ -126,16 +128,16 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 
 def _expected(
-    tx: Transaction, job: JobRecord, configuration: Configuration, request: wire.RunCreate
+    tx: Transaction, job: JobRecord, configuration: Configuration, before: RunRecord | None
 ) -> tuple[recommend.Expectation, recommend.Expectation | None]:
     """Of the new run as things are and, where it goes on from one that drifted, as they were before that."""
     expected = recommend.expectation(tx, job, configuration)
-    drifted = any(run.id == request.continues and run.drifted for run in tx.runs.list(job.id, kind=RunKind.TRAIN))
+    drifted = before is not None and before.drifted
     return expected, recommend.expectation(tx, job, configuration, as_profiled=True) if drifted else None
 
 
 def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
-    """The training run that a new one continues, ended by that if nobody had. Raises InvalidInput when it is none."""
+    """The training run that a new one continues. Raises InvalidInput when it is none."""
     if request.continues is None:
         return None
     try:
@@ -147,11 +149,13 @@ def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunR
             f"{request.continues!r} is no training run of this job: a training continues one, or none.",
             field="continues",
         )
-    if not before.state.is_final:
-        to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
-        tx.runs.transition(before.id, expected=[before.state], to=to, message=_CONTINUED)
-        tx.events.append(job_id, "run", run_id=before.id, data={"state": to.value, "message": _CONTINUED})
     return before
+
+
+def _end_for_another(tx: Transaction, run: RunRecord) -> None:
+    to = RunState.CANCELLED if run.state is RunState.PENDING else RunState.FAILED
+    tx.runs.transition(run.id, expected=[run.state], to=to, message=_CONTINUED)
+    tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to.value, "message": _CONTINUED})
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
@@ -208,7 +212,7 @@ def patch(
         before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
         due = run.state.is_final and planning.is_due(tx, job.id)
-    if run.state.is_final and not before.is_final:
+    if run.state.is_final and run.state is not before:  # one that was given up as vanished may have ended well
         on_end(shown.run(run))
     if due:
         # The list of jobs and readers of events see the new recommendation without anybody asking for it.

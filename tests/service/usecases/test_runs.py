@@ -183,3 +183,19 @@ def test_a_training_that_vanished_is_given_up_and_goes_on_when_it_speaks_again(
     back = cluster.patch(run.id, "running")
     assert (back.state, back.message, back.finished_at) == ("running", None, None)
     assert cluster.job(job_id).state == "training"
+
+
+def test_a_training_that_ended_well_after_it_was_given_up_counts_as_ended_once(
+    cluster: Cluster, clock: ManualClock
+) -> None:
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    cluster.send(run, [0.1])
+    clock.advance(1000.0)
+    cluster.register()
+    assert runs.get(cluster.store, ANONYMOUS, run.id).state == "failed"
+    ended: list[str] = []
+    for _ in range(2):
+        request = wire.RunPatch(state="succeeded", holder="launcher")
+        runs.patch(cluster.store, ANONYMOUS, run.id, request, on_end=lambda one: ended.append(one.state))
+    assert ended == ["succeeded"]
