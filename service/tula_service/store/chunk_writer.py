@@ -65,11 +65,12 @@ class ChunkWriter:
                 raise StoreUnavailable("The service is shutting down: send this again in a second.")
             if self._waiting_bytes > MOST_WAITING_BYTES:
                 raise Busy("More telemetry waits than the database keeps up with: send it later.", retry_after_s=1.0)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="tula-chunks", daemon=True)
+                thread.start()  # before anybody waits for it: where no thread is to be had, this raises
+                self._thread = thread
             self._waiting.append(((run_id, row), stored))
             self._waiting_bytes += _size(row)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tula-chunks", daemon=True)
-                self._thread.start()
         loop.call_soon(self._tell)  # once all requests that came with this one have been read: they make one group
         return await stored
 

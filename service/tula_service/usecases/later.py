@@ -27,7 +27,7 @@ class Later:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tula-later")
+        self._thread = _thread()
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
         self._closed = False
@@ -37,8 +37,13 @@ class Later:
         with self._lock:
             if self._closed or run_id in self._waiting or len(self._waiting) >= _MOST_WAITING:
                 return
+            try:
+                self._thread.submit(self._do, run_id, work)
+            except RuntimeError:  # no thread is to be had: the request was answered well, and the next one asks again
+                _LOG.warning("left for later", exc_info=True, extra={"run_id": run_id})
+                self._thread = _thread()  # the other kept the work, and would do it besides
+                return
             self._waiting.add(run_id)
-            self._thread.submit(self._do, run_id, work)
 
     def close(self) -> None:
         """Finish what is at work; what only waits is left."""
@@ -56,3 +61,7 @@ class Later:
         finally:
             with self._lock:
                 self._waiting.discard(run_id)
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="tula-later")
