@@ -86,10 +86,21 @@ def test_counts_are_those_of_a_dictionary(keys: list[str]) -> None:
         assert counts.incr(key, 60) == expected[key]
     assert {key: counts.get(key) for key in expected} == expected
     for key in expected:
-        counts.take_back(key)
+        counts.take_back(key, counts.get_expiry(key))
     assert {key: counts.get(key) for key in expected} == {key: max(0, count - 1) for key, count in expected.items()}
     counts.reset()
     assert not any(counts.get(key) for key in expected)
+
+
+def test_a_count_is_taken_back_only_from_its_own_window() -> None:
+    """A check may take longer than a window: whoever guessed wrong since keeps the count of that."""
+    counts = SharedCounts()
+    _, earlier = counts.count("address", 0.0)
+    _, later = counts.count("address", 60)
+    counts.take_back("address", earlier)
+    assert counts.get("address") == 1
+    counts.take_back("address", later)
+    assert counts.get("address") == 0
 
 
 def test_more_keys_than_places_stay_bounded() -> None:

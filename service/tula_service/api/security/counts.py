@@ -49,18 +49,22 @@ class SharedCounts(Storage):
 
     def incr(self, key: str, expiry: float, amount: int = 1) -> int:
         """Count; a key that is new, or whose window has ended, starts a window of `expiry` seconds."""
+        return self.count(key, expiry, amount)[0]
+
+    def count(self, key: str, expiry: float, amount: int = 1) -> tuple[int, float]:
+        """The same; the count, and when its window ends, which `take_back` asks for."""
         now = time.time()
         with self._held():
             at, digest, ends, count = self._find(key, now)
             count, ends = (count + amount, ends) if ends > now else (amount, now + expiry)
             _SLOT.pack_into(self._table, at, digest, ends, count)
-        return count
+        return count, ends
 
-    def take_back(self, key: str) -> None:
+    def take_back(self, key: str, window_ends: float) -> None:
         """Count one less, where the window in which it was counted is still open."""
         with self._held():
             at, digest, ends, count = self._find(key, time.time())
-            if count:
+            if count and ends == window_ends:
                 _SLOT.pack_into(self._table, at, digest, ends, count - 1)
 
     def get(self, key: str) -> int:
