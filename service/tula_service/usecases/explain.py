@@ -70,12 +70,16 @@ def _alarm_of(run: RunRecord) -> Alarm | None:
 def _cause(tx: Transaction, job: JobRecord, run: RunRecord, alarm: Alarm) -> tuple[dict[str, float], dict[str, Any]]:
     """Factors on what each run measured, by its id, and what to tell."""
     spec = fitting.spec_of(job)
-    speed = _speed(_watched(run), alarm)
+    watched = _watched(run)
+    speed = _speed(watched, alarm)
     try:
         evidence = fitting.evidence_of(tx, job, spec, without=run.id)
         model = fitting.fit(tx, job, spec, evidence)
         slowdown = drift.attribute(model, run.configuration, alarm.level_s, alarm.compute_s)
         factors = drift.ratios(model, slowdown, [c for c, _ in evidence.rows])
+        if watched.sentence is not None:  # runs that it goes on from had drifted: told is the change since profiling
+            as_profiled = fitting.fit(tx, job, spec, fitting.evidence_of(tx, job, spec, as_profiled=True))
+            slowdown = drift.attribute(as_profiled, run.configuration, alarm.level_s, alarm.compute_s)
     except ObservationError as error:
         return {}, {"sentence": f"{speed}, and no model can say why: {error}"}
     ratios = {run_id: factor for (_, run_id), factor in zip(evidence.rows, factors, strict=True)}
