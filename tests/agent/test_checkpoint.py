@@ -156,20 +156,28 @@ def apart(request, tmp_path_factory):
     return request.param, said
 
 
+WHOLE, SHARDED = False, True
+
+
 @pytest.mark.parametrize(
-    ("attempt", "culprit"),
+    ("apart", "attempt", "culprit"),
     [
-        ("unshared", "rank 1: "),
-        ("first rank blocked", "rank 0: NotADirectoryError"),
-        ("full on the first", "rank 0"),
-        ("full on the second", "rank 1"),
-        ("again at the same step, full", "rank 0"),
+        *[
+            (sharded, *refused)
+            for sharded in (WHOLE, SHARDED)
+            for refused in (
+                ("unshared", "rank 1: "),
+                ("first rank blocked", "rank 0: NotADirectoryError"),
+                ("full on the first", "rank 0"),
+                ("again at the same step, full", "rank 0"),
+            )
+        ],
+        (SHARDED, "full on the second", "rank 1"),  # of a whole checkpoint it writes nothing large
     ],
+    indirect=["apart"],
 )
 def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_and_leaves_those_before(apart, attempt, culprit):
-    sharded, said = apart
-    if attempt == "full on the second" and not sharded:
-        pytest.skip("this rank writes nothing large")
+    _, said = apart
     told = said[attempt]
     assert told["rank 0"] == told["rank 1"]  # one sentence
     weights, on_disk, sentence = told["rank 0"]
@@ -191,10 +199,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_resumed_by_none(apart):
         assert re.match(rf"refused: the checkpoint .* cannot be read \(rank 1: ({error}): .*\): delete it", sentence)
 
 
+@pytest.mark.parametrize("apart", [WHOLE], indirect=True)  # shards tell by themselves what they lack
 def test_a_checkpoint_that_does_not_fit_one_rank_changes_nothing_on_any(apart):
-    sharded, said = apart
-    if sharded:
-        pytest.skip("shards tell by themselves what they lack")
+    _, said = apart
     for weights, _, sentence in said["resume where the second's model grew"].values():
         assert weights == "kept"
         assert "does not fit this script (rank 1: ValueError: the model's 3.weight is not in it): " in sentence
