@@ -42,7 +42,7 @@ size = 1437
 
 [cluster]                         # one rank stands for one node: world sizes 1, 2 and 4
 min_nodes = 1
-max_nodes = 4
+max_nodes = MOST
 memory_bytes_per_rank = 2_147_483_648
 price = { usd_per_node_hour = 1.00 }
 
@@ -60,6 +60,7 @@ def main() -> int:
     """Run the demonstration; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20, help="epochs to train at the end")
+    parser.add_argument("--max-nodes", type=int, default=4, help="processes at most; each is a node, and takes 300 MiB")
     parser.add_argument("--output", type=Path, default=Path("tula-demo"), help="folder for the curve")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -69,7 +70,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="tula-demo-") as folder, service(Path(folder)) as url:
             os.environ["TULA_URL"] = url
-            demonstrate(Path(folder), args.output, args.epochs)
+            demonstrate(Path(folder), args.output, args.epochs, args.max_nodes)
     except KeyboardInterrupt:
         say("Stopped; the service and every process of the demonstration are gone.")
         return 130
@@ -80,10 +81,10 @@ def main() -> int:
     return 0
 
 
-def demonstrate(folder: Path, output: Path, epochs: int) -> None:
+def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
     """The five steps, each with the command that anybody would type."""
     spec = folder / "job.toml"
-    spec.write_text(SPEC)
+    spec.write_text(SPEC.replace("MOST", str(most)))
     work = ["--work-dir", str(folder / "work")]
 
     heading("Profile what the service asks for, predict every candidate")
