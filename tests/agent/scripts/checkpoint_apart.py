@@ -76,11 +76,11 @@ def main() -> None:
     attempt("unshared", apart)
     attempt("first rank blocked", args.elsewhere / "a-file" if rank == 0 else args.shared)
     attempt("full on the first", args.shared, full=rank == 0)
-    attempt("full on the second", args.shared, full=rank == 1 and args.sharded)
-    attempt("resume unshared", apart)
-    if not args.sharded:
+    if not args.sharded:  # the newest is of the step before: loading it would move the weights
         grown = nn.Sequential(*model.module, nn.Linear(WIDE, 1))
         attempt("resume where the second's model grew", args.shared, of=grown if rank == 1 else model)
+    attempt("full on the second", args.shared, full=rank == 1 and args.sharded)
+    attempt("resume unshared", apart)
     if rank == 1:
         newest = max(args.shared.glob("step-*"))
         (newest / "rank-1.pt").rename(newest / "aside.pt")
