@@ -28,28 +28,18 @@ def save_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Cal
     """
     held: dict[str, Any] = {}
 
-    def gather() -> None:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        held["model"], held["optimizer"] = get_state_dict(model, _inner(optimizer))
-
     def write() -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         with _failures_named():
             save(held, checkpoint_id=str(folder / FOLDER))
 
-    return [gather, write]
+    return [lambda: held.update(_gathered(model, optimizer)), write]
 
 
 def load_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:
     """As `save_parts`, the other way round."""
     held: dict[str, Any] = {}
-
-    def gather() -> None:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        held["model"], held["optimizer"] = get_state_dict(model, _inner(optimizer))
 
     def read() -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -62,7 +52,14 @@ def load_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Cal
 
         set_state_dict(model, _inner(optimizer), model_state_dict=held["model"], optim_state_dict=held["optimizer"])
 
-    return [gather, read, put]
+    return [lambda: held.update(_gathered(model, optimizer)), read, put]
+
+
+def _gathered(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    of_model, of_optimizer = get_state_dict(model, _inner(optimizer))
+    return {"model": of_model, "optimizer": of_optimizer}
 
 
 @contextmanager
