@@ -73,7 +73,7 @@ def child(with_agent: bool) -> None:
     rounds = told or max(1, round(100 * (STEP_S - fixed) / (varying - fixed)))
     print(rounds, flush=True)
     batches: Any = ((torch.zeros(32, 4),) for _ in iter(int, 1))
-    spent: dict[str, float] = {}
+    spent: dict[str, list[float]] = {}
     norms: list[float] = []
     warm_norms = 0
     recorder = None
@@ -88,7 +88,7 @@ def child(with_agent: bool) -> None:
             setattr(recorder, name, timed(getattr(recorder, name), part, spent))
         for key, hook in list(optimizer._optimizer_step_pre_hooks.items()):
             optimizer._optimizer_step_pre_hooks[key] = timed(hook, "gradients", spent)
-        recorder._gradients.read = listed(recorder._gradients.read, norms)  # type: ignore[method-assign]
+        recorder._gradients.read = timed(recorder._gradients.read, "norms", {"norms": norms})  # type: ignore[method-assign]
         batches = run.steps(batches)
     nothing = timed(lambda: None, "clock", spent)
     steps = 0
@@ -115,7 +115,7 @@ def child(with_agent: bool) -> None:
     measured = steps - WARMUP_STEPS
     calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
     report = {
-        f"{part}_us": 1e6 * (seconds - calls.get(part, 0) * spent["clock"]) / measured
+        f"{part}_us": 1e6 * (sum(seconds) - calls.get(part, 0) * sum(spent["clock"])) / measured
         for part, seconds in spent.items()
     }
     if recorder is not None:
@@ -130,28 +130,15 @@ def child(with_agent: bool) -> None:
     os._exit(0)
 
 
-def timed(function: Any, part: str, spent: dict[str, float]) -> Any:
-    """`function`, with the CPU time of its calls added up under `part`."""
+def timed(function: Any, part: str, spent: dict[str, list[float]]) -> Any:
+    """`function`, with the CPU time of each of its calls appended under `part`, s."""
 
     def call(*arguments: Any) -> Any:
         began = time.thread_time()
         try:
             return function(*arguments)
         finally:
-            spent[part] = spent.get(part, 0.0) + time.thread_time() - began
-
-    return call
-
-
-def listed(function: Any, times_s: list[float]) -> Any:
-    """`function`, with the CPU time of each of its calls appended to `times_s`."""
-
-    def call(*arguments: Any) -> Any:
-        began = time.thread_time()
-        try:
-            return function(*arguments)
-        finally:
-            times_s.append(time.thread_time() - began)
+            spent.setdefault(part, []).append(time.thread_time() - began)
 
     return call
 
