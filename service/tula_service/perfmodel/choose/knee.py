@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kneed import KneeLocator
 
 from tula_service.perfmodel.predict.observations import FloatArray, column
 
@@ -60,6 +59,8 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, value: Sequence[f
     hull = _lower_hull(x, y)
     if not _saturates(x, hull):
         return KneeFinding(None, "no knee: a straight line describes the curve as well as a saturating one.")
+    from kneed import KneeLocator  # here and not above: it brings all of scipy.signal, a quarter of the service's start
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         located = KneeLocator(x, hull, S=1.0, curve="convex", direction="decreasing").knee

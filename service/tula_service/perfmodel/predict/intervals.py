@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, column
 
@@ -56,7 +56,7 @@ def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float, level: float)
     """Low and high ends, shape (n,): mean * exp(-+ q * log_sd) with Student's q at `dof` degrees of freedom."""
     if not 0.0 < level < 1.0:
         raise ObservationError(f"level is {level!r}; give a probability between 0 and 1, such as 0.9.")
-    width = np.exp(float(stats.t.ppf(0.5 + level / 2.0, dof)) * log_sd)
+    width = np.exp(float(special.stdtrit(dof, 0.5 + level / 2.0)) * log_sd)
     return mean / width, mean * width
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special, stats
+from scipy import special
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.predict.observations import FloatArray, MemoryObservations, ObservationError, column
@@ -213,7 +213,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
         needed = level + _log_growth(share, power, np.array([failed_from / smallest]))[:, 0]
         sd = np.sqrt(spread**2 + _PREDICTION_NOISE**2)
         usable = math.log(observed.capacity_bytes * (1.0 - _ALLOCATOR_SLACK))
-        log_weight = log_weight + np.asarray(stats.norm.logcdf((needed - usable) / sd))
+        log_weight = log_weight + np.asarray(special.log_ndtr((needed - usable) / sd))
     order = np.lexsort((peaks, batches))
     if bool((np.diff(peaks[order]) < -_FALL * peaks[order][:-1]).any()):
         notes = (*notes, "Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")

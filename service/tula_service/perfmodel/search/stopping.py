@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, column
 
@@ -57,5 +57,6 @@ def measured_precisely_enough(step_times_s: Sequence[float] | FloatArray, precis
     if times.size < _FEWEST_STEPS:
         return False
     summary = summarise_steps(times)
-    reach = float(stats.t.ppf(0.5 + _LEVEL / 2.0, min(times.size, _BATCHES) - 1 if times.size < 20 else times.size - 1))
+    freedom = min(times.size, _BATCHES) - 1 if times.size < 20 else times.size - 1
+    reach = float(special.stdtrit(freedom, 0.5 + _LEVEL / 2.0))
     return reach * summary.relative_sd <= precision
