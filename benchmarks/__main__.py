@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-GRIDS = HERE.parent / "tests" / "data" / "grids"
+DATA = HERE.parent / "tests" / "data"
 
 ARGUMENTS: dict[str, list[str]] = {
-    "step_time": ["--grids", str(GRIDS / "step_time.csv")],
-    "memory": ["--grids", str(GRIDS / "memory.csv")],
+    "cold_start": ["--steps", str(DATA / "single_device.csv")],
+    "memory": ["--grids", str(DATA / "grids" / "memory.csv")],
+    "step_time": ["--grids", str(DATA / "grids" / "step_time.csv")],
 }
 
 

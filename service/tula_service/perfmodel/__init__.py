@@ -20,7 +20,8 @@ Arrays and dataclasses in, arrays and dataclasses out; everything is determinist
 `recommend` is `price` + `tradeoff_curve` + `find_knee` + `choose`; each may be called alone.
 
 Before any run, pass no observations: `fit_step_time(None, prior=prior_from_hardware(facts, hardware))` has
-`model.basis is Basis.PRIOR`; `prior_from_jobs(models)` makes it `Basis.TRANSFER`. Several instance types go in as
+`model.basis is Basis.PRIOR`; `scale_from_jobs(prior, earlier)` corrects its scale by how fast other networks ran,
+and `prior_from_jobs(posteriors, scale=...)` makes it `Basis.TRANSFER`. Several instance types go in as
 `Priors(believed={type: prior}, hardware={type: facts})`. With observations the basis is `Basis.PROFILED`.
 `model.notes` are sentences about what cannot be said from the data (one cluster size only, ...).
 
@@ -53,10 +54,14 @@ from tula_service.perfmodel.predict.priors import (
     StepTimePrior,
     generic_prior,
     prior_from_hardware,
-    prior_from_jobs,
-    prior_from_other_type,
 )
 from tula_service.perfmodel.predict.step_time import Form, StepTimeModel, StepTimePredictions, fit_step_time
+from tula_service.perfmodel.predict.transfer import (
+    EarlierScale,
+    prior_from_jobs,
+    prior_from_other_type,
+    scale_from_jobs,
+)
 from tula_service.perfmodel.search.plan import Plan, PlanBudget, PlannedRun, plan
 from tula_service.perfmodel.search.space import SearchSpace, enumerate_candidates, powers_of_two
 from tula_service.perfmodel.search.stopping import StepTimeSummary, measured_precisely_enough, summarise_steps
@@ -66,6 +71,7 @@ __all__ = [
     "Choice",
     "Curve",
     "DriftState",
+    "EarlierScale",
     "Estimate",
     "Exclusion",
     "Form",
@@ -112,6 +118,7 @@ __all__ = [
     "prior_from_jobs",
     "prior_from_other_type",
     "recommend",
+    "scale_from_jobs",
     "spot_slowdown",
     "summarise_steps",
     "tradeoff_curve",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import tula_wire as wire
 from tula_service.domain import Basis, Collective, Configuration
 from tula_service.perfmodel import (
+    EarlierScale,
     Hardware,
     ModelFacts,
     Priors,
@@ -21,6 +21,7 @@ from tula_service.perfmodel import (
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
+    scale_from_jobs,
 )
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases.devices import hardware_of
@@ -32,9 +33,19 @@ _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _MOST_JOBS = 200
 _MOST_PRIORS = 10
+_MOST_SPEEDS = 50
 _MOST_PAIRS = 100
 _KEPT = "lesson"
 _LESSON_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How far the guess that hardware figures make of an earlier job was from what its runs showed: log(c / guess)."""
+
+    cluster: wire.ClusterSpec
+    log_ratio: float
+    flops_sd: float
 
 
 @dataclass(frozen=True)
@@ -42,13 +53,14 @@ class Lessons:
     """What earlier jobs of the project learnt, by instance type of this job.
 
     `same` network on the same hardware, `related` networks on it; `elsewhere` is the same network on hardware that this
-    job does not have. `pairs` holds (predicted, low, high, measured) step times of trainings on this hardware, those of
-    the job itself among them.
+    job does not have. `speeds` are of all earlier jobs, whatever they trained and where. `pairs` holds (predicted, low,
+    high, measured) step times of trainings on this hardware, those of the job itself among them.
     """
 
     same: Mapping[str, tuple[StepTimePrior, ...]]
     related: Mapping[str, tuple[StepTimePrior, ...]]
     elsewhere: tuple[tuple[StepTimePrior, Hardware], ...]
+    speeds: tuple[Speed, ...]
     pairs: tuple[tuple[float, float, float, float], ...]
 
 
@@ -58,6 +70,7 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[StepTimePrior]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
+    speeds: list[Speed] = []
     pairs = [*_kept(tx, job.id)["pairs"]]
     for other, body in tx.fits.of_earlier_jobs(
         job.project_id, _KEPT, before=job.cursor, model_version=_LESSON_VERSION, limit=_MOST_JOBS
@@ -74,16 +87,20 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
             learnt = lesson["types"].get(name)
             if learnt is None:
                 continue
+            posterior = _read(learnt)
+            if len(speeds) < _MOST_SPEEDS:
+                speeds.append(_speed(wire.read(wire.ModelSpec, model), cluster, posterior))
             if on_this:
-                (same if known else related).setdefault(name, []).append(_read(learnt))
+                (same if known else related).setdefault(name, []).append(posterior)
             elif known:
-                elsewhere.append((_read(learnt), hardware_of(cluster)))
+                elsewhere.append((posterior, hardware_of(cluster)))
         if ran_here:
             pairs += lesson["pairs"]
     return Lessons(
         same={name: tuple(found[:_MOST_PRIORS]) for name, found in same.items()},
         related={name: tuple(found[:_MOST_PRIORS]) for name, found in related.items()},
         elsewhere=tuple(elsewhere[:_MOST_PRIORS]),
+        speeds=tuple(speeds),
         pairs=tuple(tuple(pair) for pair in pairs[:_MOST_PAIRS]),
     )
 
@@ -115,16 +132,19 @@ def _believed(
     collective = Collective(spec.collective)
     if name in lessons.same:
         return prior_from_jobs(lessons.same[name], collective=collective)
+    if measured and name not in lessons.related:
+        return None
     scale = _scale(lessons, spec, name, hardware, reference)
     if name in lessons.related:
         return prior_from_jobs(lessons.related[name], scale=scale, collective=collective)
-    return None if measured else scale
+    return scale
 
 
 def _scale(
     lessons: Lessons, spec: wire.JobSpec, name: str, hardware: Mapping[str, Hardware], reference: float
 ) -> StepTimePrior:
-    """The same network on other hardware, moved by what the two differ in; without one, hardware figures alone.
+    """The same network on other hardware, moved by what the two differ in; without one, hardware figures, corrected by
+    how fast earlier jobs ran.
 
     Either way it is a guess: its basis is `prior`, and only lessons on the same hardware make a transfer.
     """
@@ -134,18 +154,33 @@ def _scale(
         if there.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None:
             moved = prior_from_other_type(learnt, there, hardware[name], collective=collective)
             return replace(moved, basis=Basis.PRIOR)
-    parameters = float(spec.model.parameters or _UNKNOWN_PARAMETERS)
-    flops = spec.model.flops_per_sample or 3.0 * _FLOPS_PER_PARAMETER * parameters
-    prior = prior_from_hardware(
-        # The wire counts forward and backward together, the model one forward pass.
-        ModelFacts(parameter_count=parameters, flops_per_sample=flops / 3.0),
-        hardware[name],
-        reference_batch_size=reference,
-        collective=collective,
-    )
-    sd = prior.sd.copy()
-    sd[0] = math.hypot(float(sd[0]), _UNKNOWN_FLOPS_SD * (spec.model.flops_per_sample is None))
-    return replace(prior, sd=sd)
+    facts = _facts_of(spec.model)
+    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference, collective=collective)
+    here = {cluster.instance_type: cluster for cluster in spec.cluster}[name]
+    earlier = [EarlierScale(s.log_ratio, _same_device(here, s.cluster), s.flops_sd) for s in lessons.speeds]
+    return scale_from_jobs(guess, earlier, flops_sd=facts.flops_sd)
+
+
+def _facts_of(model: wire.ModelSpec) -> ModelFacts:
+    parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
+    known = model.flops_per_sample
+    # The wire counts forward and backward together, the model one forward pass.
+    flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0)
+
+
+def _speed(model: wire.ModelSpec, cluster: wire.ClusterSpec, learnt: StepTimePrior) -> Speed:
+    """Judged at the job's own reference batch."""
+    facts, batch = _facts_of(model), learnt.reference_batch_size
+    assert batch is not None, "what is remembered has its batch"
+    guess = prior_from_hardware(facts, hardware_of(cluster), reference_batch_size=batch)
+    return Speed(cluster, float(learnt.mean[0] - guess.mean[0]), facts.flops_sd)
+
+
+def _same_device(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
+    if one.accelerator is None:
+        return one.instance_type == other.instance_type
+    return one.accelerator == other.accelerator
 
 
 def remember(tx: Transaction, job: JobRecord, model: StepTimeModel) -> None:

@@ -23,7 +23,7 @@ from tula_service.usecases import cold_start, convert, memory_bounds
 
 __all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 
-MODEL_VERSION = "physical-2"
+MODEL_VERSION = "physical-3"
 """Names the equations and priors; part of every cache key and ledger entry, so it moves whenever they do."""
 
 _LEAST_PAIRS_TO_CALIBRATE = 3

@@ -222,6 +222,31 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
     assert 1.5 < slower < 900.0 / 320.0 * 1.2, "the same network, moved by what the data sheets differ in"
 
 
+def test_a_job_of_another_network_teaches_how_fast_networks_run_here_and_less_so_elsewhere(cluster: Cluster) -> None:
+    # 24 GFLOP an example take this cluster a fifth of what the data sheet promises.
+    def asks(name: str, accelerator: str) -> wire.JobSpec:
+        on = {"max_nodes": 8, "ranks_per_node": 2, "accelerator": accelerator}
+        return spec(cluster=on, model={"name": name, "flops_per_sample": 24e9})
+
+    def compute_s(answer: wire.Recommendation) -> float:
+        at = {c.configuration: c.step_time_s.value for c in answer.candidates}
+        return at[wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=256)]
+
+    before = {name: cluster.register(asks("other", name)).recommendation for name in ("V100-16GB", "A100-40GB")}
+    cluster.work(cluster.register(asks("net", "V100-16GB")).job.id)
+    after = {name: cluster.register(asks("another", name)).recommendation for name in before}
+    moved = {name: np.log(compute_s(before[name]) / compute_s(after[name])) for name in before}
+    truth = np.log(
+        compute_s(before["V100-16GB"])
+        / overlapping(wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=256))
+    )
+    assert truth > 1.0, "or there is nothing to learn"
+    assert 0.4 * truth < moved["V100-16GB"] < truth
+    assert 0.2 * truth < moved["A100-40GB"] < moved["V100-16GB"]
+    assert (after["V100-16GB"].basis, after["A100-40GB"].basis) == ("transfer", "prior")
+    assert "data sheet" in after["A100-40GB"].why
+
+
 def test_each_instance_type_of_a_job_that_never_ran_has_a_guess_of_its_own(cluster: Cluster) -> None:
     types = [
         {"instance_type": "new", "max_nodes": 2, "accelerator": "A100-40GB", "network_gbps": 100},

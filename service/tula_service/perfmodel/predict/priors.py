@@ -1,15 +1,15 @@
-"""What is believed before anything is measured: generic, from hardware figures, or from earlier jobs."""
+"""What is believed before anything is measured anywhere: generic, or from hardware figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tula_service.domain import Basis, Collective
-from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, column
+from tula_service.perfmodel.predict.observations import FloatArray, column
 from tula_service.perfmodel.predict.physical import PARAMETERS
 from tula_service.perfmodel.predict.residual import ResidualScales
 
@@ -20,20 +20,16 @@ __all__ = [
     "StepTimePrior",
     "generic_prior",
     "prior_from_hardware",
-    "prior_from_jobs",
-    "prior_from_other_type",
 ]
 
 _UNKNOWN_SCALE_SD = 5.0
-_SUSTAINED_SHARE = 0.35
-_SUSTAINED_SHARE_SD = 0.7
+_SUSTAINED_SHARE = 0.6
+_SUSTAINED_SHARE_SD = 0.75
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
-_BETWEEN_JOBS_SD = 0.25
-_FLOPS_PER_BYTE = 6.0
+_FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
-_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +55,22 @@ class StepTimePrior:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a network without running it; `flops_per_sample` is one forward pass."""
+    """What is known of a network without running it.
+
+    `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
+    its logarithm is, 0 where it was counted.
+    """
 
     parameter_count: float
     flops_per_sample: float
     bytes_per_parameter: float = 4.0
+    flops_sd: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless everything is positive and finite."""
+        """Raise ObservationError unless everything is positive and finite; `flops_sd` may be 0."""
         for name in ("parameter_count", "flops_per_sample", "bytes_per_parameter"):
             column(name, [getattr(self, name)], above=0.0)
+        column("flops_sd", [self.flops_sd], at_least=0.0)
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,10 @@ def prior_from_hardware(
 
     c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and for each level of the network
     s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants). Sustained is
-    0.35 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 6 FLOP per byte * W: half-way
-    between networks bound by arithmetic and by memory. What is not known of the hardware is guessed, and c is wider.
+    0.6 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 11 FLOP per byte * W: half-way
+    between networks bound by arithmetic and by memory, and between single precision (of which most of the measured
+    networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores). What
+    is not known of the hardware is guessed, and c is wider.
     """
     base = generic_prior(collective)
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
@@ -158,88 +162,10 @@ def prior_from_hardware(
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[0] = log_compute
-    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, _UNKNOWN_TFLOPS_SD if hardware.peak_tflops is None else 0.0)
+    unknown_device_sd = _UNKNOWN_TFLOPS_SD if hardware.peak_tflops is None else 0.0
+    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, unknown_device_sd)
     mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
     if hardware.intra_node_gbps is not None:
         mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute
     mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
-
-
-def prior_from_other_type(
-    learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None, *, collective: Collective
-) -> StepTimePrior:
-    """What the runs of a network on one instance type teach about it on another, basis `transfer`.
-
-    The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
-    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
-    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider.
-    """
-    shape = prior_from_jobs([learnt], collective=collective)
-    mean, sd = shape.mean.copy(), shape.sd.copy()
-    compute = _log_ratio(measured, wanted, "memory_gb_per_s")
-    if compute is None:
-        compute = _log_ratio(measured, wanted, "peak_tflops")
-    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD)
-    faster = compute or 0.0
-    mean[0] -= faster
-    mean[1] += faster
-    for entry, link in ((4, "intra_node_gbps"), (6, "inter_node_gbps")):
-        ratio = _log_ratio(measured, wanted, link)
-        mean[entry] += faster - (ratio or 0.0)
-        sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
-    return StepTimePrior(
-        mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
-    )
-
-
-def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
-    """log(wanted / measured) of one figure; None where either is not known."""
-    before, after = getattr(measured, name, None), getattr(wanted, name, None)
-    return None if before is None or after is None else math.log(after / before)
-
-
-def prior_from_jobs(
-    posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None, collective: Collective = Collective.RING
-) -> StepTimePrior:
-    """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
-
-    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
-    themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
-    the jobs are runs of the same network, from them.
-    """
-    base = generic_prior(collective)
-    if not posteriors:
-        raise ObservationError("posteriors: there are none; give at least one earlier job.")
-    b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
-    shifted = np.array([_at_reference(p, b_ref) for p in posteriors])
-    own = np.array([p.sd for p in posteriors]) ** 2 + _BETWEEN_JOBS_SD**2
-    if len(posteriors) > 1:
-        own = own + np.var(shifted, axis=0, ddof=1)
-    weight = 1.0 / own
-    prior_weight = 1.0 / base.sd**2
-    prior_weight[0] = 1e-6
-    total = weight.sum(axis=0) + prior_weight
-    mean = (np.sum(weight * shifted, axis=0) + prior_weight * base.mean) / total
-    sd = np.sqrt(np.maximum(1.0 / total, _BETWEEN_JOBS_SD**2 * np.minimum(1.0, base.sd) ** 2))
-    sd[0] = max(float(sd[0]), 0.5)
-    if scale is not None:
-        if b_ref is not None and scale.reference_batch_size is not None:
-            mean[1:] = _rescaled(mean, scale.reference_batch_size / b_ref)[1:]
-        mean[0], sd[0], b_ref = scale.mean[0], scale.sd[0], scale.reference_batch_size
-    return StepTimePrior(mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
-
-
-def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
-    if reference is None or prior.reference_batch_size is None:
-        return prior.mean
-    return _rescaled(prior.mean, reference / prior.reference_batch_size)
-
-
-def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:
-    """The same parameters for a reference batch `ratio` times as large: c grows, what is relative to c shrinks."""
-    shift = math.exp(mean[2]) * math.log(ratio)
-    moved = np.array(mean)
-    moved[0] += shift
-    moved[[1, 4, 6]] -= shift
-    return moved

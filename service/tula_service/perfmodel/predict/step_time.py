@@ -15,9 +15,10 @@ from tula_service.perfmodel.predict.fit import Posterior, fit_posterior, prior_p
 from tula_service.perfmodel.predict.intervals import Interval, log_interval
 from tula_service.perfmodel.predict.observations import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.predict.physical import PARAMETERS, log_terms
-from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
+from tula_service.perfmodel.predict.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.predict.repeats import merge_repeats, statements
 from tula_service.perfmodel.predict.residual import HYPOTHESES, Hypothesis
+from tula_service.perfmodel.predict.transfer import prior_from_other_type
 
 __all__ = ["Form", "StepTimeModel", "StepTimePredictions", "fit_step_time", "unmeasured_model"]
 

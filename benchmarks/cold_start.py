@@ -1,0 +1,139 @@
+"""How far the first guess of a step time is off, before any run: from hardware figures alone, and after earlier jobs.
+
+    python -m benchmarks.cold_start --steps FILE [--json OUT]
+
+FILE has single-device step times (columns as tests/data/single_device.csv). Every row is guessed by the product's own
+prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
+`here` are jobs on the same device, `elsewhere` on others; `same` precision, or `any`. Keys are
+`cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
+long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
+targets from hardware figures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tula_wire as wire
+from benchmarks._report import mean, median, percentile, print_table, write_json
+from tula_service.perfmodel import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
+from tula_service.usecases.devices import hardware_of
+
+SEED = 7
+DRAWS = 20
+HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # (here, elsewhere)
+_NORMAL_90 = 1.645
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One network on one device: its guess, and log(measured / guess)."""
+
+    source: str
+    gpu: str
+    network: str
+    precision: str
+    guess: StepTimePrior
+    log_ratio: float
+
+
+def read(path: Path) -> list[Timing]:
+    """Every row with its guess from hardware figures; devices that no data sheet is kept of are left out."""
+    with path.open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    found = []
+    for row in rows:
+        hardware = hardware_of(wire.ClusterSpec(instance_type="one", max_nodes=1, accelerator=row["gpu"]))
+        if hardware.peak_tflops is None:
+            continue
+        facts = ModelFacts(float(row["parameters"]), float(row["flops_per_sample"]))
+        guess = prior_from_hardware(facts, hardware, reference_batch_size=float(row["local_batch_size"]))
+        measured = math.log(float(row["step_time_s"]))
+        found.append(
+            Timing(row["source"], row["gpu"], row["network"], row["precision"], guess, measured - float(guess.mean[0]))
+        )
+    return found
+
+
+def histories(
+    timings: Sequence[Timing], here: int, elsewhere: int, same: bool
+) -> Iterator[tuple[Timing, list[Timing]]]:
+    """Each row with `DRAWS` histories of other networks, where there are enough to draw from."""
+    dice = random.Random(SEED)
+    for target in timings:
+        others = [
+            each
+            for each in timings
+            if each.source == target.source
+            and each.network != target.network
+            and (each.precision == target.precision or not same)
+        ]
+        near = [each for each in others if each.gpu == target.gpu]
+        far = [each for each in others if each.gpu != target.gpu]
+        if len(near) >= here and len(far) >= elsewhere:
+            for _ in range(DRAWS):
+                yield target, dice.sample(near, here) + dice.sample(far, elsewhere)
+
+
+def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool) -> dict[str, float]:
+    """Errors and coverage over all targets and histories."""
+    factors, inside, without = [], [], []
+    for target, history in histories(timings, here, elsewhere, same):
+        earlier = [EarlierScale(each.log_ratio, each.gpu == target.gpu) for each in history]
+        corrected = scale_from_jobs(target.guess, earlier)
+        off = abs(target.log_ratio + float(target.guess.mean[0] - corrected.mean[0]))
+        factors.append(math.exp(off) - 1.0)
+        inside.append(float(off < _NORMAL_90 * float(corrected.sd[0])))
+        without.append(math.exp(abs(target.log_ratio)) - 1.0)
+    prefix = f"cold.{'same' if same else 'any'}.{here}.{elsewhere}"
+    return {
+        f"{prefix}.cases": float(len(factors)),
+        f"{prefix}.median": median(factors),
+        f"{prefix}.p90": percentile(factors, 0.9),
+        f"{prefix}.coverage": mean(inside),
+        f"{prefix}.without": median(without),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; answers the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_start", description=__doc__)
+    parser.add_argument("--steps", type=Path, required=True, help="table of single-device step times (CSV)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--only", action="append", default=[], help="only rows of this source")
+    options = parser.parse_args(arguments)
+    timings = [each for each in read(options.steps) if not options.only or each.source in options.only]
+    if not timings:
+        parser.error("no row is left; check --steps and --only.")
+    figures: dict[str, float] = {}
+    rows = []
+    for same in (True, False):
+        for here, elsewhere in HISTORIES:
+            found = score(timings, here, elsewhere, same)
+            figures |= found
+            cases, middle, tail, coverage, without = found.values()
+            cells = [f"x {1.0 + value:.2f}" for value in (middle, tail, without)]
+            rows.append(
+                [
+                    "same" if same else "any",
+                    str(here),
+                    str(elsewhere),
+                    f"{cases:.0f}",
+                    *cells,
+                    f"{100 * coverage:.0f} %",
+                ]
+            )
+    header = ["precision", "jobs here", "elsewhere", "cases", "median", "p90", "without", "coverage"]
+    print_table("first guess of a step time: off by a factor of", header, rows)
+    write_json(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+"""What earlier jobs teach before a job's own first run: the shape of scaling, and how fast networks really run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tula_service.domain import Basis, Collective
+from tula_service.perfmodel.predict.observations import FloatArray, ObservationError
+from tula_service.perfmodel.predict.priors import Hardware, StepTimePrior, generic_prior
+
+__all__ = ["EarlierScale", "prior_from_jobs", "prior_from_other_type", "scale_from_jobs"]
+
+_BETWEEN_JOBS_SD = 0.25
+_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
+_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
+_WORTH_OF_NETWORK_SD = 3.0  # in jobs: so many have to differ more before it is believed
+
+
+@dataclass(frozen=True)
+class EarlierScale:
+    """How far the first guess of an earlier job, of whatever network, was from what its runs then showed.
+
+    `log_ratio` is log(c / c of `prior_from_hardware`) at one batch; `flops_sd` is that of the job's `ModelFacts`.
+    """
+
+    log_ratio: float
+    same_device: bool
+    flops_sd: float = 0.0
+
+
+def scale_from_jobs(guess: StepTimePrior, earlier: Sequence[EarlierScale], *, flops_sd: float = 0.0) -> StepTimePrior:
+    """`guess` (of `prior_from_hardware`) with its compute scale corrected by the first guesses of earlier jobs.
+
+    log(c / guess) = everywhere + device + network: what a team's framework, precision and kernels make of any network,
+    what they make of this device, and what is this network's own. The first two are normal around 0 (sd 0.5 and 0.4);
+    the third has a sd that the jobs themselves tell, 0.5 to begin with. Widths are from single-device step times of
+    six networks on seven devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause). The basis stays.
+    """
+    if not earlier:
+        return guess
+    from sklearn.linear_model import BayesianRidge  # here and not above: half a second that most starts can do without
+
+    parts = np.array([[_EVERYWHERE_SD, _DEVICE_SD * job.same_device] for job in earlier])
+    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.flops_sd**2) for job in earlier])
+    # With the columns scaled by their sd the weights have a sd of 1, which is held there: precision 1, worth any data.
+    ridge = BayesianRidge(
+        fit_intercept=False,
+        alpha_init=_NETWORK_SD**-2,
+        alpha_1=_WORTH_OF_NETWORK_SD,
+        alpha_2=_WORTH_OF_NETWORK_SD * _NETWORK_SD**2,
+        lambda_init=1.0,
+        lambda_1=1e6,
+        lambda_2=1e6,
+    ).fit(parts, np.array([job.log_ratio for job in earlier]), sample_weight=certainty)
+    shift, spread = ridge.predict(np.array([[_EVERYWHERE_SD, _DEVICE_SD]]), return_std=True)
+    mean, sd = guess.mean.copy(), guess.sd.copy()
+    mean[0] += shift[0]
+    mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, beside another c
+    sd[0] = min(float(sd[0]), math.hypot(float(spread[0]), flops_sd))
+    return replace(guess, mean=mean, sd=sd)
+
+
+def prior_from_other_type(
+    learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None, *, collective: Collective
+) -> StepTimePrior:
+    """What the runs of a network on one instance type teach about it on another, basis `transfer`.
+
+    The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
+    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
+    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider.
+    """
+    shape = prior_from_jobs([learnt], collective=collective)
+    mean, sd = shape.mean.copy(), shape.sd.copy()
+    compute = _log_ratio(measured, wanted, "memory_gb_per_s")
+    if compute is None:
+        compute = _log_ratio(measured, wanted, "peak_tflops")
+    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD)
+    faster = compute or 0.0
+    mean[0] -= faster
+    mean[1] += faster
+    for entry, link in ((4, "intra_node_gbps"), (6, "inter_node_gbps")):
+        ratio = _log_ratio(measured, wanted, link)
+        mean[entry] += faster - (ratio or 0.0)
+        sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
+    return StepTimePrior(
+        mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
+    )
+
+
+def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
+    """log(wanted / measured) of one figure; None where either is not known."""
+    before, after = getattr(measured, name, None), getattr(wanted, name, None)
+    return None if before is None or after is None else math.log(after / before)
+
+
+def prior_from_jobs(
+    posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None, collective: Collective = Collective.RING
+) -> StepTimePrior:
+    """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
+
+    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
+    themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
+    the jobs are runs of the same network, from them.
+    """
+    base = generic_prior(collective)
+    if not posteriors:
+        raise ObservationError("posteriors: there are none; give at least one earlier job.")
+    b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
+    shifted = np.array([_at_reference(p, b_ref) for p in posteriors])
+    own = np.array([p.sd for p in posteriors]) ** 2 + _BETWEEN_JOBS_SD**2
+    if len(posteriors) > 1:
+        own = own + np.var(shifted, axis=0, ddof=1)
+    weight = 1.0 / own
+    prior_weight = 1.0 / base.sd**2
+    prior_weight[0] = 1e-6
+    total = weight.sum(axis=0) + prior_weight
+    mean = (np.sum(weight * shifted, axis=0) + prior_weight * base.mean) / total
+    sd = np.sqrt(np.maximum(1.0 / total, _BETWEEN_JOBS_SD**2 * np.minimum(1.0, base.sd) ** 2))
+    sd[0] = max(float(sd[0]), 0.5)
+    if scale is not None:
+        if b_ref is not None and scale.reference_batch_size is not None:
+            mean[1:] = _rescaled(mean, scale.reference_batch_size / b_ref)[1:]
+        mean[0], sd[0], b_ref = scale.mean[0], scale.sd[0], scale.reference_batch_size
+    return StepTimePrior(mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
+
+
+def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
+    if reference is None or prior.reference_batch_size is None:
+        return prior.mean
+    return _rescaled(prior.mean, reference / prior.reference_batch_size)
+
+
+def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:
+    """The same parameters for a reference batch `ratio` times as large: c grows, what is relative to c shrinks."""
+    shift = math.exp(mean[2]) * math.log(ratio)
+    moved = np.array(mean)
+    moved[0] += shift
+    moved[[1, 4, 6]] -= shift
+    return moved
