@@ -20,6 +20,7 @@ from tula_service.perfmodel import (
 )
 from tula_service.store import JobRecord, RunSummary, Transaction
 from tula_service.usecases import cold_start, convert, memory_bounds
+from tula_service.usecases.lessons import Lessons, lessons_of
 
 __all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 
@@ -148,7 +149,7 @@ def evidence_of(
 
 def fit(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence) -> StepTimeModel:
     """The step-time model of a job as of now; before any run it rests on earlier jobs or on hardware figures."""
-    lessons = cold_start.lessons_of(tx, job, spec)
+    lessons = lessons_of(tx, job, spec)
     prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=evidence.observed is not None)
     return fit_step_time(
         evidence.observed,
@@ -224,7 +225,7 @@ def _column(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[n
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def calibration(lessons: cold_start.Lessons) -> float:
+def calibration(lessons: Lessons) -> float:
     """How much wider intervals must be, going by what training on this hardware measured after predictions."""
     if len(lessons.pairs) < _LEAST_PAIRS_TO_CALIBRATE:
         return 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.domain import Basis, RunState
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
-from tula_service.usecases import cold_start, convert
+from tula_service.usecases import convert, lessons
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
@@ -41,7 +41,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     ended = run.state is not RunState.CANCELLED
     if ended and entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
         given = _uncalibrated(value, low, high, entry.interval_scale)
-        cold_start.remember_outcome(tx, run.job_id, given, measured)
+        lessons.remember_outcome(tx, run.job_id, given, measured)
     tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
 
 

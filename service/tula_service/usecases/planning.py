@@ -10,6 +10,7 @@ from tula_service.domain import Collective, Objective, RunKind, RunState, Search
 from tula_service.perfmodel import Goal, ObservationError, Plan, PlanBudget, StepTimeModel, plan
 from tula_service.store import JobRecord, NewRun, RunRecord, Transaction
 from tula_service.usecases import cold_start, convert, fitting, validation
+from tula_service.usecases.lessons import lessons_of, remember
 
 __all__ = ["Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
 
@@ -57,7 +58,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
         lost = [run.id for run in active if run.state is RunState.PENDING and run.configuration not in feasible]
         pending = [run.configuration for run in active if run.id not in set(lost)]
         measured = evidence.observed is not None
-        lessons = cold_start.lessons_of(tx, job, spec)
+        lessons = lessons_of(tx, job, spec)
         found = plan(
             Search(spec.search),
             evidence.candidates,
@@ -99,7 +100,7 @@ def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:
         run = tx.runs.create(job.id, new)
         tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
     if decided.learnt is not None:
-        cold_start.remember(tx, job, decided.learnt)
+        remember(tx, job, decided.learnt)
     if decided.checked is not None:
         validation.keep(tx, job.id, decided.checked)
     _set_due(tx, job.id, _MADE)

@@ -12,6 +12,7 @@ from tula_service.perfmodel import fit_step_time
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import cold_start
 from tula_service.usecases.fitting import MODEL_VERSION, Evidence
+from tula_service.usecases.lessons import lessons_of
 
 __all__ = ["error_of", "keep", "kept_error"]
 
@@ -27,7 +28,7 @@ def error_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evid
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS <= len(observed) <= _MOST_RUNS:
         return None
-    lessons = cold_start.lessons_of(tx, job, spec)
+    lessons = lessons_of(tx, job, spec)
     prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=True)
     everything = np.arange(len(observed))
     errors = []

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
-from tula_service.usecases import cold_start, fitting, ledger, register
+from tula_service.usecases import fitting, ledger, lessons, register
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -97,7 +97,7 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     cluster.patch(run.id, "succeeded")
     with cluster.store.reading() as tx:
         job = tx.jobs.get(job_id)
-        ((value, low, high, measured),) = cold_start.lessons_of(tx, job, fitting.spec_of(job)).pairs
+        ((value, low, high, measured),) = lessons.lessons_of(tx, job, fitting.spec_of(job)).pairs
     assert (value, measured) == pytest.approx((promised.value, overlapping(chosen.configuration)))
     assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
     assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)
