@@ -100,6 +100,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
             measure(client, job, candidate, folder / "work")
         after = {run.configuration: run for run in reversed(job.runs()) if run.state == "succeeded"}
         compare(before, [(candidate, after[candidate.configuration]) for candidate in chosen])
+        say(reconsidered(before, job.recommendation()))
 
         heading("Train with the recommendation, gradients scaled adaptively")
         tula(
@@ -163,6 +164,13 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
     headings = ["configuration", ">predicted step", ">measured", ">error", "in the interval"]
     CONSOLE.print(table(headings, rows))
     say(f"Predicted from {before.model.num_runs} profiled runs. Ranks share this machine's cores, so steps are noisy.")
+
+
+def reconsidered(before: Recommendation, now: Recommendation) -> str:
+    """What two more measurements made of the recommendation, which the training follows."""
+    if before.chosen is None or now.chosen is None or before.chosen.configuration == now.chosen.configuration:
+        return "With these two measured as well, the recommendation stays."
+    return f"With these two measured as well, the recommendation changes. {now.why}"
 
 
 @contextlib.contextmanager
