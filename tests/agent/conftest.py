@@ -65,13 +65,13 @@ class Done:
 
 
 class Zygote:
-    """The process that forks scripts; see `tests/agent/zygote.py`."""
+    """The process that forks scripts, with these modules imported besides torch; see `tests/agent/zygote.py`."""
 
-    def __init__(self) -> None:
-        script = Path(__file__).parent / "zygote.py"
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "zygote.py"), *modules]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def start(self, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> list[int]:
@@ -145,18 +145,18 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launch:
-    """Run a script of `scripts/` in a process of its own, or in several under torchrun; its output comes back.
+    """Run a script of `scripts/` in a process of its own, or in several as ranks; its output comes back.
 
-    `forked`: ranks are forked as they are without torchrun, which takes seconds to start and ends one for another.
+    `torchrun`: ranks are started by it, which takes seconds and ends one for another, and are forked without it.
     """
 
     def run(
-        name: str, *arguments: str, ranks: int = 0, forked: bool = False, expect: int | None = 0, **variables: str
+        name: str, *arguments: str, ranks: int = 0, torchrun: bool = False, expect: int | None = 0, **variables: str
     ) -> Done:
         script, env = str(SCRIPTS / name), environment | variables
-        if ranks and not forked:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            ended = subprocess.run([*torchrun, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
+        if torchrun:
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            ended = subprocess.run([*start, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
             done = Done(ended.returncode, ended.stdout, ended.stderr)
         else:
             zygote.start([script, *arguments], env, tmp_path, ranks)
@@ -169,17 +169,29 @@ def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launc
 
 
 @pytest.fixture(scope="session")
-def plain(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """Run a script to which no service is told, in a process of its own, or in several as ranks; all must succeed."""
+
+    def run(script: Path, *arguments: str, ranks: int = 0, **variables: str) -> Done:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+        clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.path[0], **variables}
+        zygote.start([str(script), *arguments], clean, tmp_path_factory.mktemp("alone"), ranks)
+        done = zygote.wait()
+        assert {*done.codes} == {0}, done.stderr[-4000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(alone: Callable[..., Done]) -> Callable[..., list[str]]:
     """The final weights of `train.py` with these arguments and no agent at all, on each rank."""
     known: dict[tuple[str | int, ...], list[str]] = {}
 
     def weights(*arguments: str, ranks: int = 0) -> list[str]:
         key = (ranks, *arguments)
         if key not in known:
-            clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-            clean["PYTHONPATH"] = sys.path[0]
-            zygote.start([str(SCRIPTS / "train.py"), *arguments], clean, tmp_path_factory.mktemp("plain"), ranks)
-            known[key] = zygote.wait().printed("weights")
+            known[key] = alone(SCRIPTS / "train.py", *arguments, ranks=ranks).printed("weights")
             assert len(known[key]) == (ranks or 1)
         return known[key]
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.agent.conftest import Launch
+from tests.agent.conftest import Launch, Zygote
 from tests.agent.sink import Sink
 
 FRAMEWORKS = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """One that has imported the frameworks, which takes as long as torch does."""
+    made = Zygote("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("script", FRAMEWORKS)
@@ -52,8 +61,7 @@ def test_two_ranks_of_the_framework_s_own_ddp_end_with_the_same_bits(
     sink: Sink, launch: Launch, framework: str
 ) -> None:
     with_agent, without = (
-        launch("by_framework.py", framework, ranks=2, forked=True, TULA_URL=url).printed("weights")
-        for url in (sink.url, "")
+        launch("by_framework.py", framework, ranks=2, TULA_URL=url).printed("weights") for url in (sink.url, "")
     )
     assert len(with_agent) == 2
     assert len({*with_agent, *without}) == 1

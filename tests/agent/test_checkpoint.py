@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,22 +19,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
 SHARDED = SCRIPT.with_name("resumable_shards.py")
 
 
-def train(folder: Path, *arguments: str, ranks: int = 1, script: Path = SCRIPT) -> str:
-    """Final weights, as the script prints them (a digest of every bit)."""
-    launch = [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-    ]  # fmt: skip
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TULA_")},
-        "OMP_NUM_THREADS": "1",
-        "TULA_CHECKPOINT_DIR": str(folder),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [*launch, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def train(alone):
+    """Train with checkpoints in `folder`; what the script prints: final weights, as a digest of every bit."""
+
+    def run(folder: Path, *arguments: str, ranks: int = 0, script: Path = SCRIPT) -> str:
+        return alone(script, *arguments, ranks=ranks, TULA_CHECKPOINT_DIR=str(folder)).stdout
+
+    return run
 
 
 def digests(printed: str) -> dict[str, str]:
@@ -46,7 +35,7 @@ def digests(printed: str) -> dict[str, str]:
     return {who: digest for _, digest, who in lines}
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(train, tmp_path):
     whole = train(tmp_path / "a", "--workers", "2", "--keep", str(tmp_path / "b"))
     resumed = train(tmp_path / "b", "--workers", "2")
     assert "resumed at step 12" in resumed  # in the middle of the second pass
@@ -54,7 +43,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert digests(resumed) == digests(whole)
 
 
-def test_two_ranks_resume_with_the_state_of_their_gradient_scaling(tmp_path):
+def test_two_ranks_resume_with_the_state_of_their_gradient_scaling(train, tmp_path):
     policies = ("--policies", "none", "gain", "ags")
     whole = train(tmp_path / "a", *policies, "--keep", str(tmp_path / "b"), ranks=2)
     resumed = train(tmp_path / "b", *policies, ranks=2)
@@ -65,7 +54,7 @@ def test_two_ranks_resume_with_the_state_of_their_gradient_scaling(tmp_path):
     assert digests(resumed) == ended
 
 
-def test_a_sharded_run_resumed_from_its_shards_ends_with_the_same_bits(tmp_path):
+def test_a_sharded_run_resumed_from_its_shards_ends_with_the_same_bits(train, tmp_path):
     whole = train(tmp_path / "a", "--keep", str(tmp_path / "b"), ranks=2, script=SHARDED)
     assert (tmp_path / "b" / "step-0000000012" / "shards").is_dir()
     resumed = train(tmp_path / "b", ranks=2, script=SHARDED)
@@ -125,7 +114,7 @@ def test_a_copy_beside_the_checkpoints_is_neither_read_nor_deleted(tmp_path):
     assert kept == ["step-0000000002-backup", "step-0000000003", "step-0000000004", "step-best"]
 
 
-def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_waits_for_ever(tmp_path):
+def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_waits_for_ever(train, tmp_path):
     script = SCRIPT.with_name("roll_back_apart.py")
     lines = train(tmp_path / "unused", str(tmp_path / "a"), str(tmp_path / "b"), ranks=2, script=script).splitlines()
     refused = sorted(line for line in lines if line.startswith("refused"))
@@ -141,7 +130,7 @@ def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_wait
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
-def apart(request, tmp_path_factory):
+def apart(request, train, tmp_path_factory):
     """By attempt what the two ranks of `checkpoint_apart.py` said: weights, folders on disk, what they were told."""
     shared, elsewhere = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "a-file").touch()

@@ -31,7 +31,7 @@ def traced(done: Done) -> dict[tuple[int, int], str]:
 def reference(launch: Launch) -> dict[tuple[int, int], str]:
     """Digests of a run that has no agent at all."""
     if not _reference:
-        _reference.update(traced(launch("train.py", "--trace", ranks=2, forked=True, TULA_URL="")))
+        _reference.update(traced(launch("train.py", "--trace", ranks=2, TULA_URL="")))
     assert len(_reference) == 2 * STEPS
     assert len(set(_reference.values())) == STEPS  # the ranks agree, and every step changes something
     return _reference
@@ -42,20 +42,20 @@ def test_a_service_that_misbehaves_changes_no_step(
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], behaviour: str
 ) -> None:
     sink.behaviour, sink.retry_after = behaviour, "1"
-    assert traced(launch("train.py", "--trace", ranks=2, forked=True)) == reference
+    assert traced(launch("train.py", "--trace", ranks=2)) == reference
     assert sink.seen
     assert bool(sink.requests) == (behaviour == "ok")
 
 
 def test_a_service_that_is_not_there_changes_no_step(launch: Launch, reference: dict[tuple[int, int], str]) -> None:
-    assert traced(launch("train.py", "--trace", ranks=2, forked=True, TULA_URL="http://127.0.0.1:9")) == reference
+    assert traced(launch("train.py", "--trace", ranks=2, TULA_URL="http://127.0.0.1:9")) == reference
 
 
 def test_a_disk_that_takes_nothing_changes_no_step(
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str]
 ) -> None:
     sink.behaviour = "error"
-    done = launch("train.py", "--trace", ranks=2, forked=True, TULA_SPOOL_DIR="/dev/full/spool")
+    done = launch("train.py", "--trace", ranks=2, TULA_SPOOL_DIR="/dev/full/spool")
     assert traced(done) == reference
     assert "measurements were dropped" in done.stderr
 
@@ -64,7 +64,7 @@ def test_a_disk_that_fills_up_in_a_write_changes_no_step_and_leaves_no_half_reco
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], tmp_path: Path
 ) -> None:
     sink.behaviour = "error"
-    done = launch("train.py", "--trace", "--at", "0:small-disk", ranks=2, forked=True)
+    done = launch("train.py", "--trace", "--at", "0:small-disk", ranks=2)
     assert traced(done) == reference
     assert "measurements were dropped" in done.stderr
     files = list((tmp_path / "spool").glob("*.spool"))
@@ -88,7 +88,7 @@ def test_a_disk_that_fills_up_in_a_write_changes_no_step_and_leaves_no_half_reco
 def test_a_rank_that_ends_does_so_with_the_weights_of_its_last_step(
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], what: str, status: int, who: int
 ) -> None:
-    done = launch("train.py", "--trace", "--at", f"20:{what}", "--who", str(who), ranks=2, forked=True, expect=None)
+    done = launch("train.py", "--trace", "--at", f"20:{what}", "--who", str(who), ranks=2, expect=None)
     assert done.codes[who] == status
     assert done.codes[1 - who] != 0  # its peer is gone
     assert traced(done) == {at: digest for at, digest in reference.items() if at[1] < 20}
@@ -99,7 +99,7 @@ def test_kill_in_the_middle_of_a_write_to_disk_loses_that_record_alone(
     launch: Launch, reference: dict[tuple[int, int], str], tmp_path: Path
 ) -> None:
     options = ("--trace", "--pause", "0.03", "--at", "5:torn")
-    done = launch("train.py", *options, ranks=2, forked=True, expect=None, TULA_URL="http://127.0.0.1:9")
+    done = launch("train.py", *options, ranks=2, expect=None, TULA_URL="http://127.0.0.1:9")
     assert done.codes[0] == -signal.SIGKILL
     before = traced(done)
     assert len(before) > 10
@@ -115,7 +115,7 @@ def test_a_spool_that_is_cut_at_every_step_changes_no_step_and_sends_no_half_rec
     recover = threading.Timer(1.5, setattr, (sink, "behaviour", "ok"))
     recover.start()
     options = ("--trace", "--pause", "0.05", "--cut-spool", "--at", "0:full-queue")
-    done = launch("train.py", *options, ranks=2, forked=True)
+    done = launch("train.py", *options, ranks=2)
     recover.join()
     assert traced(done) == reference
     assert not sink.invalid
@@ -134,7 +134,7 @@ def test_a_clock_a_day_back_or_a_fork_changes_no_step(
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], tmp_path: Path, what: str
 ) -> None:
     sink.behaviour = "ok" if what == "clock" else "error"
-    done = launch("train.py", "--trace", "--at", f"30:{what}", ranks=2, forked=True)
+    done = launch("train.py", "--trace", "--at", f"30:{what}", ranks=2)
     assert traced(done) == reference
     kept = [record for path in (tmp_path / "spool").glob("*.spool") for record in read_records(path)]
     assert bool(kept) == (what != "clock")

@@ -60,8 +60,9 @@ def test_a_profile_run_ends_by_itself_even_when_the_loader_is_short(sink: Sink, 
 
 def test_ranks_of_a_profile_run_stop_at_the_same_step_once_it_is_precise(sink: Sink, launch: Launch) -> None:
     done = launch(
-        "train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="60", TULA_PRECISION="0.5"
-    )
+        "train.py", "--pause", "0.01", ranks=2, torchrun=True,
+        TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="60", TULA_PRECISION="0.5",
+    )  # fmt: skip
     counts = {line.split()[2] for line in done.printed("micro-steps")}
     assert len(counts) == 1
     assert 3 + 8 <= int(counts.pop()) < 63
@@ -121,7 +122,7 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
 @pytest.mark.parametrize("ends", ["finish", "leave"])
 def test_nothing_of_the_job_is_held_whether_the_run_is_over_or_not(sink: Sink, launch: Launch, ends: str) -> None:
     """A model that we kept would keep its process group and gloo's threads, which abort the process at its end."""
-    done = launch("lets_go.py", ends, ranks=2, forked=True)
+    done = launch("lets_go.py", ends, ranks=2)
     assert sink.column("gradient_noise_scale")
     # The place in the data stays, for a checkpoint, as long as there is a run to make one.
     assert sorted(done.printed("alive after")) == ["alive after 0 DataLoader", "alive after 1 DataLoader"]
@@ -136,7 +137,7 @@ def test_a_second_process_group_at_the_same_address_needs_no_word_of_ours(
     for url in ("", sink.url):
         folder = tmp_path / f"agent{bool(url)}"
         folder.mkdir()
-        done = launch("second_group.py", str(folder), ranks=2, forked=True, TULA_URL=url)
+        done = launch("second_group.py", str(folder), ranks=2, TULA_URL=url)
         said.append(sorted(done.stdout.splitlines()))
     assert said[0] == said[1]
     assert [line.rpartition(" ")[2] for line in said[1]] == ["closed"] * 4
@@ -150,7 +151,7 @@ def test_a_second_process_group_at_the_same_address_needs_no_word_of_ours(
 
 def test_what_ranks_saw_until_the_group_went_is_heard_after_it(sink: Sink, launch: Launch) -> None:
     """The first rank hosts the group's store here: its end takes nothing of ours along."""
-    launch("train.py", "--pause", "0.01", ranks=2, forked=True, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
+    launch("train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
     told = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
     assert told >= set(range(2, 31))
 
@@ -165,7 +166,7 @@ def test_what_ranks_saw_until_the_group_went_is_heard_after_it(sink: Sink, launc
 def test_ranks_end_with_the_same_bits_whatever_the_loop_does(
     sink: Sink, launch: Launch, plain: Plain, options: list[str], steps: int
 ) -> None:
-    done = launch("train.py", *options, ranks=2, forked=True)
+    done = launch("train.py", *options, ranks=2)
     assert done.printed("weights") == plain(*options, ranks=2)
     assert sink.states == ["running", "succeeded"]
     assert not sink.invalid
@@ -199,7 +200,7 @@ def test_sharded_models_and_several_optimizers_have_step_time_and_memory(sink: S
 
 
 def test_the_first_version_of_fsdp_has_step_time_and_memory_too(sink: Sink, launch: Launch) -> None:
-    done, without = (launch("sharded_flat.py", ranks=2, forked=True, TULA_URL=url) for url in (sink.url, ""))
+    done, without = (launch("sharded_flat.py", ranks=2, TULA_URL=url) for url in (sink.url, ""))
     assert len(done.printed("shard")) == 2
     assert sorted(done.printed("shard")) == sorted(without.printed("shard"))
     assert "left out" not in done.stderr
@@ -214,7 +215,7 @@ def test_the_first_version_of_fsdp_has_step_time_and_memory_too(sink: Sink, laun
 
 def test_ranks_are_told_apart_by_their_group_where_no_variable_tells(sink: Sink, launch: Launch, plain: Plain) -> None:
     """As under `torch.multiprocessing.spawn`: only the first rank speaks for the run."""
-    done = launch("train.py", "--spawned", ranks=2, forked=True)
+    done = launch("train.py", "--spawned", ranks=2)
     assert done.printed("weights") == plain(ranks=2)
     assert sink.states == ["running", "succeeded"]
     assert sink.steps() == list(range(64))

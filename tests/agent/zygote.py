@@ -1,13 +1,15 @@
 """Starts Python scripts as processes of their own within milliseconds: a parent that has imported torch forks them.
 
 Reads one JSON object a line: argv, and for each process to start its env, stdout, stderr (files). Answers the process
-ids, in one line, and their wait statuses, in another, once all have ended.
+ids, in one line, and their wait statuses, in another, once all have ended. Modules named on the command line are
+imported before, for scripts that would all import them.
 Each child ends as an interpreter started afresh would: `atexit`, exit status and signals are the script's own.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,8 +23,12 @@ def main() -> None:
     import torch
     import torch._dynamo  # what an optimizer imports when it is made
     import torch.distributed
+    import torch.distributed.checkpoint.state_dict_saver  # what a sharded checkpoint and a sharded model take
+    import torch.distributed.fsdp
     import torch.utils.data
 
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what a child never touches it never copies

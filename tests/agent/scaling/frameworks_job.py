@@ -1,4 +1,4 @@
-"""Runs under torchrun: trains with accelerate and with Lightning around the wrapper, prints a JSON line for all ranks.
+"""Trains with accelerate and with Lightning around the wrapper, prints a JSON line for all ranks.
 
 Ranks see other data; a digest of the weights and the factor of each rank tell whether the replicas are one.
 """

@@ -1,4 +1,4 @@
-"""Runs under torchrun: trains 200 (or 80) steps by each scenario named and prints one JSON line for all ranks.
+"""Trains 200 (or 80) steps by each scenario named and prints one JSON line for all ranks.
 
 Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
 """

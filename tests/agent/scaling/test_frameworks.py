@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.agent.scaling.test_ranks_agree import launch
 from tula_agent.scaling import TulaOptimizer
 
 
@@ -90,8 +89,8 @@ def test_accelerate_trains_and_the_gain_follows_accumulated_micro_steps():
         assert optimizer.state_dict()["tula"]["steps"] == 12
 
 
-def test_under_both_frameworks_two_ranks_stay_one_model():
-    by_rank = launch(2, Path(__file__).with_name("frameworks_job.py"))
+def test_under_both_frameworks_two_ranks_stay_one_model(said_by):
+    by_rank = said_by(2, Path(__file__).with_name("frameworks_job.py"))
     for name in ("accelerate", "lightning"):
         first, second = (results[name] for results in by_rank)
         assert first == second

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +11,19 @@ import pytest
 JOB = Path(__file__).with_name("ranks_job.py")
 
 
-def launch(world_size: int, job: Path, *arguments: str) -> list[Any]:
-    """What `job` said of each rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(job), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return list(json.loads(line.removeprefix("RESULT ")))
-
-
-def scenarios(world_size: int, *names: str) -> dict[str, list[dict]]:
+def by_scenario(of_ranks: list[list[dict]]) -> dict[str, list[dict]]:
     """By scenario, one record per rank."""
-    by_rank = launch(world_size, JOB, *names)
-    return {records[0]["scenario"]: list(records) for records in zip(*by_rank, strict=True)}
+    return {records[0]["scenario"]: list(records) for records in zip(*of_ranks, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[str, list[dict]]:
-    return scenarios(2)
+def two_ranks(said_by: Callable[..., list[Any]]) -> dict[str, list[dict]]:
+    return by_scenario(said_by(2, JOB))
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> dict[str, list[dict]]:
-    return scenarios(4, "gain", "ags-tensor", "ags-element", "gain-thresholds")
+def four_ranks(said_by: Callable[..., list[Any]]) -> dict[str, list[dict]]:
+    return by_scenario(said_by(4, JOB, "gain", "ags-tensor", "ags-element", "gain-thresholds"))
 
 
 def assert_identical(records: list[dict]) -> None:
