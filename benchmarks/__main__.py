@@ -13,6 +13,7 @@ DATA = HERE.parent / "tests" / "data"
 ARGUMENTS: dict[str, list[str]] = {
     "cold_start": ["--steps", str(DATA / "single_device.csv")],
     "memory": ["--grids", str(DATA / "grids" / "memory.csv")],
+    "neighbours": ["--grids", str(DATA / "grids" / "step_time.csv")],
     "step_time": ["--grids", str(DATA / "grids" / "step_time.csv")],
 }
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import tula_service.perfmodel as perfmodel
-from benchmarks import memory, step_time
-from benchmarks._grids import Workload, read_memory, read_step_time
+from benchmarks import memory, neighbours, step_time
+from benchmarks._grids import Placement, Workload, read_memory, read_step_time
 from tula_service.domain import Search
 
 GRIDS = Path(__file__).parents[2] / "data" / "grids"
@@ -80,6 +80,39 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
     assert f"all but pollux ({figures['without.pollux.workloads']:.0f})" in printed
     assert figures["source.pollux.workloads"] == 1
     assert figures["source.pollux.regret.time.mean"] == figures["without.tf.regret.time.mean"]
+
+
+def test_pollux_s_form_as_we_fit_it_recovers_its_own_data():
+    at = [
+        Placement(nodes, 4, batch, ranks=nodes * ranks)
+        for nodes, ranks in ((1, 1), (1, 2), (1, 4), (2, 4), (4, 4))
+        for batch in (8, 32, 128)
+    ]
+
+    def truth(c: Placement) -> float:
+        several = c.num_nodes > 1
+        sync = 0.0 if c.world_size == 1 else (0.09 if several else 0.02) + 0.002 * (c.world_size - 2)
+        return float(((0.01 + 0.0008 * c.local_batch_size) ** 1.8 + sync**1.8) ** (1 / 1.8))
+
+    fitted = neighbours.Pollux(at[::2], [truth(c) for c in at[::2]])
+    assert np.median(np.abs(fitted.predict(at) / [truth(c) for c in at] - 1.0)) < 0.02
+
+
+def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
+    small = min((w for w in workloads if w.grid == "regular"), key=lambda w: len(w.candidates))
+    lines = (GRIDS / "step_time.csv").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "one.csv").write_text(
+        "\n".join(line for line in lines if line.startswith(("workload", f"{small.name},"))) + "\n", encoding="utf-8"
+    )
+    assert neighbours.main(["--grids", str(tmp_path / "one.csv"), "--json", str(tmp_path / "out.json")]) == 0
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    ours = np.median(
+        step_time.held_out(small, step_time.profile(small, Search.PARTIAL, runs=None), perfmodel.Form.PHYSICAL)[0]
+    )
+    assert figures["regular.corners.tula.median"] == pytest.approx(ours, abs=1e-6)
+    for runs in neighbours.RUNS:
+        assert figures[f"regular.{runs}.pollux.median"] > 0.0
+        assert figures[f"regular.{runs}.tula.better"] in (0.0, 1.0)
 
 
 def test_memory_of_the_largest_batch_is_predicted_from_the_two_smallest(tmp_path):
