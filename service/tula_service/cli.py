@@ -64,6 +64,7 @@ def serve(
                 timeout_graceful_shutdown=settings.shutdown_s,
                 timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
                 http=partial(BoundedProtocol, seconds=settings.body_timeout_s),  # type: ignore[arg-type]
+                ws="none",  # nothing here speaks it, and its library would be loaded
                 backlog=2048,
             )
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import altair as alt
-
 from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import FAINT, HEIGHT, PALETTE, Row, Spec, finish, message, time_unit
 from tula_wire import Job, Ledger, Run
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import altair as alt
-
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import (
     HEIGHT,
     PALETTE,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import altair as alt
-
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import (
     DASHES,
     HEIGHT,

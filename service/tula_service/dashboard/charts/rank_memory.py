@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-import altair as alt
-
 from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import (
     PALETTE,
     WIDTH,

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import altair as alt
-
 from tula_service.dashboard.charts.candidates import configuration_name
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import (
     FAINT,
     HEIGHT,

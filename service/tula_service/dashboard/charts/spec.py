@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import altair as alt
+from tula_service.dashboard.charts.grammar import alt
 
 __all__ = [
     "DASHES",

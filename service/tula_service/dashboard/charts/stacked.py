@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import altair as alt
-
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import PALETTE, Row
 
 __all__ = ["stacked"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import altair as alt
-
 from tula_service.dashboard.charts.candidates import cluster_name, clusters, configuration_name, estimate_of, points
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, Unit, finish, message, time_unit
 from tula_wire import Job, Recommendation
 

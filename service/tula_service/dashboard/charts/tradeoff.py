@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import altair as alt
-
 from tula_service.dashboard.charts.candidates import (
     Quantity,
     cluster_name,
@@ -18,6 +16,7 @@ from tula_service.dashboard.charts.candidates import (
     line_styles,
     points,
 )
+from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import (
     FAINT,
     HEIGHT,
