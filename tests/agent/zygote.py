@@ -27,6 +27,8 @@ def main() -> None:
     import torch.distributed.fsdp
     import torch.utils.data
 
+    import tula_wire  # noqa: F401  # models take longer to build than a training of the tests to run
+
     for name in sys.argv[1:]:
         importlib.import_module(name)
     torch.set_num_threads(1)
