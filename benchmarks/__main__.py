@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 DATA = HERE.parent / "tests" / "data"
 
 ARGUMENTS: dict[str, list[str]] = {
+    "black_box": ["--grids", str(DATA / "grids" / "step_time.csv")],
     "cold_start": ["--steps", str(DATA / "single_device.csv")],
     "memory": ["--grids", str(DATA / "grids" / "memory.csv")],
     "neighbours": ["--grids", str(DATA / "grids" / "step_time.csv")],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tula_service.perfmodel as perfmodel
-from benchmarks import memory, neighbours, step_time
+from benchmarks import black_box, memory, neighbours, step_time
 from benchmarks._grids import Placement, Workload, read_memory, read_step_time
 from tula_service.domain import Search
 
@@ -113,6 +114,20 @@ def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
     for runs in neighbours.RUNS:
         assert figures[f"regular.{runs}.pollux.median"] > 0.0
         assert figures[f"regular.{runs}.tula.better"] in (0.0, 1.0)
+
+
+def test_searches_that_know_nothing_choose_the_best_of_what_they_ran():
+    at = [Placement(nodes, 1, batch, ranks=nodes) for nodes in (1, 2, 4) for batch in (8, 16, 32, 64)]
+    times = {c: 1.0 / c.world_size + 1.0 / c.local_batch_size for c in at}
+    few = dict(list(times.items())[:5])
+    assert black_box.drawn(few, few, np.inf, random.Random(1)) == min(few, key=lambda c: few[c])
+    found = [black_box.bayes(times, times, np.inf, random.Random(seed)) for seed in range(4)]
+    assert np.median([times[c] for c in found]) <= 1.1 * min(times.values()), (
+        "it is a fair opponent on a smooth surface"
+    )
+    paid = {c: times[c] * c.world_size**2 for c in at}
+    kept = [black_box.bayes(times, paid, 0.6, random.Random(seed)) for seed in range(4)]
+    assert all(times[c] <= 0.6 for c in kept)
 
 
 def test_memory_of_the_largest_batch_is_predicted_from_the_two_smallest(tmp_path):
