@@ -1,0 +1,85 @@
+"""Probes: a step of its own measures what a small batch's gradient would be, and leaves nothing else behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.agent.scaling.test_optimizer import batches, loss_of, network, sgd, train
+from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling.reference import ags_factor
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "element"])
+def test_ags_with_a_probe_takes_algorithm_1s_step(granularity):
+    model, twin = network(), network()
+    optimizer = TulaOptimizer(
+        sgd(model, momentum=0.0, weight_decay=0.0),
+        policy="ags",
+        granularity=granularity,
+        source="probe",
+        small_batch_size=8,
+        global_batch_size=32,
+        model=model,
+        loss=loss_of,
+        delta=1e9,
+    )
+    first, second = batches(2)
+    train(optimizer, model, [first], parts=1)
+    twin.load_state_dict(model.state_dict())
+    optimizer.next_epoch()
+    train(optimizer, model, [second], parts=1)
+    large = torch.autograd.grad(loss_of(twin, second), list(twin.parameters()))
+    small = torch.autograd.grad(loss_of(twin, (second[0][:8], second[1][:8])), list(twin.parameters()))
+    for now, before, s, g in zip(model.parameters(), twin.parameters(), small, large, strict=True):
+        factor = ags_factor(s, g, granularity=granularity, s_min=1e-3, s_max=2.0)
+        torch.testing.assert_close(now, before - 0.05 * factor * g, rtol=1e-4, atol=1e-6)
+
+
+def test_a_probe_changes_nothing_but_the_factor():
+    """Dropout's stream, running statistics and gradients are as if it had not been."""
+    runs = []
+    for source, keywords in (("parts", {}), ("probe", {"small_batch_size": 8, "global_batch_size": 32})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4))
+        torch.manual_seed(7)
+        optimizer = TulaOptimizer(sgd(model, lr=0.0), model=model, loss=loss_of, source=source, **keywords)
+        train(optimizer, model, batches(5), parts=1)
+        gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        runs.append((gradients, model[1].running_var.clone(), model[1].num_batches_tracked.clone(), torch.rand(3)))
+        factor = optimizer.telemetry()["scale"]
+    assert factor > 1.0
+    for quiet, probed in zip(*runs, strict=True):
+        assert torch.equal(quiet, probed)
+
+
+def test_between_measured_steps_nothing_is_probed():
+    """Micro-steps tell the noise where they are tapped; a model and a loss at hand are no reason to pay for more."""
+    probed = []
+
+    def counted(module: nn.Module, batch) -> torch.Tensor:
+        probed.append(batch)
+        return loss_of(module, batch)
+
+    model = network()
+    optimizer = TulaOptimizer(sgd(model), model=model, loss=counted, measure_every=4, global_batch_size=32)
+    train(optimizer, model, batches(6))
+    assert optimizer.telemetry()["scale"] > 1.0
+    assert not probed
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, 9), (4, 3)])
+def test_probes_come_as_often_as_asked_for_and_else_at_each_of_the_first_steps(every, steps):
+    probed = []
+
+    def counted(module: nn.Module, batch) -> torch.Tensor:
+        probed.append(batch)
+        return loss_of(module, batch)
+
+    model = network()
+    optimizer = TulaOptimizer(
+        sgd(model), model=model, loss=counted, source="probe", small_batch_size=8, measure_every=every
+    )
+    train(optimizer, model, batches(12), parts=1)
+    assert len(probed) == steps
