@@ -9,16 +9,9 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["is_sharded", "load_parts", "save_parts"]
+__all__ = ["load_parts", "save_parts"]
 
 FOLDER: Final = "shards"
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """FSDP, either version: no rank holds the whole model."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return True
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def save_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:

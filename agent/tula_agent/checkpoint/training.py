@@ -13,9 +13,10 @@ import torch
 from tula_agent.checkpoint import folders
 from tula_agent.checkpoint.alike import Alike, CheckpointError
 from tula_agent.checkpoint.fit import misfit
-from tula_agent.checkpoint.shards import is_sharded, load_parts, save_parts
+from tula_agent.checkpoint.shards import load_parts, save_parts
 from tula_agent.guard import logger
 from tula_agent.position import capture_randomness, restore_randomness
+from tula_agent.sharding import is_sharded
 
 if TYPE_CHECKING:
     from tula_agent.session import Run
@@ -59,7 +60,7 @@ def save(
     failing = f"no checkpoint of step {position.step} was written below {root}, the one before still counts"
     remedy = "all ranks need the same directory, with room in it"
     folder = root / alike.first(lambda: folders.begin(root, position.step).name, failing, remedy)
-    parts = save_parts(folder, model, optimizer) if is_sharded(model) else []
+    parts = save_parts(folder, model, optimizer) if is_sharded(model.parameters(), [model]) else []
 
     def write() -> None:
         whole: dict[str, Any] = {"extra": extra or {}}
@@ -178,7 +179,9 @@ def roll_back(
     if step is None:
         return False
     alike = Alike(model)
-    folder = None if is_sharded(model) else _agreed_newest(alike, directory, not_after=_micro_steps(run, step))
+    folder = None
+    if not is_sharded(model.parameters(), [model]):
+        folder = _agreed_newest(alike, directory, not_after=_micro_steps(run, step))
     if folder is None:
         logger.warning("scaling settings were taken back, but no whole checkpoint is from step %d or before", step)
         optimizer.roll_back(None)
@@ -265,7 +268,7 @@ def _must_fit(alike: Alike, folder: Path, whole: dict[str, Any], model: torch.nn
     """Refuse on all ranks, before any has loaded a thing, what is known not to fit one of them."""
 
     def compare() -> None:
-        found = None if is_sharded(model) else misfit(whole, _unwrapped(model), optimizer)
+        found = None if is_sharded(model.parameters(), [model]) else misfit(whole, _unwrapped(model), optimizer)
         if found is not None:
             raise ValueError(found)
 

@@ -39,7 +39,7 @@ def upload_spool(directory: Path, transport: Transport, *, rejected: bool = Fals
         taken = path if path.suffix == TAKEN else path.with_suffix(path.suffix + TAKEN)
         path.rename(taken)
         with taken.open("rb") as file:
-            lock(file.fileno())  # a writer that is still at it finishes first, and then starts a new file
+            lock(file.fileno(), wait=True)  # a writer that is still at it finishes first, and then starts a new file
             refused = []
             for envelope in read_records(taken):
                 reply = transport.send(envelope)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from tula_agent.measure.later import Later, to_number
+from tula_agent.sharding import is_sharded
 
-__all__ = ["GradientReader", "NormSampler", "sharded", "squared_norm"]
+__all__ = ["GradientReader", "NormSampler", "squared_norm"]
 
 SHARE_OF_STEP = 2e-4
 """What reading norms may cost, as a share of the step time..."""
@@ -36,13 +37,6 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         if norm.device != first.device:
             total += norm.float().square().to(first.device)
     return total
-
-
-def sharded(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer) -> bool:
-    """True when a rank holds only a part of each gradient (FSDP, tensor parallelism), so that no norm is its own."""
-    if any(hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]):
-        return True
-    return any(type(module).__name__ == "FullyShardedDataParallel" for model in models for module in model.modules())
 
 
 class NormSampler:
@@ -105,12 +99,13 @@ class GradientReader:
         step_time_s: of the step before, seconds.
         """
         if self._sharded is None:
-            self._sharded = sharded(models, optimizer)
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            self._sharded = is_sharded(held, models)
         if self._sharded:
             self.due = math.inf
             return  # its norm takes a collective, and only this rank is here
-        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        squared, variability = self._norms.read(step, step_time_s, held, getattr(optimizer, "grad_scale", None))
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        squared, variability = self._norms.read(step, step_time_s, gradients, getattr(optimizer, "grad_scale", None))
         self.due = self._norms.due
         self._say(step, "grad_norm", to_number(squared, root=True))
         if variability is not None:

@@ -18,11 +18,11 @@ from tula_agent.scaling.site import Policy, Site, Source
 from tula_agent.scaling.taps import GradientTap
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds
 from tula_agent.scaling.updates import ApplyTo, resolve_target
+from tula_agent.sharding import is_sharded
 
 __all__ = ["TulaOptimizer"]
 
 _STATE_KEY = "tula"
-_SHARDED = ("DTensor", "FlatParameter")
 _OF_FACTORS = ("granularity", "small_batch_size", "s_min", "s_max")  # what the factors of `ags` were made from
 
 
@@ -78,7 +78,7 @@ class TulaOptimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
-        if any(_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        if is_sharded(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "optimizer holds sharded parameters (FSDP, DTensor): TulaOptimizer needs whole ones, as DDP's"
             )
@@ -309,8 +309,3 @@ class TulaOptimizer(torch.optim.Optimizer):
             return
         tap.watch(self._site.parameters())
         tap.arm(wanted)
-
-
-def _sharded(parameter: torch.Tensor) -> bool:
-    """By FSDP of either version, which with `use_orig_params` only marks its plain parameters, or tensor-parallel."""
-    return type(parameter).__name__ in _SHARDED or getattr(parameter, "_fsdp_flattened", False)

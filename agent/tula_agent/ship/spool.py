@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import struct
@@ -70,7 +69,7 @@ class Spool:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 # `tula upload` moves a file away before it locks it, and may have done so since it was opened.
-                if try_lock(descriptor) and self.path.stat().st_ino == os.fstat(descriptor).st_ino:
+                if lock(descriptor, wait=False) and self.path.stat().st_ino == os.fstat(descriptor).st_ino:
                     return descriptor
             except FileNotFoundError:
                 pass
@@ -90,20 +89,15 @@ class Spool:
         self._size = 0
 
 
-def lock(descriptor: int) -> None:
-    """Wait for the file's other user; where the file system has no locks, go on without."""
-    with contextlib.suppress(OSError, ImportError):
-        import fcntl
+def lock(descriptor: int, *, wait: bool) -> bool:
+    """Have the file alone: once another has done with it, or, without waiting, False while another has it.
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def try_lock(descriptor: int) -> bool:
-    """As `lock`, without waiting: False while another has the file."""
+    Where the file system has no locks, go on without.
+    """
     try:
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except (OSError, ImportError):

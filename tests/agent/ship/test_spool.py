@@ -73,7 +73,7 @@ def test_a_write_waits_for_no_lock_that_another_keeps(tmp_path: Path) -> None:
     path = tmp_path / "a.spool"
     item = Envelope("PATCH", "/v1/runs/r", b"{}")
     with path.open("wb") as other:
-        lock(other.fileno())
+        lock(other.fileno(), wait=True)
         with pytest.raises(OSError, match="lock"):
             Spool(path, 2**20).append(item)
         path.rename(tmp_path / "a.spool.uploading")  # as `tula upload` does before it locks
