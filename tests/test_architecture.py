@@ -28,7 +28,7 @@ HEAVY = {
     "tula_client.cli.app": ["torch", "numpy", "typer"],
     "tula_agent": ["torch", "pandas", "sklearn", "scipy", "fastapi", "sqlalchemy", "pydantic"],
     "tula_agent.session": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
-    "tula_service.app": ["torch", "tula_client", "tula_agent"],
+    "tula_service.app": ["torch", "tula_client", "tula_agent", "sklearn", "kneed", "scipy.stats", "scipy.signal"],
     "tula_service.perfmodel": ["torch", "fastapi", "sqlalchemy", "pydantic", "httpx"],
 }
 NOT_IN_WORDS = {"VERSION"}  # a prefix of paths, no route

@@ -33,7 +33,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (("tula_wire", "tula_client"), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "typer", "pandas")),
     "cli": (("tula_client.cli.commands",), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "pandas")),
     "agent": (("tula_agent", "tula_agent.session"), ("fastapi", "sqlalchemy", "pandas", "sklearn", "scipy", "typer")),
-    "service": (("tula_service.app",), ("torch", "psycopg", "pandas", "sklearn", "lightning", "transformers")),
+    "service": (("tula_service.app",), ("torch", "psycopg", "pandas", "lightning", "transformers")),
 }
 """By extra: what must import from its environment, and what must not be there."""
 
@@ -160,7 +160,7 @@ def test_each_extra_asks_only_for_its_own(metadata: Message) -> None:
     agent, service = requirements(metadata, "agent"), requirements(metadata, "service")
     assert "torch" in agent
     assert not agent & {"fastapi", "uvicorn", "sqlalchemy", "pandas", "scikit-learn", "altair"}
-    assert {"fastapi", "sqlalchemy", "altair", "vl-convert-python"} <= service
+    assert {"fastapi", "sqlalchemy", "altair", "vl-convert-python", "scikit-learn"} <= service
     assert not service & {"torch", "pandas", "psycopg", "lightning", "transformers"}
 
 
