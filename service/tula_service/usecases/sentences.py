@@ -14,7 +14,7 @@ from tula_service.usecases.quality import Efficiency
 __all__ = ["name_of", "savings", "warnings", "why"]
 
 _RESTS_ON = {
-    Basis.PRIOR: "Nothing has been measured on this hardware yet, so this rests on its data sheet: a first guess.",
+    Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
     Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on the same hardware.",
     Basis.PROFILED: "",
 }

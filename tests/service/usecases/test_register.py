@@ -20,7 +20,7 @@ def test_registration_answers_with_a_prior_and_runs_to_profile(cluster: Cluster)
     created = cluster.register()
     assert created.recommendation.basis == "prior"
     assert created.recommendation.chosen is not None
-    assert "Nothing has been measured yet" in created.recommendation.why
+    assert "Nothing of this job has been measured yet" in created.recommendation.why
     step = created.recommendation.chosen.step_time_s
     assert step.high / step.low > 10, "a guess must not look like a measurement"
     assert [run.state for run in created.runs] == ["pending"] * len(created.runs)
