@@ -85,8 +85,8 @@ def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool) -> d
     """Errors and coverage over all targets and histories."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, here, elsewhere, same):
-        earlier = [EarlierScale(each.log_ratio, each.gpu == target.gpu) for each in history]
-        corrected = scale_from_jobs(target.guess, earlier)
+        earlier = [EarlierScale(each.log_ratio, each.gpu) for each in history]
+        corrected = scale_from_jobs(target.guess, earlier, device=target.gpu)
         off = abs(target.log_ratio + float(target.guess.mean[0] - corrected.mean[0]))
         factors.append(math.exp(off) - 1.0)
         inside.append(float(off < _NORMAL_90 * float(corrected.sd[0])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from tula_service.perfmodel import (
     prior_from_other_type,
     scale_from_jobs,
 )
-from tula_service.usecases.devices import hardware_of
+from tula_service.usecases.devices import device_of, hardware_of
 from tula_service.usecases.lessons import Lessons, Speed
 
 __all__ = ["prior_of", "warnings_of"]
@@ -87,7 +88,13 @@ def _scale(
     facts = _facts_of(spec.model)
     guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference, collective=collective)
     here = {cluster.instance_type: cluster for cluster in spec.cluster}[name]
-    return scale_from_jobs(guess, [_earlier(speed, here) for speed in speeds], flops_sd=facts.flops_sd)
+    return scale_from_jobs(
+        guess,
+        [_earlier(speed) for speed in speeds],
+        device=device_of(here),
+        flops_sd=facts.flops_sd,
+        device_sd=hardware[name].device_sd,
+    )
 
 
 def _facts_of(model: wire.ModelSpec) -> ModelFacts:
@@ -98,18 +105,17 @@ def _facts_of(model: wire.ModelSpec) -> ModelFacts:
     return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0)
 
 
-def _earlier(speed: Speed, here: wire.ClusterSpec) -> EarlierScale:
+def _earlier(speed: Speed) -> EarlierScale:
     """How far off the guess was that would have been made of that job, at the batch that it was learnt at."""
-    facts = _facts_of(wire.read(wire.ModelSpec, speed.model))
+    facts, hardware = _facts_of(wire.read(wire.ModelSpec, speed.model)), hardware_of(speed.cluster)
     batch = speed.learnt.reference_batch_size or 1.0
-    guess = prior_from_hardware(facts, hardware_of(speed.cluster), reference_batch_size=batch)
-    return EarlierScale(float(speed.learnt.mean[0] - guess.mean[0]), _same_device(here, speed.cluster), facts.flops_sd)
-
-
-def _same_device(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
-    if one.accelerator is None:
-        return one.instance_type == other.instance_type
-    return one.accelerator == other.accelerator
+    guess = prior_from_hardware(facts, hardware, reference_batch_size=batch)
+    return EarlierScale(
+        float(speed.learnt.mean[0] - guess.mean[0]),
+        device_of(speed.cluster),
+        math.hypot(facts.flops_sd, float(speed.learnt.sd[0])),
+        hardware.device_sd,
+    )
 
 
 def warnings_of(spec: wire.JobSpec) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import tula_wire as wire
 from tula_service.perfmodel import Hardware
 
-__all__ = ["hardware_of"]
+__all__ = ["device_of", "hardware_of"]
 
 _DEVICES: dict[str, tuple[float, float]] = {
     "K80": (4.1, 240.0), "P100": (9.3, 732.0), "V100": (15.7, 900.0), "T4": (8.1, 320.0), "1080TI": (11.3, 484.0),
@@ -17,15 +19,38 @@ _DEVICES: dict[str, tuple[float, float]] = {
 """Dense peak in teraflop/s (fp32 up to Turing, TF32 tensor cores after it) and memory bandwidth in gigabyte/s."""
 
 
+_PROCESSOR, _PROCESSOR_SD = "CPU", 1.0
+
+
 def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
     """The figures of an instance type; None where the specification and the data sheets leave them open."""
-    peak, memory = _device(cluster.accelerator) or (None, None)
-    return Hardware(peak_tflops=peak, inter_node_gbps=cluster.network_gbps, memory_gb_per_s=memory)
+    name = _known(cluster.accelerator)
+    if name is None:
+        return Hardware(inter_node_gbps=cluster.network_gbps)
+    peak, memory = _DEVICES[name]
+    # A rank's share of a processor may be one core or forty, of which the specification says nothing.
+    uncertain = _PROCESSOR_SD if name == _PROCESSOR else 0.0
+    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=memory, figures_sd=uncertain)
 
 
-def _device(accelerator: str | None) -> tuple[float, float] | None:
-    if accelerator is None:
-        return None
-    wanted = accelerator.upper().replace(" ", "").replace("-", "")
-    names = sorted(_DEVICES, key=len, reverse=True)
-    return next((_DEVICES[name] for name in names if name in wanted), None)
+def device_of(cluster: wire.ClusterSpec) -> str:
+    """What is the same for clusters whose ranks run on the same device: V100-16GB and Tesla V100 are one, processors of
+    two instance types are two."""
+    name = _known(cluster.accelerator)
+    if cluster.accelerator is None or name == _PROCESSOR:
+        return f"{name or 'device'} of {cluster.instance_type}"
+    return name or _spelt(cluster.accelerator)
+
+
+def _known(accelerator: str | None) -> str | None:
+    """The device of the data sheets that an accelerator is; V100 is in v100-16GB, A40 is not in A4000."""
+    names = sorted(_DEVICES, key=len, reverse=True) if accelerator is not None else []
+    return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
+
+
+def _pattern(name: str) -> str:
+    return "[ -]*".join(map(re.escape, name)) + r"(?!\d)"
+
+
+def _spelt(accelerator: str) -> str:
+    return accelerator.upper().replace(" ", "").replace("-", "")

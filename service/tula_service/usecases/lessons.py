@@ -12,7 +12,7 @@ import numpy as np
 import tula_wire as wire
 from tula_service.perfmodel import Hardware, StepTimeModel, StepTimePrior
 from tula_service.store import JobRecord, Transaction
-from tula_service.usecases.devices import hardware_of
+from tula_service.usecases.devices import device_of, hardware_of
 
 __all__ = ["Lessons", "Speed", "lessons_of", "remember", "remember_outcome"]
 
@@ -38,8 +38,9 @@ class Lessons:
     """What earlier jobs of the project learnt, by instance type of this job.
 
     `same` network on the same hardware, `related` networks on it; `elsewhere` is the same network on hardware that this
-    job does not have. `speeds` are of all earlier jobs, whatever they trained and where. `pairs` holds (predicted, low,
-    high, measured) step times of trainings on this hardware, those of the job itself among them.
+    job does not have. `speeds` are of all earlier jobs, whatever they trained and where: of each network the newest on
+    each device, since the same one again says nothing about others. `pairs` holds (predicted, low, high, measured) step
+    times of trainings on this hardware, those of the job itself among them.
     """
 
     same: Mapping[str, tuple[StepTimePrior, ...]]
@@ -55,15 +56,15 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[StepTimePrior]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
-    speeds: list[Speed] = []
+    speeds: dict[tuple[str, int | None, str], Speed] = {}
     pairs = [*_kept(tx, job.id)["pairs"]]
     for other, body in tx.fits.of_earlier_jobs(
         job.project_id, _KEPT, before=job.cursor, model_version=_LESSON_VERSION, limit=_MOST_JOBS
     ):
-        if other.get("collective", "ring") != spec.collective:
-            continue
         model, lesson = other["model"], json.loads(body)
-        known = (model["name"], model.get("parameters")) == (spec.model.name, spec.model.parameters)
+        network = (model["name"], model.get("parameters"))
+        known = network == (spec.model.name, spec.model.parameters)
+        alike = other.get("collective", "ring") == spec.collective
         ran_here = False
         for cluster in (wire.read(wire.ClusterSpec, each) for each in other["cluster"]):
             name = cluster.instance_type
@@ -74,18 +75,18 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
                 continue
             posterior = _read(learnt)
             if len(speeds) < _MOST_SPEEDS:
-                speeds.append(Speed(model, cluster, posterior))
-            if on_this:
+                speeds.setdefault((*network, device_of(cluster)), Speed(model, cluster, posterior))
+            if on_this and alike:
                 (same if known else related).setdefault(name, []).append(posterior)
-            elif known:
+            elif known and alike:
                 elsewhere.append((posterior, hardware_of(cluster)))
-        if ran_here:
+        if ran_here and alike:
             pairs += lesson["pairs"]
     return Lessons(
         same={name: tuple(found[:_MOST_PRIORS]) for name, found in same.items()},
         related={name: tuple(found[:_MOST_PRIORS]) for name, found in related.items()},
         elsewhere=tuple(elsewhere[:_MOST_PRIORS]),
-        speeds=tuple(speeds),
+        speeds=tuple(speeds.values()),
         pairs=tuple(tuple(pair) for pair in pairs[:_MOST_PAIRS]),
     )
 

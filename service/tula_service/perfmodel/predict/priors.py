@@ -24,7 +24,7 @@ __all__ = [
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
-_SUSTAINED_SHARE_SD = 0.75
+_SUSTAINED_SHARE_SD = 0.8  # what the three widths of `scale_from_jobs` make together
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
 _FLOPS_PER_BYTE = 11.0
@@ -78,7 +78,7 @@ class Hardware:
     """What is known of an instance type; None where it is not.
 
     Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
-    both of one rank's device.
+    both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
     """
 
     peak_tflops: float | None = None
@@ -86,12 +86,19 @@ class Hardware:
     intra_node_gbps: float | None = None
     memory_gb_per_s: float | None = None
     launch_overhead_s: float = 0.005
+    figures_sd: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless everything that is known is positive and finite."""
+        """Raise ObservationError unless everything that is known is positive and finite; `figures_sd` may be 0."""
         for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
             if getattr(self, name) is not None:
                 column(name, [getattr(self, name)], above=0.0)
+        column("figures_sd", [self.figures_sd], at_least=0.0)
+
+    @property
+    def device_sd(self) -> float:
+        """How uncertain the logarithm of the device's speed is; where no peak is known it is a guess."""
+        return _UNKNOWN_TFLOPS_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
@@ -162,8 +169,7 @@ def prior_from_hardware(
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[0] = log_compute
-    unknown_device_sd = _UNKNOWN_TFLOPS_SD if hardware.peak_tflops is None else 0.0
-    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, unknown_device_sd)
+    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
     mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
     if hardware.intra_node_gbps is not None:
         mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute

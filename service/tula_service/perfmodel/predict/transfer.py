@@ -17,51 +17,77 @@ __all__ = ["EarlierScale", "prior_from_jobs", "prior_from_other_type", "scale_fr
 _BETWEEN_JOBS_SD = 0.25
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
-_WORTH_OF_NETWORK_SD = 3.0  # in jobs: so many have to differ more before it is believed
+_WORTH_OF_NETWORK_SD = 6.0  # in jobs: so many have to differ more before it is believed
+_BELIEVED_SDS = 4.0
 
 
 @dataclass(frozen=True)
 class EarlierScale:
     """How far the first guess of an earlier job, of whatever network, was from what its runs then showed.
 
-    `log_ratio` is log(c / c of `prior_from_hardware`) at one batch; `flops_sd` is that of the job's `ModelFacts`.
+    `log_ratio` is log(c / c of `prior_from_hardware`) at one batch. `sd` is how uncertain that is in itself, for FLOPs
+    that were guessed or runs that left c open, and `device_sd` how uncertain the figures of `device` are, as
+    `Hardware.device_sd` says.
     """
 
     log_ratio: float
-    same_device: bool
-    flops_sd: float = 0.0
+    device: str
+    sd: float = 0.0
+    device_sd: float = 0.0
 
 
-def scale_from_jobs(guess: StepTimePrior, earlier: Sequence[EarlierScale], *, flops_sd: float = 0.0) -> StepTimePrior:
-    """`guess` (of `prior_from_hardware`) with its compute scale corrected by the first guesses of earlier jobs.
+def scale_from_jobs(
+    guess: StepTimePrior,
+    earlier: Sequence[EarlierScale],
+    *,
+    device: str,
+    flops_sd: float = 0.0,
+    device_sd: float = 0.0,
+) -> StepTimePrior:
+    """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
 
     log(c / guess) = everywhere + device + network: what a team's framework, precision and kernels make of any network,
-    what they make of this device, and what is this network's own. The first two are normal around 0 (sd 0.5 and 0.4);
-    the third has a sd that the jobs themselves tell, 0.5 to begin with. Widths are from single-device step times of
-    six networks on seven devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause). The basis stays.
+    what they make of one device, and what is the network's own. The first two are normal around 0 (sd 0.5 and 0.4, with
+    `device_sd` where figures of the device are uncertain); the third has a sd that the jobs themselves tell, 0.5 to
+    begin with. `earlier` has each network at most once per device: again it would count as another that agrees. A job
+    off by more than four sd was described wrongly (FLOPs in another unit) and is left out. The basis stays. Widths are
+    from single-device step times of six networks on seven devices in two precisions (Lambda's TensorFlow benchmark,
+    BSD-3-Clause).
     """
-    if not earlier:
+    heard = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
+    if not heard:
         return guess
     from sklearn.linear_model import BayesianRidge  # here and not above: half a second that most starts can do without
 
-    parts = np.array([[_EVERYWHERE_SD, _DEVICE_SD * job.same_device] for job in earlier])
-    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.flops_sd**2) for job in earlier])
+    devices = [device, *sorted({job.device for job in heard} - {device})]
+    parts = np.array([[_EVERYWHERE_SD, *(_on(job, each) for each in devices)] for job in heard])
+    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.sd**2) for job in heard])
     # With the columns scaled by their sd the weights have a sd of 1, which is held there: precision 1, worth any data.
     ridge = BayesianRidge(
         fit_intercept=False,
         alpha_init=_NETWORK_SD**-2,
-        alpha_1=_WORTH_OF_NETWORK_SD,
-        alpha_2=_WORTH_OF_NETWORK_SD * _NETWORK_SD**2,
+        alpha_1=_WORTH_OF_NETWORK_SD / 2.0,
+        alpha_2=_WORTH_OF_NETWORK_SD / 2.0 * _NETWORK_SD**2,
         lambda_init=1.0,
         lambda_1=1e6,
         lambda_2=1e6,
-    ).fit(parts, np.array([job.log_ratio for job in earlier]), sample_weight=certainty)
-    shift, spread = ridge.predict(np.array([[_EVERYWHERE_SD, _DEVICE_SD]]), return_std=True)
+    ).fit(parts, np.array([job.log_ratio for job in heard]), sample_weight=certainty)
+    wanted = np.zeros((1, parts.shape[1]))
+    wanted[0, :2] = _EVERYWHERE_SD, math.hypot(_DEVICE_SD, device_sd)
+    shift, spread = ridge.predict(wanted, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[0] += shift[0]
     mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, beside another c
-    sd[0] = min(float(sd[0]), math.hypot(float(spread[0]), flops_sd))
+    sd[0] = math.hypot(float(spread[0]), flops_sd)
     return replace(guess, mean=mean, sd=sd)
+
+
+def _on(job: EarlierScale, device: str) -> float:
+    return math.hypot(_DEVICE_SD, job.device_sd) if job.device == device else 0.0
+
+
+def _sd_of(job: EarlierScale) -> float:
+    return math.hypot(_EVERYWHERE_SD, _DEVICE_SD, job.device_sd, _NETWORK_SD, job.sd)
 
 
 def prior_from_other_type(
@@ -71,14 +97,16 @@ def prior_from_other_type(
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
     s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
-    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider.
+    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider, as
+    it is where the figures are uncertain.
     """
     shape = prior_from_jobs([learnt], collective=collective)
     mean, sd = shape.mean.copy(), shape.sd.copy()
     compute = _log_ratio(measured, wanted, "memory_gb_per_s")
     if compute is None:
         compute = _log_ratio(measured, wanted, "peak_tflops")
-    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD)
+    figures = [hardware.figures_sd for hardware in (measured, wanted) if hardware is not None]
+    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD, *figures)
     faster = compute or 0.0
     mean[0] -= faster
     mean[1] += faster
