@@ -17,6 +17,8 @@ from tula_wire import routes
 
 SENDERS = 4
 STEPS = 20
+PATIENCE_S = 0.1
+"""What a sender waits before it tries again, and between batches while nobody looks at how far it gets."""
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Sender:
     rank: int
     acknowledged: int = 0
     resent: int = 0
+    hurried: bool = True
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self, url: Callable[[], str]) -> None:
@@ -36,11 +39,12 @@ class Sender:
                 try:
                     if self.samples(client, url()) and self.chunk(client, url()):
                         self.acknowledged += 1
+                        self.stopped.wait(0.0 if self.hurried else PATIENCE_S)
                         continue
                 except httpx.HTTPError:
                     pass
                 self.resent += 1
-                self.stopped.wait(0.02)
+                self.stopped.wait(PATIENCE_S)
 
     def client(self) -> httpx.Client:
         """A client with the job's token."""
@@ -81,6 +85,18 @@ def sending(prepared: Prepared, url: Callable[[], str]) -> Iterator[list[Sender]
             sender.stopped.set()
         for thread in threads:
             thread.join()
+
+
+@contextmanager
+def unhurried(senders: list[Sender]) -> Iterator[None]:
+    """Senders go on, but leave the machine to what else starts on it."""
+    for sender in senders:
+        sender.hurried = False
+    try:
+        yield
+    finally:
+        for sender in senders:
+            sender.hurried = True
 
 
 def progressed(senders: list[Sender], by: int = 2) -> None:

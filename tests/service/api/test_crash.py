@@ -16,7 +16,7 @@ import httpx
 
 from tests.conftest import migrate
 from tests.service.api.prepared import prepare
-from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending
+from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
 from tests.support.postgres import PostgresServer
 from tests.support.server import Server, serving
 from tula_service.domain import RunKind
@@ -56,7 +56,8 @@ def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
                 killed = replicas[number % 2]
                 killed.kill()
                 progressed(senders)
-                replicas[number % 2] = Server(postgres_url, port=killed.port)
+                with unhurried(senders):
+                    replicas[number % 2] = Server(postgres_url, port=killed.port)
             progressed(senders)
     finally:
         for replica in replicas:
@@ -75,9 +76,10 @@ def test_twelve_kills_of_a_worker_lose_nothing(database_url: str) -> None:
                 os.kill(server.worker_ids()[0], signal.SIGKILL)
                 progressed(senders)
                 ends = time.monotonic() + 60
-                while len(server.worker_ids()) < 2:
-                    assert time.monotonic() < ends, f"a killed worker is replaced: {server.log()[-3000:]}"
-                    time.sleep(0.05)
+                with unhurried(senders):
+                    while len(server.worker_ids()) < 2:
+                        assert time.monotonic() < ends, f"a killed worker is replaced: {server.log()[-3000:]}"
+                        time.sleep(0.05)
         nothing_lost_nothing_twice(prepared, senders)
 
 
