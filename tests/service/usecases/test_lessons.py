@@ -1,0 +1,104 @@
+"""What a job hears of its project's earlier ones: every network once on every device, whatever else they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, spec
+from tula_service.domain import Configuration
+from tula_service.perfmodel import StepTimeObservations, fit_step_time
+from tula_service.usecases import fitting, lessons
+from tula_service.usecases.devices import device_of, hardware_of
+
+MODEL = fit_step_time(
+    StepTimeObservations.at([Configuration(1, 2, 32, 1, "node"), Configuration(1, 2, 256, 1, "node")], [0.1, 0.5])
+)
+
+
+def asked(network: str, accelerator: str | None, **more: Any) -> wire.JobSpec:
+    on = {"instance_type": "node", "max_nodes": 2, "ranks_per_node": 2, "accelerator": accelerator}
+    return spec(cluster=on, model={"name": network, "flops_per_sample": 24e9}, **more)
+
+
+def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
+    for each in wanted:
+        job_id = cluster.register(each).job.id
+        with cluster.store.transaction() as tx:
+            lessons.remember(tx, tx.jobs.get(job_id), MODEL)
+
+
+def heard(cluster: Cluster, wanted: wire.JobSpec) -> lessons.Lessons:
+    job_id = cluster.register(wanted).job.id
+    with cluster.store.reading() as tx:
+        job = tx.jobs.get(job_id)
+        return lessons.lessons_of(tx, job, fitting.spec_of(job))
+
+
+def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
+    again = [asked("net", "V100-16GB", epochs=epochs) for epochs in (1, 2, 3)]
+    remember(cluster, *again, asked("net", "Tesla V100", epochs=4), asked("net", "T4"), asked("other", "V100-16GB"))
+    found = heard(cluster, asked("new", "V100-16GB"))
+    assert [(each.model["name"], each.cluster.accelerator) for each in found.speeds] == [
+        ("other", "V100-16GB"),
+        ("net", "T4"),
+        ("net", "Tesla V100"),
+    ]
+    assert len(found.related["node"]) == 4, "each of them shows the shape of scaling on this hardware"
+
+
+def test_a_job_that_reduced_gradients_otherwise_tells_how_fast_networks_run_and_nothing_of_scaling(
+    cluster: Cluster,
+) -> None:
+    remember(cluster, asked("other", "V100-16GB", collective="tree"))
+    found = heard(cluster, asked("new", "V100-16GB"))
+    assert len(found.speeds) == 1
+    assert not found.related
+
+
+def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster: Cluster) -> None:
+    def width(accelerator: str) -> float:
+        chosen = cluster.register(asked(f"new {accelerator}", accelerator)).recommendation.chosen
+        assert chosen is not None
+        return chosen.step_time_s.high / chosen.step_time_s.low
+
+    remember(cluster, asked("net", "T4"), *(asked("net", "V100-16GB", epochs=epochs) for epochs in range(1, 5)))
+    assert width("V100-16GB") == pytest.approx(width("T4"), rel=0.3)
+
+
+def one(accelerator: str | None, instance_type: str = "node") -> wire.ClusterSpec:
+    return wire.ClusterSpec(instance_type=instance_type, max_nodes=1, accelerator=accelerator)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (one("V100-16GB"), one("Tesla V100-SXM2-32GB", "other"), True),
+        (one("rtx 2080 Ti"), one("2080Ti", "other"), True),
+        (one("Gaudi 2"), one("GAUDI2", "other"), True),
+        (one("A100-40GB"), one("A10G"), False),
+        (one("CPU"), one("cpu"), True),
+        (one("CPU"), one("CPU", "other"), False),
+        (one(None), one(None), True),
+        (one(None), one(None, "other"), False),
+        (one(None), one("V100"), False),
+    ],
+)
+def test_ranks_run_on_the_same_device_where_its_name_says_so(
+    first: wire.ClusterSpec, second: wire.ClusterSpec, same: bool
+) -> None:
+    assert (device_of(first) == device_of(second)) is same
+
+
+def test_a_name_that_only_begins_like_a_known_device_is_not_taken_for_it() -> None:
+    known = {
+        name: hardware_of(one(name)).peak_tflops for name in ("A40", "RTX A4000", "T4", "Quadro T400", "A10", "A16")
+    }
+    assert known == {"A40": 37.4, "RTX A4000": None, "T4": 8.1, "Quadro T400": None, "A10": 31.2, "A16": None}
+
+
+def test_a_processor_is_of_uncertain_speed_and_an_accelerator_is_not() -> None:
+    assert hardware_of(one("CPU")).device_sd == hardware_of(one(None)).device_sd == 1.0
+    assert hardware_of(one("V100")).device_sd == 0.0
