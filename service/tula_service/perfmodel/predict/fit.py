@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import cholesky, solve_triangular
+from scipy.linalg import cholesky
+from scipy.linalg.lapack import dtrtri
 
 from tula_service.perfmodel.predict.observations import FloatArray, Points
 from tula_service.perfmodel.predict.physical import jacobian, log_terms
@@ -197,7 +198,8 @@ def _fit_member(
     while True:
         white = own + targets.noise_variance
         lower = cholesky(shared + np.diag(white), lower=True)
-        whitener = np.asarray(solve_triangular(lower, np.eye(white.size), lower=True))
+        # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
+        whitener = np.asarray(dtrtri(lower, lower=1)[0])
         theta, residuals, slopes, precision, cost = _gauss_newton(theta, centre, sd, targets, whitener, reference)
         weights = whitener.T @ residuals[: white.size]
         # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
