@@ -7,7 +7,7 @@ prior, with and without histories drawn at random (the same in every run) from o
 `here` are jobs on the same device, `elsewhere` on others; `same` precision, or `any`. Keys are
 `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
 long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
-targets from hardware figures alone.
+targets from hardware figures alone. A history that no row has is left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def histories(
 
 
 def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool) -> dict[str, float]:
-    """Errors and coverage over all targets and histories."""
+    """Errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, here, elsewhere, same):
         earlier = [EarlierScale(each.log_ratio, each.gpu) for each in history]
@@ -91,6 +91,8 @@ def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool) -> d
         factors.append(math.exp(off) - 1.0)
         inside.append(float(off < _NORMAL_90 * float(corrected.sd[0])))
         without.append(math.exp(abs(target.log_ratio)) - 1.0)
+    if not factors:
+        return {}
     prefix = f"cold.{'same' if same else 'any'}.{here}.{elsewhere}"
     return {
         f"{prefix}.cases": float(len(factors)),
@@ -116,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for same in (True, False):
         for here, elsewhere in HISTORIES:
             found = score(timings, here, elsewhere, same)
+            if not found:
+                continue
             figures |= found
             cases, middle, tail, coverage, without = found.values()
             cells = [f"x {1.0 + value:.2f}" for value in (middle, tail, without)]

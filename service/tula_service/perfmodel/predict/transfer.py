@@ -51,7 +51,7 @@ def scale_from_jobs(
     `device_sd` where figures of the device are uncertain); the third has a sd that the jobs themselves tell, 0.5 to
     begin with. `earlier` has each network at most once per device: again it would count as another that agrees. A job
     off by more than four sd was described wrongly (FLOPs in another unit) and is left out. The basis stays. Widths are
-    from single-device step times of six networks on seven devices in two precisions (Lambda's TensorFlow benchmark,
+    from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
     BSD-3-Clause).
     """
     heard = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
