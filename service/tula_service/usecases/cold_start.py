@@ -74,19 +74,24 @@ def _scale(
     *,
     speeds: Sequence[Speed],
 ) -> StepTimePrior:
-    """The same network on other hardware, moved by what the two differ in; without one, hardware figures, corrected by
-    how fast earlier jobs ran.
+    """The same network on other hardware, moved by what the two differ in, where that tells more than hardware figures;
+    else those, corrected by how fast earlier jobs ran.
 
     Either way it is a guess: its basis is `prior`, and only lessons on the same hardware make a transfer.
     """
     collective = Collective(spec.collective)
-    near = [(prior, hardware[other]) for other, found in sorted(lessons.same.items()) for prior in found]
-    for learnt, there in (*near, *lessons.elsewhere):
-        if there.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None:
-            moved = prior_from_other_type(learnt, there, hardware[name], collective=collective)
-            return replace(moved, basis=Basis.PRIOR)
     facts = _facts_of(spec.model)
     guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference, collective=collective)
+    near = [(prior, hardware[other]) for other, found in sorted(lessons.same.items()) for prior in found]
+    moved = [
+        prior_from_other_type(learnt, there, hardware[name], collective=collective)
+        for learnt, there in (*near, *lessons.elsewhere)
+        if there.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
+    ]
+    # A laptop, of which hardly anything is known, says less of a device than its data sheet does.
+    nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
+    if nearest is not guess:
+        return replace(nearest, basis=Basis.PRIOR)
     here = {cluster.instance_type: cluster for cluster in spec.cluster}[name]
     return scale_from_jobs(
         guess,

@@ -68,6 +68,22 @@ def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster:
     assert width("V100-16GB") == pytest.approx(width("T4"), rel=0.3)
 
 
+def test_what_a_network_did_on_a_processor_tells_less_of_an_accelerator_than_others_do(cluster: Cluster) -> None:
+    def step_s(network: str) -> float:
+        chosen = cluster.register(asked(network, "A100")).recommendation.chosen
+        assert chosen is not None
+        return chosen.step_time_s.value
+
+    remember(cluster, asked("net", "CPU"))
+    assert 0.5 < step_s("net") / step_s("other") < 2.0, "the data sheet of the A100 tells more"
+    remember(cluster, asked("net", "V100"), asked("net", "CPU", epochs=2))
+    from_v100 = MODEL.predict([Configuration(1, 2, 256, 1, "node")]).mean_s[0] * 900.0 / 1555.0
+    answer = cluster.register(asked("net", "A100", epochs=3)).recommendation
+    at = {c.configuration: c.step_time_s.value for c in answer.candidates}
+    found = at[wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=256, instance_type="node")]
+    assert found == pytest.approx(from_v100, rel=0.2)
+
+
 def one(accelerator: str | None, instance_type: str = "node") -> wire.ClusterSpec:
     return wire.ClusterSpec(instance_type=instance_type, max_nodes=1, accelerator=accelerator)
 
