@@ -48,6 +48,15 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing here speaks TLS: to load all certificate authorities takes each client of each process 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-authorities")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Tensors are drawn alike in every run and any order of tests: one that fails can be run again."""

@@ -78,7 +78,13 @@ class Client:
     ) -> None:
         self.url = settings.service_url(url)
         timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s)
-        http = httpx.Client(base_url=self.url, headers=settings.headers(token), timeout=timeout, transport=transport)
+        http = httpx.Client(
+            base_url=self.url,
+            headers=settings.headers(token),
+            timeout=timeout,
+            transport=transport,
+            verify=settings.authorities(self.url),
+        )
         self._transport = SyncTransport(http, retry or RetryPolicy())
 
     register = _Sync(calls.register)
@@ -165,7 +171,11 @@ class AsyncClient:
         self.url = settings.service_url(url)
         timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s)
         http = httpx.AsyncClient(
-            base_url=self.url, headers=settings.headers(token), timeout=timeout, transport=transport
+            base_url=self.url,
+            headers=settings.headers(token),
+            timeout=timeout,
+            transport=transport,
+            verify=settings.authorities(self.url),
         )
         self._transport = AsyncTransport(http, retry or RetryPolicy())
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 from urllib.parse import urlsplit
 
 from tula_client._errors import TulaError
 
-__all__ = ["DEFAULT_URL", "headers", "package_version", "service_url"]
+__all__ = ["DEFAULT_URL", "authorities", "headers", "package_version", "service_url"]
 
 DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
@@ -25,6 +26,11 @@ def service_url(url: str | None = None) -> str:
     if not good:
         raise TulaError(f"TULA_URL: {address!r} is no address: give one such as {DEFAULT_URL}")
     return address
+
+
+def authorities(url: str) -> ssl.SSLContext | bool:
+    """What httpx takes as `verify`: over plain HTTP nobody is trusted, since loading all authorities takes 30 ms."""
+    return url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def headers(token: str | None = None) -> dict[str, str]:
