@@ -1,6 +1,6 @@
 """How far the first guess of a step time is off, before any run: from hardware figures alone, and after earlier jobs.
 
-    python -m benchmarks.cold_start --steps FILE [--json OUT]
+    python -m benchmarks.cold_start --steps FILE [--json OUT] [--draws 20]
 
 FILE has single-device step times (columns as tests/data/single_device.csv). Every row is guessed by the product's own
 prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
@@ -26,7 +26,6 @@ from tula_service.perfmodel import EarlierScale, ModelFacts, StepTimePrior, prio
 from tula_service.usecases.devices import hardware_of
 
 SEED = 7
-DRAWS = 20
 HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # (here, elsewhere)
 _NORMAL_90 = 1.645
 
@@ -62,9 +61,9 @@ def read(path: Path) -> list[Timing]:
 
 
 def histories(
-    timings: Sequence[Timing], here: int, elsewhere: int, same: bool
+    timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draws: int
 ) -> Iterator[tuple[Timing, list[Timing]]]:
-    """Each row with `DRAWS` histories of other networks, where there are enough to draw from."""
+    """Each row with `draws` histories of other networks, where there are enough to draw from."""
     dice = random.Random(SEED)
     for target in timings:
         others = [
@@ -77,14 +76,14 @@ def histories(
         near = [each for each in others if each.gpu == target.gpu]
         far = [each for each in others if each.gpu != target.gpu]
         if len(near) >= here and len(far) >= elsewhere:
-            for _ in range(DRAWS):
+            for _ in range(draws):
                 yield target, dice.sample(near, here) + dice.sample(far, elsewhere)
 
 
-def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool) -> dict[str, float]:
+def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draws: int) -> dict[str, float]:
     """Errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
-    for target, history in histories(timings, here, elsewhere, same):
+    for target, history in histories(timings, here, elsewhere, same, draws):
         earlier = [EarlierScale(each.log_ratio, each.gpu) for each in history]
         corrected = scale_from_jobs(target.guess, earlier, device=target.gpu)
         off = abs(target.log_ratio + float(target.guess.mean[0] - corrected.mean[0]))
@@ -109,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=Path, required=True, help="table of single-device step times (CSV)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", action="append", default=[], help="only rows of this source")
+    parser.add_argument("--draws", type=int, default=20, help="histories drawn for each row (20)")
     options = parser.parse_args(arguments)
     timings = [each for each in read(options.steps) if not options.only or each.source in options.only]
     if not timings:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for same in (True, False):
         for here, elsewhere in HISTORIES:
-            found = score(timings, here, elsewhere, same)
+            found = score(timings, here, elsewhere, same, options.draws)
             if not found:
                 continue
             figures |= found

@@ -20,7 +20,7 @@ Arrays and dataclasses in, arrays and dataclasses out; everything is determinist
 `recommend` is `price` + `tradeoff_curve` + `find_knee` + `choose`; each may be called alone.
 
 Before any run, pass no observations: `fit_step_time(None, prior=prior_from_hardware(facts, hardware))` has
-`model.basis is Basis.PRIOR`; `scale_from_jobs(prior, earlier)` corrects its scale by how fast other networks ran,
+`model.basis is Basis.PRIOR`; `scale_from_jobs(prior, earlier, device=...)` corrects its scale by how fast others ran,
 and `prior_from_jobs(posteriors, scale=...)` makes it `Basis.TRANSFER`. Several instance types go in as
 `Priors(believed={type: prior}, hardware={type: facts})`. With observations the basis is `Basis.PROFILED`.
 `model.notes` are sentences about what cannot be said from the data (one cluster size only, ...).
