@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.domain import Configuration
-from tula_service.perfmodel import StepTimeObservations, fit_step_time
-from tula_service.usecases import fitting, lessons
+from tula_service.perfmodel import StepTimeObservations, StepTimePrior, fit_step_time
+from tula_service.usecases import cold_start, fitting, lessons
 from tula_service.usecases.devices import device_of, hardware_of
 
 MODEL = fit_step_time(
@@ -82,6 +83,37 @@ def test_what_a_network_did_on_a_processor_tells_less_of_an_accelerator_than_oth
     at = {c.configuration: c.step_time_s.value for c in answer.candidates}
     found = at[wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=256, instance_type="node")]
     assert found == pytest.approx(from_v100, rel=0.2)
+
+
+KNOWN = {"name": "net", "flops_per_sample": 60e9}
+GUESSED = {"name": "net", "parameters": round(60e9 / 900)}  # the same FLOPs, if the rule of thumb holds
+LEARNT = MODEL.posterior("node")
+
+
+def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
+    speeds = tuple(lessons.Speed(model, one("V100"), learnt) for model, learnt in earlier)
+    heard_of = lessons.Lessons(same={}, related={}, elsewhere=(), speeds=speeds, pairs=())
+    return cold_start.prior_of(heard_of, wanted, [Configuration(1, 2, 256, 1, "node")], measured=False).believed["node"]
+
+
+def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
+    wanted = asked("new", "V100")
+    alone = first_guess(wanted).mean[0]
+    loose = replace(LEARNT, sd=LEARNT.sd + 1.0)
+    sure, guessed, open_ = (
+        abs(first_guess(wanted, earlier).mean[0] - alone)
+        for earlier in ((KNOWN, LEARNT), (GUESSED, LEARNT), (KNOWN, loose))
+    )
+    assert 0.1 < guessed < 0.6 * sure
+    assert 0.1 < open_ < 0.6 * sure
+
+
+def test_whatever_earlier_jobs_say_a_guess_of_what_is_not_known_stays_wide() -> None:
+    earlier = [(KNOWN, LEARNT)] * 8
+    unknown_flops = spec(cluster=[one("T4").model_dump()], model={"name": "new"})
+    assert first_guess(asked("new", "T4"), *earlier).sd[0] < 0.8
+    assert first_guess(unknown_flops, *earlier).sd[0] > 1.0
+    assert first_guess(asked("new", None), *earlier).sd[0] > 1.0
 
 
 def one(accelerator: str | None, instance_type: str = "node") -> wire.ClusterSpec:
