@@ -59,6 +59,15 @@ def test_intervals_hold_with_any_history(figures):
     assert min(coverage.values()) >= 0.85
 
 
+def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
+    sd = a_guess().sd[0]
+    assert a_guess(flops_sd=1.0).sd[0] == pytest.approx(np.hypot(sd, 1.0))
+    facts = ModelFacts(parameter_count=25e6, flops_per_sample=8e9)
+    for hardware in (Hardware(), Hardware(15.7, 25.0, None, 900.0, figures_sd=1.0)):
+        found = prior_from_hardware(facts, hardware, reference_batch_size=128)
+        assert found.sd[0] == pytest.approx(np.hypot(sd, 1.0))
+
+
 def corrected(guess: StepTimePrior, earlier: Sequence[EarlierScale], **known: float) -> StepTimePrior:
     return scale_from_jobs(guess, earlier, device="here", **known)
 
