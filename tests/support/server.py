@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,9 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import httpx
 import psutil
+
+from tula_service.store import Store
+from tula_service.usecases.access import ANONYMOUS, issue_token
 
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
 
@@ -107,12 +110,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def make_token(database: str, *arguments: str) -> str:
-    """A token's secret, made on the command line as an administrator does."""
-    done = command("token", "create", "test", "--json", "--database", database, *arguments)
-    assert done.returncode == 0, done.stderr
-    secret: str = json.loads(done.stdout)["secret"]
-    return secret
+def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
+    """A token's secret, as an administrator has it made."""
+    store = Store.open(database)
+    try:
+        return issue_token(store, ANONYMOUS, name="test", scope=scope).secret
+    finally:
+        store.close()
 
 
 @contextmanager

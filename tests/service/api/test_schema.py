@@ -23,7 +23,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseS
     """The document of a real service, with an administrator's token."""
     database = f"sqlite:///{tmp_path_factory.mktemp('schema') / 'tula.db'}"
     migrate(database)
-    TOKEN[:] = [make_token(database, "--scope", "admin")]
+    TOKEN[:] = [make_token(database, "admin")]
     with Server(database, requests_per_minute=10**9) as server:
         headers = {"Authorization": f"Bearer {TOKEN[0]}"}
         found = schemathesis.openapi.from_url(server.url + "/openapi.json", headers=headers)
