@@ -9,7 +9,7 @@ import tula_wire as wire
 from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
+from tula_service.usecases import convert, fitting, ledger, passes, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.settle import settle
 
@@ -112,7 +112,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 RunKind(request.kind),
                 configuration,
                 state=RunState.CLAIMED,
-                purpose="Asked for by the user." if profile else "Training.",
+                purpose=planning.OWN_CHOICE if profile else "Training.",
                 instruction=planning.instruction_of(spec) if profile else None,
                 method=request.method,
                 predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
@@ -273,6 +273,8 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     message = request.message
     if wanted is RunState.SUCCEEDED and run.num_samples == 0 and run.kind is RunKind.PROFILE:
         wanted, message = RunState.FAILED, _NEVER_CALLED
+    if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
+        message = passes.told_otherwise(tx, run, fitting.spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}
     if message is not None:
         values["message"] = message
