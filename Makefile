@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 install: $(STAMP)  ## create .venv and install everything, pinned
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
+	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

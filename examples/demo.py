@@ -168,7 +168,8 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
 
 def reconsidered(before: Recommendation, now: Recommendation) -> str:
     """What two more measurements made of the recommendation, which the training follows."""
-    if before.chosen is None or now.chosen is None or before.chosen.configuration == now.chosen.configuration:
+    was, is_now = (None if each.chosen is None else each.chosen.configuration for each in (before, now))
+    if was == is_now:
         return "With these two measured as well, the recommendation stays."
     return f"With these two measured as well, the recommendation changes. {now.why}"
 
