@@ -66,7 +66,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory(prefix="tula-demo-") as folder, service(Path(folder)) as url:
             os.environ["TULA_URL"] = url

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tula_wire import Run
 
-__all__ = ["run_variables", "whole_environment"]
+__all__ = ["run_variables", "starts_torchrun", "whole_environment"]
+
+_TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 
 
 def run_variables(
@@ -45,9 +48,20 @@ def run_variables(
     return variables
 
 
-def whole_environment(inherited: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """What the command inherits, without an outer Tula run's variables, and with stacks and output shown at once."""
+def starts_torchrun(command: Sequence[str]) -> bool:
+    """True when a word of `command`, or a word within one as in `bash -c "torchrun ..."`, is torchrun or its module."""
+    return any(part.rpartition("/")[2] in _TORCHRUN for word in command for part in word.split())
+
+
+def whole_environment(
+    inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
+) -> dict[str, str]:
+    """What `command` inherits, without an outer Tula run's variables, and with stacks and output shown at once."""
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    if starts_torchrun(command):
+        # torchrun sets this by itself, but only where it starts more than one rank on a node. A run of one rank would
+        # compute with every core, and be measured under other conditions than the runs it is compared with.
+        defaults["OMP_NUM_THREADS"] = "1"
     outer = {name: inherited[name] for name in ("TULA_DISABLED", "TULA_PROJECT") if name in inherited}
     return {**defaults, **kept, **outer, **variables}

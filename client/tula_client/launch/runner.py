@@ -157,7 +157,7 @@ class Runner:
         try:
             process = self._start_command(
                 command,
-                environment=whole_environment(self.options.inherited, variables),
+                environment=whole_environment(self.options.inherited, variables, command),
                 log=log,
                 grace_s=self.options.grace_s,
                 stop_command=cancel,

@@ -45,6 +45,26 @@ def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
     assert environment["PATH"] == "/bin"
 
 
+@pytest.mark.parametrize(
+    ("words", "inherited", "threads"),
+    [
+        (("torchrun", "--nproc-per-node={world_size}", "train.py"), {}, "1"),
+        (("/opt/bin/torchrun", "--nproc-per-node={world_size}", "train.py"), {}, "1"),
+        (("python", "-m", "torch.distributed.run", "--nproc-per-node={world_size}", "train.py"), {}, "1"),
+        (("bash", "-c", "exec torchrun --nproc-per-node={world_size} train.py"), {}, "1"),
+        (("torchrun", "--nproc-per-node={world_size}", "train.py"), {"OMP_NUM_THREADS": "4"}, "4"),
+        (("srun", "--ntasks={world_size}", "train.py"), {}, None),
+        (("mpirun", "-np", "{world_size}", "train.py", "--data=/torchrun-data"), {}, None),
+    ],
+)
+def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_others(tmp_path, words, inherited, threads):
+    service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    bench.runner.options.inherited.update(inherited)
+    work_through(service, service.job("job-1"), Template(words), bench.runner, PlanOptions(), notes)
+    assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
+
+
 def test_runs_that_need_more_nodes_than_there_are_are_not_waited_for(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
