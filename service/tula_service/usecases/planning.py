@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import tula_wire as wire
 from tula_service.domain import Collective, Objective, RunKind, RunState, Search
@@ -12,7 +12,10 @@ from tula_service.store import JobRecord, NewRun, RunRecord, Transaction
 from tula_service.usecases import cold_start, convert, fitting, validation
 from tula_service.usecases.lessons import lessons_of, remember
 
-__all__ = ["Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
+__all__ = ["OWN_CHOICE", "Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
+
+OWN_CHOICE = "Asked for by the user."
+"""The purpose of a run outside the plan."""
 
 _DEFAULT_MOST_RUNS = 8
 _ACTIVE = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
@@ -54,41 +57,78 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
     active = [run for run in runs if run.state in _ACTIVE]
     try:
         evidence = fitting.evidence_of(tx, job, spec, retry_failed=retry_failed)
-        feasible = set(evidence.candidates) - evidence.unavailable
-        lost = [run.id for run in active if run.state is RunState.PENDING and run.configuration not in feasible]
-        pending = [run.configuration for run in active if run.id not in set(lost)]
         measured = evidence.observed is not None
         lessons = lessons_of(tx, job, spec)
-        found = plan(
-            Search(spec.search),
-            evidence.candidates,
-            evidence.observed,
-            goal=goal_of(convert.payable(spec, evidence.memory)),
-            budget=_budget(spec, runs),
-            prior=cold_start.prior_of(lessons, spec, evidence.candidates, measured=measured),
-            collective=Collective(spec.collective),
-            memory=evidence.memory or None,
-            pending=pending,
-            unavailable=evidence.unavailable,
-        )
+        prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=measured)
+        goal, budget = goal_of(convert.payable(spec, evidence.memory)), _budget(spec, runs)
+
+        def wanted(pending: Sequence[RunRecord]) -> Plan:
+            return plan(
+                Search(spec.search),
+                evidence.candidates,
+                evidence.observed,
+                goal=goal,
+                budget=budget,
+                prior=prior,
+                collective=Collective(spec.collective),
+                memory=evidence.memory or None,
+                pending=[run.configuration for run in pending],
+                unavailable=evidence.unavailable,
+            )
+
+        kept = _still_wanted(active, evidence)
+        found = wanted(kept)
+        if _measured_outside(runs, evidence, since=kept):
+            kept, found = _made_anew(kept, found, wanted)
+        lost = sorted({run.id for run in active} - {run.id for run in kept})
     except ObservationError as error:
         # Nothing is left to choose from: what nobody has begun is cancelled, what is under way may end.
         lost = [run.id for run in runs if run.state is RunState.PENDING]
         return Draft(job.data_version, tuple(lost), (), len(active) > len(lost), str(error))
     model = fitting.fit(tx, job, spec, evidence) if measured else None
     position = max((run.position for run in runs), default=-1) + 1
-    waiting = bool(found.runs) or bool(pending)
+    waiting = bool(found.runs) or bool(kept)
     over = model is not None and not waiting
     return Draft(
         data_version=job.data_version,
         lost=tuple(lost),
         new=_new_runs(spec, found, model, position),
         waiting=waiting,
-        reason=found.stop_reason or _progress(len(found.runs), len(pending)),
-        expected=_expected(model, [run for run in active if run.state is RunState.PENDING and run.id not in set(lost)]),
+        reason=found.stop_reason or _progress(len(found.runs), len(kept)),
+        expected=_expected(model, [run for run in kept if run.state is RunState.PENDING]),
         learnt=model if over else None,
         checked=validation.error_of(tx, job, spec, evidence) if over else None,
     )
+
+
+def _still_wanted(active: Sequence[RunRecord], evidence: fitting.Evidence) -> list[RunRecord]:
+    """Who is at work goes on; a run that waits goes when it cannot fit, or when another has measured the same."""
+    ids = {run.id for run in active}
+    settled = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
+    feasible = set(evidence.candidates) - evidence.unavailable - settled
+    return [run for run in active if run.state is not RunState.PENDING or run.configuration in feasible]
+
+
+def _measured_outside(runs: Sequence[RunRecord], evidence: fitting.Evidence, *, since: Sequence[RunRecord]) -> bool:
+    """True when a run of the user's own choice measured something that these, where they wait, were planned without."""
+    measured = {run_id for _, run_id in evidence.rows}
+    planned = min((run.key for run in since if run.state is RunState.PENDING), default=None)
+    own = [run for run in runs if run.purpose == OWN_CHOICE and run.id in measured]
+    return planned is not None and any(run.key > planned for run in own)
+
+
+def _made_anew(
+    kept: list[RunRecord], found: Plan, wanted: Callable[[Sequence[RunRecord]], Plan]
+) -> tuple[list[RunRecord], Plan]:
+    """The plan as it would be had nothing waited, if that asks for fewer runs: what is known may be enough."""
+    begun = [run for run in kept if run.state is not RunState.PENDING]
+    anew = wanted(begun)
+    if len(anew.runs) >= len(kept) - len(begun) + len(found.runs):
+        return kept, found
+    asked_for = {planned.configuration for planned in anew.runs}
+    stays = [run for run in kept if run.state is not RunState.PENDING or run.configuration in asked_for]
+    there = {run.configuration for run in stays}
+    return stays, replace(anew, runs=tuple(each for each in anew.runs if each.configuration not in there))
 
 
 def commit(tx: Transaction, job: JobRecord, decided: Draft) -> JobRecord:

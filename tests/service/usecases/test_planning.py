@@ -6,6 +6,7 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tests.support.clock import ManualClock
 from tula_service.store import Store
 from tula_service.usecases import runs
 from tula_service.usecases.access import ANONYMOUS
@@ -171,3 +172,43 @@ def test_when_even_the_smallest_batch_runs_out_of_memory_the_answer_says_what_to
     assert "lower min_local_batch_size" in answer.why
     assert "lower min_local_batch_size" in cluster.job(job_id).plan_reason
     assert cluster.register().job.id == job_id
+
+
+def measure(cluster: Cluster, job_id: str, configuration: wire.Configuration) -> wire.Run:
+    """A run of the user's own, measured."""
+    request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
+    return cluster.execute(runs.create(cluster.store, ANONYMOUS, job_id, request))
+
+
+def test_a_planned_run_that_was_measured_outside_the_plan_is_not_made_again(cluster: Cluster) -> None:
+    created = cluster.register()
+    first = created.runs[0]
+    measure(cluster, created.job.id, first.configuration)
+    by_id = {run.id: run for run in cluster.job(created.job.id).plan}
+    assert by_id[first.id].state == "cancelled"
+    cluster.work(created.job.id)
+    assert len(cluster.ran) == len(set(cluster.ran)), "nothing is measured twice"
+    assert cluster.job(created.job.id).state == "ready"
+
+
+def test_a_run_whose_lease_ran_out_half_way_is_made_again(cluster: Cluster, clock: ManualClock) -> None:
+    job_id = cluster.register().job.id
+    left = runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="gone", lease_s=10)).run
+    assert left is not None
+    cluster.send(left, [0.1] * 5)
+    clock.advance(60)
+    (other, *_) = [c.configuration for c in cluster.recommendation(job_id).candidates]
+    measure(cluster, job_id, other)
+    assert left.id in {run.id for run in cluster.work(job_id)}
+
+
+@pytest.mark.parametrize("search", ["adaptive", "full"])
+def test_enough_measured_outside_the_plan_ends_it_and_later_jobs_learn_from_it(cluster: Cluster, search: str) -> None:
+    created = cluster.register(spec(search=search))
+    for candidate in created.recommendation.candidates:
+        measure(cluster, created.job.id, candidate.configuration)
+    job = cluster.job(created.job.id)
+    assert job.state == "ready"
+    assert not [run for run in job.plan if run.state == "pending"]
+    later = cluster.register(spec(name="later", model={"name": "another"}))
+    assert later.recommendation.basis == "transfer"
