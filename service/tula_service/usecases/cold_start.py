@@ -19,7 +19,7 @@ from tula_service.perfmodel import (
     prior_from_other_type,
     scale_from_jobs,
 )
-from tula_service.usecases.devices import device_of, hardware_of
+from tula_service.usecases.devices import KNOWN_DEVICES, device_of, hardware_of
 from tula_service.usecases.lessons import Lessons, Speed
 
 __all__ = ["prior_of", "warnings_of"]
@@ -133,6 +133,9 @@ def warnings_of(spec: wire.JobSpec) -> list[str]:
             sentences.append(
                 f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
                 "give cluster.accelerator, for example V100-16GB."
+                if cluster.accelerator is None
+                else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
+                f"{', '.join(KNOWN_DEVICES)}, give that as cluster.accelerator."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
             sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")

@@ -12,7 +12,7 @@ import numpy as np
 import tula_wire as wire
 from tula_service.perfmodel import Hardware, StepTimeModel, StepTimePrior
 from tula_service.store import JobRecord, Transaction
-from tula_service.usecases.devices import device_of, hardware_of
+from tula_service.usecases.devices import described_alike, device_of, hardware_of
 
 __all__ = ["Lessons", "Speed", "lessons_of", "remember", "remember_outcome"]
 
@@ -52,7 +52,6 @@ class Lessons:
 
 def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
     """Read what may be learnt for this job; bounded, however many jobs the project has."""
-    here = {(cluster.instance_type, cluster.accelerator, cluster.network_gbps) for cluster in spec.cluster}
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[StepTimePrior]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
@@ -63,12 +62,12 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
     ):
         model, lesson = other["model"], json.loads(body)
         network = (model["name"], model.get("parameters"))
-        known = network == (spec.model.name, spec.model.parameters)
+        known = _same_network(network, (spec.model.name, spec.model.parameters))
         alike = other.get("collective", "ring") == spec.collective
         ran_here = False
         for cluster in (wire.read(wire.ClusterSpec, each) for each in other["cluster"]):
             name = cluster.instance_type
-            on_this = (name, cluster.accelerator, cluster.network_gbps) in here
+            on_this = any(described_alike(cluster, mine) for mine in spec.cluster)
             ran_here |= on_this
             learnt = lesson["types"].get(name)
             if learnt is None:
@@ -89,6 +88,11 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
         speeds=tuple(speeds.values()),
         pairs=tuple(tuple(pair) for pair in pairs[:_MOST_PAIRS]),
     )
+
+
+def _same_network(one: tuple[str, int | None], other: tuple[str, int | None]) -> bool:
+    """The name, and the parameters where both tell them."""
+    return one[0] == other[0] and (one[1] == other[1] or None in (one[1], other[1]))
 
 
 def remember(tx: Transaction, job: JobRecord, model: StepTimeModel) -> None:

@@ -15,7 +15,7 @@ __all__ = ["name_of", "savings", "warnings", "why"]
 
 _RESTS_ON = {
     Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
-    Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on the same hardware.",
+    Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
     Basis.PROFILED: "",
 }
 

@@ -12,7 +12,7 @@ from tests.service.usecases.cluster import Cluster, spec
 from tula_service.domain import Configuration
 from tula_service.perfmodel import StepTimeObservations, StepTimePrior, fit_step_time
 from tula_service.usecases import cold_start, fitting, lessons
-from tula_service.usecases.devices import device_of, hardware_of
+from tula_service.usecases.devices import described_alike, device_of, hardware_of
 
 MODEL = fit_step_time(
     StepTimeObservations.at([Configuration(1, 2, 32, 1, "node"), Configuration(1, 2, 256, 1, "node")], [0.1, 0.5])
@@ -150,3 +150,49 @@ def test_a_name_that_only_begins_like_a_known_device_is_not_taken_for_it() -> No
 def test_a_processor_is_of_uncertain_speed_and_an_accelerator_is_not() -> None:
     assert hardware_of(one("CPU")).device_sd == hardware_of(one(None)).device_sd == 1.0
     assert hardware_of(one("V100")).device_sd == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mine", "like"),
+    [
+        ({}, True),
+        ({"memory_bytes_per_rank": 16 * 2**30}, False),
+        ({"ranks_per_node": 8}, False),
+        ({"network_gbps": 25}, False),
+        ({"instance_type": "a", "ranks_per_node": 8}, False),
+    ],
+)
+def test_nodes_that_nobody_named_are_alike_only_where_all_that_is_said_of_them_agrees(
+    mine: dict[str, Any], like: bool
+) -> None:
+    said = wire.ClusterSpec.model_validate({"max_nodes": 4, "ranks_per_node": 1})
+    assert described_alike(said, wire.ClusterSpec.model_validate({"max_nodes": 2, "ranks_per_node": 1} | mine)) is like
+
+
+def test_named_nodes_are_alike_however_many_ranks_a_job_starts_on_them() -> None:
+    four, eight = (
+        wire.ClusterSpec.model_validate({"instance_type": "p3", "max_nodes": 4, "ranks_per_node": ranks})
+        for ranks in (4, 8)
+    )
+    assert described_alike(four, eight)
+
+
+@pytest.mark.parametrize(("told", "shown"), [(25_000_000, None), (None, 25_000_000), (25_000_000, 25_000_000)])
+def test_a_network_is_known_by_its_name_where_only_one_job_tells_its_parameters(
+    cluster: Cluster, told: int | None, shown: int | None
+) -> None:
+    def of(parameters: int | None, **more: Any) -> wire.JobSpec:
+        return asked("net", "V100-16GB", **more).model_copy(
+            update={"model": wire.ModelSpec(name="net", parameters=parameters)}
+        )
+
+    remember(cluster, of(told))
+    assert list(heard(cluster, of(shown, epochs=3)).same) == ["node"]
+    assert not heard(cluster, of(7, epochs=4)).same or told is None
+
+
+def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
+    told = " ".join(cold_start.warnings_of(asked("net", "Zorg-9000")))
+    assert "Zorg-9000 has no data sheet here" in told
+    assert "A100, " in told
+    assert "give cluster.accelerator, for example" in " ".join(cold_start.warnings_of(asked("net", None)))
