@@ -38,8 +38,8 @@ from tula_client.launch import (
     TrainOptions,
     Tuned,
     WorkDir,
-    idempotency_key,
     load_spec,
+    register,
     train,
     with_launcher,
     work_through,
@@ -101,9 +101,12 @@ def tune(
     template.check(job_spec)
     with _connect() as client, _reporter(as_json) as reporter:
         options = _options(client, stop, time_limit, lease, grace, patience)
-        job = client.register(job_spec, idempotency_key=idempotency_key(job_spec)).job
-        work = WorkDir(work_dir, job.id)
+        found = register(client, job_spec, work_dir)
+        job, work = found.job, WorkDir(work_dir, found.job.id)
         with work.held() as holder, _signals_interrupt():
+            found.remember(work)
+            for told in found.notes:
+                reporter.note(told)
             reporter.job(job)
             plan = PlanOptions(max_parallel=max_parallel, node_budget=nodes, max_failures=max_failures)
             runner = Runner(client, work, holder, options, reporter)

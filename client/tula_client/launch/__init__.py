@@ -14,6 +14,7 @@ from tula_client.launch.fallback import Fallback, next_smaller
 from tula_client.launch.launchers import LAUNCHERS, Launcher, with_launcher
 from tula_client.launch.outcome import Outcome, judge
 from tula_client.launch.process import Process, start
+from tula_client.launch.registration import Registered, register
 from tula_client.launch.report import Reporter, Silent
 from tula_client.launch.runner import Runner, RunnerOptions
 from tula_client.launch.service import Service
@@ -33,6 +34,7 @@ __all__ = [
     "Outcome",
     "PlanOptions",
     "Process",
+    "Registered",
     "Reporter",
     "Runner",
     "RunnerOptions",
@@ -53,6 +55,7 @@ __all__ = [
     "judge",
     "load_spec",
     "next_smaller",
+    "register",
     "start",
     "train",
     "with_launcher",

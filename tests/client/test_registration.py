@@ -1,0 +1,123 @@
+"""A changed `job.toml`: what a job can change is changed in it, and only what it cannot makes another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.test_bad_input import spec_file
+from tests.client.test_cli import Tula, tula
+from tests.client.test_client import profile
+from tula_client import Client
+from tula_client.launch import WorkDir, load_spec, register
+from tula_wire import ClaimRequest, JobPatch, JobSpec, RunPatch
+
+__all__ = ["tula"]
+
+TWO_TYPES = [
+    {"instance_type": "small", "max_nodes": 4, "price": {"usd_per_node_hour": 1.0}},
+    {"instance_type": "large", "max_nodes": 2, "price": {"usd_per_node_hour": 3.0}},
+]
+
+
+def changed(spec: JobSpec, **values: Any) -> JobSpec:
+    return JobSpec.model_validate({**spec.model_dump(mode="json"), **values})
+
+
+def test_what_a_job_can_change_is_changed_and_nothing_is_measured_again(client: Client, spec: JobSpec) -> None:
+    first = register(client, changed(spec, cluster=TWO_TYPES))
+    assert first.notes == ()
+    measured = profile(client, first.job.id)
+    dearer = [TWO_TYPES[1] | {"price": {"usd_per_node_hour": 5.0}}, TWO_TYPES[0]]
+    wanted = changed(spec, cluster=dearer, objective="cost", limits={"deadline_s": 86400})
+    again = register(client, wanted)
+    assert again.job.id == first.job.id
+    assert again.job.runs_done == measured
+    assert (again.job.spec.objective, again.job.spec.limits) == (wanted.objective, wanted.limits)
+    assert {one.instance_type: one.price.usd_per_node_hour for one in again.job.spec.cluster} == {
+        "small": 1,
+        "large": 5,
+    }
+    (said,) = again.notes
+    for change in (
+        "objective knee -> cost",
+        "limits.deadline_s none -> 86400",
+        "cluster[large].price.usd_per_node_hour 3 -> 5",
+    ):
+        assert change in said
+    assert "small" not in said
+    assert register(client, wanted).notes == ()
+    assert register(client, changed(wanted, limits={})).job.spec.limits.deadline_s is None
+    assert [job.id for job in client.jobs(search=spec.name).jobs] == [first.job.id]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"epochs": 3, "objective": "cost"}, "epochs"),
+        ({"dataset": {"size": 40_000}, "epochs": 3}, "dataset.size, epochs"),
+        ({"cluster": {"max_nodes": 8}}, "cluster.max_nodes"),
+        ({"cluster": {"max_nodes": 4, "instance_type": "other"}}, "cluster.instance_type"),
+    ],
+)
+def test_what_no_job_can_change_makes_another_and_is_named(
+    client: Client, spec: JobSpec, values: dict[str, Any], named: str
+) -> None:
+    first = register(client, spec).job
+    second = register(client, changed(spec, **values))
+    assert second.job.id != first.id
+    (said,) = second.notes
+    assert f"({first.id}) differs from it in " in said
+    fields = said.split("differs from it in ")[1].split(", which no job can change")[0].split(", ")
+    assert set(named.split(", ")) <= set(fields)
+    assert f"tula jobs archive {first.id}" in said
+    assert "objective" not in said
+    assert client.job(first.id).spec == first.spec
+    third = register(client, changed(spec, objective="time"))
+    assert (third.job.id, len(third.notes)) == (first.id, 1)  # the other one of that name is no candidate
+
+
+def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:
+    first = register(client, spec).job
+    client.archive_job(first.id)
+    second = register(client, changed(spec, objective="cost"))
+    assert (second.job.id != first.id, second.notes) == (True, ())
+    assert client.job(first.id).state == "archived"
+
+
+def test_what_failed_is_planned_anew_also_in_a_job_that_was_changed(
+    client: Client, spec: JobSpec, tmp_path: Path
+) -> None:
+    wanted = spec
+    for objective in ("knee", "time", "cost", "cost"):
+        wanted = changed(spec, objective=objective)
+        found = register(client, wanted, tmp_path)
+        found.remember(WorkDir(tmp_path, found.job.id))
+        assert found.job.objective == objective
+        states = [run.state for run in found.job.plan]
+        assert states.count("pending") >= 1, (objective, states)
+        while (claimed := client.claim(found.job.id, ClaimRequest(holder="h")).run) is not None:
+            client.patch_run(claimed.id, RunPatch(state="failed", holder="h"))
+    assert len(client.jobs(search=spec.name).jobs) == 1
+
+
+def test_every_field_that_a_patch_has_is_known_here() -> None:
+    assert set(JobPatch.model_fields) == {"objective", "limits", "prices", "archived"}
+
+
+def test_tune_says_what_it_changed_and_goes_on(tula: Tula, tmp_path: Path, address: str) -> None:
+    path = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job = client.register(load_spec(Path(path))).job
+        profile(client, job.id)
+    command = ["--work-dir", str(tmp_path / "w"), "--", "true", "{local_batch_size}", "{num_nodes}"]
+    code, out, err = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
+    assert (code, err) == (0, "")
+    said = f"({job.id}) is changed, and what was measured for it holds: objective knee -> cost"
+    assert said in " ".join(out.split())
+    assert "usd_per_node_hour 1 -> 2" in out
+    assert tula("recommend", tmp_path.name)[0] == 0
+    code, out, _ = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
+    assert (code, "is changed" in out) == (0, False)
