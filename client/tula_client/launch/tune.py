@@ -140,7 +140,7 @@ def _check_told(service: Service, job: Job, one: Active, runner: Runner) -> None
 
 def _failed(one: Active, outcome: Outcome, failures: int) -> str:
     lines = "".join(f"\n    {line}" for line in outcome.lines)
-    many = f" It is the {failures}th failure in a row." if failures > 1 else ""
+    many = f" {failures} runs in a row have failed." if failures > 1 else ""
     return (
         f"run {one.run.id} failed: {outcome.message}{many} Mend the command and start the same again: what was "
         f"measured is kept. Log: {one.log}{lines}"

@@ -122,6 +122,16 @@ def test_a_first_run_that_fails_stops_with_its_last_lines_and_gives_the_rest_bac
     assert "ValueError" in service.runs["r0"].message
 
 
+@pytest.mark.parametrize("allowed", [2, 3])
+def test_failures_in_a_row_are_counted_in_words_that_fit_every_number(tmp_path, allowed):
+    service, notes = FakeService([configuration(1, 8 * n) for n in range(1, 6)]), Notes()
+    service.change("r0", state="succeeded", num_samples=9)
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(status=1), notes)
+    with pytest.raises(TooManyFailuresError, match=rf" {allowed} runs in a row have failed\."):
+        tune(bench, service, notes, max_failures=allowed)
+    assert len(bench.started) == allowed
+
+
 def test_an_out_of_memory_is_reported_and_the_plan_goes_on(tmp_path):
     service, notes = FakeService(THREE), Notes()
 
