@@ -34,6 +34,11 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     }
     if not found:
         return message(title, "No memory reading yet: the first profiling runs bring them.")
+    read = {
+        (c.configuration.instance_type, c.configuration.local_batch_size)
+        for c in recommendation.candidates
+        if c.profiled
+    }
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
     unit = bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
     curve: list[Row] = [
@@ -43,6 +48,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
             "value": estimate.value / unit.size,
             "low": estimate.low / unit.size,
             "high": estimate.high / unit.size,
+            "read": (kind, batch) in read,
         }
         for (kind, batch), estimate in sorted(found.items())
     ]
@@ -74,7 +80,14 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     tips = [alt.Tooltip(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
     layers: list[Any] = [
         base.transform_calculate(value="datum.low").mark_area(opacity=0.16).encode(x=x, y=y, y2="high:Q", color=colour),
-        base.mark_line(point=True, strokeWidth=2).encode(x=x, y=y, color=colour, tooltip=tips),
+        base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
+        base.mark_point(size=50, strokeWidth=1.8, filled=False).encode(
+            x=x,
+            y=y,
+            color=colour,
+            fill=alt.condition("datum.read", colour, alt.value("transparent")),
+            tooltip=tips,
+        ),
     ]
     if limits:
         line = alt.Chart(alt.NamedData("ceiling"))
@@ -87,7 +100,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         layers.append(cross.encode(x="batch:Q", y="value:Q", tooltip="label:N"))
     chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
     largest = ", ".join(f"{_prefix(kind)}{size}" for kind, size in sorted(recommendation.max_local_batch_size.items()))
-    subtitle = "Band holds 90 %; the dashed line is the ceiling, a cross an out-of-memory"
+    subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
     if largest:
         subtitle += f"; largest batch that fits: {largest}"
     return finish(chart, title, subtitle, {"curve": curve, "ceiling": limits, "crashes": crashes})
