@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 HANG = """
 import os, sys, time
@@ -18,12 +19,12 @@ stuck_on_purpose()
 """
 
 
-def test_a_rank_that_hangs_shows_its_stack_at_the_time_it_was_told() -> None:
+def test_a_rank_that_hangs_shows_its_stack_at_the_time_it_was_told(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "TULA_URL": "http://127.0.0.1:9",
         "TULA_RUN_ID": "r",
-        "TULA_SPOOL_DIR": "/nonexistent",
+        "TULA_SPOOL_DIR": str(tmp_path),
         "RANK": "3",
     }
     with subprocess.Popen([sys.executable, "-c", HANG], env=environment, stderr=subprocess.PIPE, text=True) as process:
