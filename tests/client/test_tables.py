@@ -8,7 +8,7 @@ from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import jobs, units
+from tula_client.cli import jobs, recommend, units
 
 
 def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
@@ -37,3 +37,16 @@ def test_a_brief_configuration_says_what_sets_it_apart() -> None:
     assert units.brief(plain) == "8, 256 (32)"
     assert units.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
     assert units.brief(None) == "-"
+
+
+def test_candidates_on_several_instance_types_say_which() -> None:
+    answer = models.recommendation()
+    (one, *others) = answer.candidates
+    typed = one.model_copy(update={"configuration": one.configuration.model_copy(update={"instance_type": "g5.12xl"})})
+    for candidates, heading in (([one, typed], True), ([one, *others], False), ([typed, typed], False)):
+        out = StringIO()
+        shown = answer.model_copy(update={"candidates": candidates})
+        Console(file=out, width=160).print(recommend.candidates_table(shown))
+        lines = out.getvalue().splitlines()
+        assert (lines[0].split()[0] == "type") is heading
+        assert [line.split()[0] for line in lines[1:3]] == ["default", "g5.12xl"] or not heading

@@ -98,12 +98,14 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """Every candidate, with intervals, and marks for the part that it plays."""
+    """Every candidate, with intervals, and marks for the part that it plays; its instance type where there are more."""
+    several = len({one.configuration.instance_type for one in answer.candidates}) > 1
     rows = []
     for one in answer.candidates:
         chosen = one.configuration
         rows.append(
             [
+                *([chosen.instance_type] if several else []),
                 str(chosen.num_nodes),
                 str(chosen.world_size),
                 str(chosen.local_batch_size),
@@ -116,19 +118,7 @@ def candidates_table(answer: Recommendation) -> RenderableType:
                 ", ".join(_marks(one, answer)),
             ]
         )
-    columns = [
-        ">nodes",
-        ">ranks",
-        ">local",
-        ">global",
-        ">step time (90 %)",
-        ">epoch",
-        ">training",
-        ">cost",
-        ">memory",
-        "",
-    ]
-    return table(columns, rows)
+    return table([*(["=type"] if several else []), *COLUMNS], rows)
 
 
 def _promises(one: Candidate) -> RenderableType:
