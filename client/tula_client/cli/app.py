@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> int:
     from pydantic import ValidationError
 
     from tula_client._errors import TulaError
+    from tula_client._faults import faults
     from tula_client.cli.commands import build
     from tula_client.cli.exits import ExitCode, exit_code
 
@@ -33,9 +34,8 @@ def run(arguments: list[str]) -> int:
     except TulaError as error:
         return _fail(str(error), exit_code(error))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return _fail(f"{where or error.title}: {first['msg']}", ExitCode.USAGE)
+        place, said = faults(error)[0]
+        return _fail(f"{'.'.join(map(str, place)) or error.title}: {said}", ExitCode.USAGE)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

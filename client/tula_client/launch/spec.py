@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from tula_client._faults import faults
 from tula_client.launch._errors import SpecError
 from tula_wire import JobSpec
 
@@ -20,7 +22,7 @@ __all__ = ["idempotency_key", "load_spec"]
 
 
 def load_spec(path: Path) -> JobSpec:
-    """The job that `path` describes; raises `SpecError` naming the field that is wrong."""
+    """The job that `path` describes; raises `SpecError` naming every field that is wrong, and its remedy."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -30,14 +32,21 @@ def load_spec(path: Path) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        loc = list(first["loc"])
-        if loc[:2] == ["cluster", 0] and isinstance(document["cluster"], dict):
-            del loc[1]  # one cluster may be written as a table; it has no number there
-        where = ".".join(str(part) for part in loc) or "the document"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        said = first["msg"].removeprefix("Value error, ")
-        raise SpecError(f"{path}: {where}: {said[:1].lower()}{said[1:]}{more}") from None
+        raise SpecError(_wrong(path, document, error)) from None
+
+
+def _wrong(path: Path, document: dict[str, Any], error: ValidationError) -> str:
+    """Every field that is wrong, with its remedy; each on a line of its own where there are several."""
+    told = []
+    for place, said in faults(error, JobSpec):
+        parts = list(place)
+        if parts[:2] == ["cluster", 0] and isinstance(document["cluster"], dict):
+            del parts[1]  # one cluster may be written as a table; it has no number there
+        where = ".".join(str(part) for part in parts)
+        told.append(f"{where}: {said}" if where else said)
+    if len(told) == 1:
+        return f"{path}: {told[0]}"
+    return "\n  ".join([f"{path}: {len(told)} fields are wrong:", *told])
 
 
 def idempotency_key(spec: JobSpec) -> str:

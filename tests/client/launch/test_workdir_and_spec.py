@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
+from tula_client._faults import faults
 from tula_client.launch import SpecError, WorkDir, WorkDirBusyError, idempotency_key, load_spec
+from tula_service.api.problems import field_errors
+from tula_wire import JobSpec
 
 SPEC = """
 name = "j"
@@ -36,12 +40,21 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("max_nodes = 4", "max_nodes = 0"), r"cluster\.max_nodes: input should be greater than or equal to 1"),
+        (("max_nodes = 4", "max_nodes = 0"), r"cluster\.max_nodes: must be at least 1; give a larger value\."),
         (("max_nodes = 4", "max_nodes = 4, min_nodes = 9"), "swap them"),
         (("size = 10", "size = nan"), r"dataset\.size"),
-        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: input should be 'time'"),
+        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'time', .*; choose one"),
         (('name = "j"', 'name = "j"\nepochs = inf'), "epochs"),
-        (('name = "j"', 'name = "j"\nepoch = 1'), "epoch: extra inputs are not permitted"),
+        (('name = "j"', 'name = "j"\nepoch = 1'), r"epoch: is not known; did you mean epochs\?"),
+        (
+            ("max_nodes = 4", "max_node = 4, max_nodes = 4"),
+            r"cluster\.max_node: is not known; did you mean max_nodes\?",
+        ),
+        (('name = "j"', 'name = "j"\ndeadline_s = 9'), r"deadline_s: is not known; did you mean limits\.deadline_s\?"),
+        (('name = "j"', 'name = "j"\nzzz = 9'), "zzz: is not known; check its spelling or leave it out"),
+        (("dataset = { size = 10 }", ""), r"dataset: is required; add it\."),
+        (("dataset = { size = 10 }", "dataset = 10"), "dataset: must be a table of fields; give it as one"),
+        (("size = 10", 'size = "many"'), r"dataset\.size: input should be a valid integer, .*; correct it\."),
         (('name = "j"', 'name = "j'), "is not valid TOML"),
     ],
 )
@@ -51,6 +64,50 @@ def test_what_is_wrong_in_a_spec_is_named(tmp_path, change, said):
     with pytest.raises(SpecError, match=said) as error:
         load_spec(path)
     assert "\n" not in str(error.value)
+
+
+def test_all_that_is_wrong_is_named_each_on_its_line(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(
+        SPEC.replace("dataset = { size = 10 }", 'serach = "full"').replace("max_nodes = 4", "max_nodes = 0")
+    )
+    with pytest.raises(SpecError) as error:
+        load_spec(path)
+    first, *rest = str(error.value).splitlines()
+    assert first == f"{path}: 3 fields are wrong:"
+    assert sorted(rest) == [
+        "  cluster.max_nodes: must be at least 1; give a larger value.",
+        "  dataset: is required; add it.",
+        "  serach: is not known; did you mean search?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": ""},
+        {"name": "x" * 201},
+        {"name": "a\nb"},
+        {"zzz": 1},
+        {"objective": "fame"},
+        {"epochs": float("nan")},
+        {"epochs": 0},
+        {"epochs": 1e9},
+        {"cluster": []},
+        {"cluster": {"max_nodes": 0}},
+        {"cluster": {"max_nodes": 1, "min_nodes": 2}},
+        {"cluster": [{"max_nodes": 1, "instance_type": str(n)} for n in range(17)]},
+        {"profiling": {"precision": 2}},
+        {"dataset": {}},
+    ],
+)
+def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
+    good = {"name": "j", "model": {"name": "m"}, "dataset": {"size": 10}, "cluster": {"max_nodes": 4}}
+    with pytest.raises(ValidationError) as error:
+        JobSpec.model_validate(good | wrong)
+    here = [(".".join(map(str, place)), said.partition(";")[0]) for place, said in faults(error.value, JobSpec)]
+    there = [(one.field, one.message.partition(";")[0]) for one in field_errors(error.value.errors())]
+    assert [(place or "body", said) for place, said in here] == there
 
 
 def test_a_missing_file_is_named(tmp_path):
