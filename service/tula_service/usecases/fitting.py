@@ -13,6 +13,7 @@ from tula_service.domain import Collective, Configuration, RunKind, RunState
 from tula_service.perfmodel import (
     Interval,
     MemoryModel,
+    ObservationError,
     StepTimeModel,
     StepTimeObservations,
     calibrate_intervals,
@@ -21,6 +22,7 @@ from tula_service.perfmodel import (
 from tula_service.store import JobRecord, RunSummary, Transaction
 from tula_service.usecases import cold_start, convert, memory_bounds
 from tula_service.usecases.lessons import Lessons, lessons_of
+from tula_service.usecases.out_of_memory import Failures, failures_of
 
 __all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 
@@ -120,15 +122,22 @@ def evidence_of(
         if actual is not None:
             rows.append((actual, summary))
     measured_as_planned = {configuration for configuration, _ in rows}
+    failures = failures_of(rows, summaries)
     if not retry_failed:
-        unavailable |= _failed(tx, job.id) - measured_as_planned
-    memory, bound, capacity, sentences = memory_bounds.fitted(spec, rows, summaries)
-    warnings += sentences
-    candidates = convert.candidates_of(spec, bound)
+        unavailable |= _failed(tx, job.id, failures) - measured_as_planned
+    memory, bound, capacity, sentences = memory_bounds.fitted(spec, rows, failures.standing)
+    warnings += [*(each.sentence for each in failures.contradicted), *sentences]
+    try:
+        candidates = convert.candidates_of(spec, bound)
+    except ObservationError:
+        convert.candidates_of(spec, {})  # raises where memory is not the reason
+        raise ObservationError(memory_bounds.nothing_fits(spec, memory, capacity, failures.standing)) from None
     everything = convert.candidates_of(spec, {}) if bound else candidates
     kept = set(candidates)
     ruled_out = {
-        c: memory_bounds.why_not(c, bound, summaries) for c in everything if c not in kept and c.instance_type in bound
+        c: memory_bounds.why_not(c, bound, failures.standing)
+        for c in everything
+        if c not in kept and c.instance_type in bound
     }
     observed = _observations(rows, times)
     return Evidence(
@@ -179,13 +188,14 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     return replace(planned, ranks_per_node=world // nodes, local_batch_size=batch, grad_accum_steps=steps), sentence
 
 
-def _failed(tx: Transaction, job_id: str) -> set[Configuration]:
-    """Configurations whose newest profiling run failed."""
-    newest: dict[Configuration, RunState] = {}
-    for run in tx.runs.list(job_id, kind=RunKind.PROFILE, limit=10_000):
-        if run.state is not RunState.CANCELLED:
-            newest.setdefault(run.configuration, run.state)
-    return {configuration for configuration, state in newest.items() if state is RunState.FAILED}
+def _failed(tx: Transaction, job_id: str, failures: Failures) -> set[Configuration]:
+    """Configurations whose newest profiling run failed, or ran out of memory against what larger batches showed."""
+    contradicted = {each.failed.run_id for each in failures.contradicted}
+    newest: dict[Configuration, bool] = {}
+    for run in tx.runs.list(job_id, limit=10_000):
+        if run.id in contradicted or (run.kind is RunKind.PROFILE and run.state is not RunState.CANCELLED):
+            newest.setdefault(run.configuration, run.id in contradicted or run.state is RunState.FAILED)
+    return {configuration for configuration, failed in newest.items() if failed}
 
 
 def _step_times(

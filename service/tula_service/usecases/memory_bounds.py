@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Configuration, RunState
+from tula_service.domain import Configuration
 from tula_service.perfmodel import MemoryModel, MemoryObservations, MemoryPrior, ObservationError, fit_memory
 from tula_service.store import MemoryReading, RunSummary
+from tula_service.usecases.out_of_memory import batch_of, named
 
-__all__ = ["fitted", "safety_of", "why_not"]
+__all__ = ["fitted", "nothing_fits", "safety_of", "why_not"]
 
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
@@ -28,9 +29,12 @@ def safety_of(spec: wire.JobSpec) -> float:
 
 
 def fitted(
-    spec: wire.JobSpec, rows: Sequence[tuple[Configuration, RunSummary]], summaries: Sequence[RunSummary]
+    spec: wire.JobSpec, rows: Sequence[tuple[Configuration, RunSummary]], failures: Sequence[RunSummary]
 ) -> tuple[dict[str, MemoryModel], dict[str, int], dict[str, float], list[str]]:
-    """Memory models, batch bounds and capacities by instance type, with what was odd."""
+    """Memory models, batch bounds and capacities by instance type, with what was odd.
+
+    `failures` ran out of memory, and no larger batch on their instance type fitted.
+    """
     models: dict[str, MemoryModel] = {}
     bounds: dict[str, int] = {}
     capacities: dict[str, float] = {}
@@ -38,11 +42,7 @@ def fitted(
     for cluster in spec.cluster:
         name = cluster.instance_type
         read = [(c, s.memory) for c, s in rows if c.instance_type == name and s.memory is not None]
-        failed = [
-            s.failed_local_batch_size or s.configuration.local_batch_size
-            for s in summaries
-            if s.state is RunState.OUT_OF_MEMORY and s.configuration.instance_type == name
-        ]
+        failed = [batch_of(each) for each in failures if each.configuration.instance_type == name]
         reported = [m.capacity_bytes for _, m in read if m.capacity_bytes and m.method == "cuda_allocator"]
         capacity = cluster.memory_bytes_per_rank or (min(reported) if reported else None)
         context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _MOST_OF_CAPACITY * capacity)
@@ -124,11 +124,39 @@ def _static_bytes(reading: MemoryReading, assumed: float) -> float | None:
     return counted + _context_of(reading, assumed) if counted else None
 
 
-def why_not(c: Configuration, bound: Mapping[str, int], summaries: Sequence[RunSummary]) -> str:
+def why_not(c: Configuration, bound: Mapping[str, int], failures: Sequence[RunSummary]) -> str:
     """In a sentence, why this configuration is not feasible."""
-    for summary in summaries:
-        if summary.state is RunState.OUT_OF_MEMORY and summary.configuration.instance_type == c.instance_type:
-            failed = summary.failed_local_batch_size or summary.configuration.local_batch_size
-            if c.local_batch_size >= failed:
-                return f"its local batch {c.local_batch_size} is not below {failed}, which ran out of memory."
+    for failed in failures:
+        if failed.configuration.instance_type == c.instance_type and c.local_batch_size >= batch_of(failed):
+            return f"its local batch {c.local_batch_size} is not below {batch_of(failed)}, which ran out of memory."
     return f"its local batch {c.local_batch_size} is above {bound[c.instance_type]}, the largest that safely fits."
+
+
+def nothing_fits(
+    spec: wire.JobSpec,
+    models: Mapping[str, MemoryModel],
+    capacities: Mapping[str, float],
+    failures: Sequence[RunSummary],
+) -> str:
+    """In a sentence, that memory leaves no candidate, for which reason on each instance type, and the remedy."""
+    smallest = spec.batch.min_local_batch_size
+    reasons = []
+    for cluster in spec.cluster:
+        name = cluster.instance_type
+        own = [failed for failed in failures if failed.configuration.instance_type == name]
+        if own:
+            reasons.append(f"{named(min(own, key=batch_of))} ran out of memory")
+        elif name in models and name in capacities:
+            needed = float(models[name].predict([float(smallest)]).mean_bytes[0])
+            reasons.append(
+                f"a rank of {name} is expected to need {_gib(needed)} at a local batch of {smallest}, of which the "
+                f"device has {_gib(capacities[name])}"
+            )
+    return (
+        f"memory: no candidate is left, since {'; '.join(reasons)}; lower min_local_batch_size, use a larger instance "
+        "type, or shard parameters and optimizer state."
+    )
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / 2**30:,.3g} GiB" if amount < 1000 * 2**30 else f"{amount / 2**30:,.0f} GiB"
