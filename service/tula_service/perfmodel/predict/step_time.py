@@ -216,7 +216,7 @@ def fit_step_time(
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
         return unmeasured_model(priors, candidates, interval_scale=interval_scale)
     merged, notes = merge_repeats(observations)
-    notes = (*notes, *statements(merged.observations.points))
+    notes = (*notes, *statements(merged.observations))
     types = np.array(merged.observations.points.instance_type, dtype=object)
     names, counts = np.unique(types, return_counts=True)
     by_count = [str(names[i]) for i in np.lexsort((names, -counts))]

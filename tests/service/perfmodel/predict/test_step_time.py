@@ -116,6 +116,35 @@ def test_one_bad_run_does_not_bend_the_rest():
     assert np.median(errors) < 0.06
 
 
+@pytest.mark.parametrize(
+    ("slow", "fast", "said"),
+    [
+        (
+            Configuration(1, 4, 128),
+            Configuration(4, 4, 128),
+            "A step of 1 node at local batch 128 took 5 times as long",
+        ),
+        (
+            Configuration(2, 4, 8),
+            Configuration(2, 4, 128),
+            "as one of 2 nodes at local batch 128, which has more to do",
+        ),
+        (Configuration(4, 4, 128), Configuration(1, 4, 128), None),
+        (Configuration(1, 4, 128), Configuration(4, 2, 128), None),
+        (Configuration(1, 4, 128), Configuration(4, 4, 64), None),
+        (Configuration(1, 4, 128, 2), Configuration(4, 4, 128, 1), None),
+        (Configuration(1, 4, 128, 1, "old"), Configuration(4, 4, 128, 1, "new"), None),
+    ],
+)
+def test_less_work_that_took_far_longer_is_said_to_have_run_under_other_conditions(slow, fast, said):
+    told = " ".join(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1])).notes)
+    if said is None:
+        assert "other conditions" not in told
+    else:
+        assert said in told
+        assert "measure both again" in told
+
+
 def test_repeats_are_merged_and_contradictions_are_named():
     repeated = [*PLANNED, PLANNED[0], PLANNED[0]]
     times = [overlap_time(c) for c in PLANNED] + [overlap_time(PLANNED[0]), 5 * overlap_time(PLANNED[0])]
