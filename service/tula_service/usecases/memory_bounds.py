@@ -18,6 +18,7 @@ __all__ = ["fitted", "nothing_fits", "safety_of", "why_not"]
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
 _COUNTING_SD = 0.1
+_SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
 # Context, kernels and libraries of a process on a device, where nobody read them: half to one and a quarter GB on
 # accelerators, and never much of what is there.
 _CONTEXT_BYTES, _MOST_OF_CAPACITY, _CONTEXT_SD = 0.75e9, 0.1, 0.7
@@ -68,6 +69,9 @@ def fitted(
             model = None
         if capacity is not None:
             capacities[name] = float(capacity)
+            tried = any(c.instance_type == name for c, _ in rows)
+            if not tried and _counted(spec.model) > capacity:  # a script that shards was measured, and fits
+                sentences.append(f"Memory of {name}: {_too_large(spec.model, capacity)}: {_SHARD}.")
         fitting = max((c.local_batch_size for c, s in rows if c.instance_type == name), default=0)
         bound: int | None = None
         if model is not None:
@@ -98,10 +102,22 @@ def _memory_prior(model: wire.ModelSpec, context: float) -> MemoryPrior:
     slope = model.activation_bytes_per_sample or None
     if model.parameters is None:
         return MemoryPrior(bytes_per_sample=slope)
-    counted = float(model.parameters * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+    counted = _counted(model)
     static = counted + context
     sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static
     return MemoryPrior(bytes_per_sample=slope, static_bytes=static, static_sd=sd)
+
+
+def _counted(model: wire.ModelSpec) -> float:
+    """Bytes of parameters, gradients and optimizer state in single precision; 0 where nobody counted parameters."""
+    return float((model.parameters or 0) * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+
+
+def _too_large(model: wire.ModelSpec, capacity: float) -> str:
+    return (
+        f"parameters, gradients and optimizer state alone need at least {_gib(_counted(model))} a rank in single "
+        f"precision, of which the device has {_gib(capacity)}"
+    )
 
 
 def _context_of(reading: MemoryReading, assumed: float) -> float:
@@ -146,6 +162,8 @@ def nothing_fits(
         own = [failed for failed in failures if failed.configuration.instance_type == name]
         if own:
             reasons.append(f"{named(min(own, key=batch_of))} ran out of memory")
+        elif name in capacities and _counted(spec.model) > capacities[name]:
+            reasons.append(_too_large(spec.model, capacities[name]))
         elif name in models and name in capacities:
             needed = float(models[name].predict([float(smallest)]).mean_bytes[0])
             reasons.append(

@@ -19,6 +19,7 @@ from tula_service.usecases.settle import settle
 __all__ = ["change", "get", "list_jobs", "register"]
 
 _LONGEST_KEY = 200
+_LEAST_MEMORY_BYTES = 2**26
 
 
 def register(
@@ -34,6 +35,7 @@ def register(
         raise Forbidden("An agent token is bound to one job: register with a user token.")
     if idempotency_key is not None and not 0 < len(idempotency_key) <= _LONGEST_KEY:
         raise InvalidInput(f"Idempotency-Key must have 1 to {_LONGEST_KEY} characters.", field="Idempotency-Key")
+    _check_memory(spec)
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
     fingerprint = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -149,6 +151,18 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
             for cluster in spec.cluster
         ]
     return spec.model_copy(update=changed)
+
+
+def _check_memory(spec: wire.JobSpec) -> None:
+    """Refuse a device's memory that was meant in another unit; what was registered before may still be changed."""
+    for row, cluster in enumerate(spec.cluster):
+        given = cluster.memory_bytes_per_rank
+        if given is not None and given < _LEAST_MEMORY_BYTES:
+            raise InvalidInput(
+                f"memory_bytes_per_rank is {given}, less than any device has: give bytes, for example 17179869184 for "
+                "16 GiB, or leave it out.",
+                field=f"cluster.{row}.memory_bytes_per_rank",
+            )
 
 
 def _check(spec: wire.JobSpec) -> None:

@@ -27,7 +27,7 @@ clusters = st.fixed_dictionaries(
         "ranks_per_node": count,
         "accelerator": st.sampled_from(["V100-16GB", "abacus"]),
         "network_gbps": positive,
-        "memory_bytes_per_rank": st.sampled_from([0, 1, 2**34, 2**60]),
+        "memory_bytes_per_rank": st.sampled_from([0, 2**26, 2**34, 2**60]),
         "price": st.fixed_dictionaries({"usd_per_node_hour": st.one_of(st.just(0.0), positive)}),
     },
 )

@@ -130,6 +130,14 @@ def test_what_no_field_may_hold_is_refused_by_name(changes: dict[str, Any], fiel
         ),
         ({"dataset": {"size": 16}}, "batch", "data set of 16 examples"),
         ({"batch": {"global_batch_size": 7}}, "batch", "."),
+        *(
+            (
+                {"cluster": {"max_nodes": 2, "memory_bytes_per_rank": given}},
+                "cluster.0.memory_bytes_per_rank",
+                "give bytes, for example 17179869184 for 16 GiB",
+            )
+            for given in (0, 16, 80, 2**26 - 1)
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(

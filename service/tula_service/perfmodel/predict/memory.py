@@ -270,12 +270,11 @@ def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, tuple
     if observed.capacity_bytes is None or not bool((peaks > observed.capacity_bytes).any()):
         return batches, peaks, ()
     above = peaks > observed.capacity_bytes
-    note = (
-        f"{int(above.sum())} memory reading(s) above the capacity of {observed.capacity_bytes:.4g} bytes are left out; "
-        "check the capacity and the unit."
-    )
+    capacity = f"the capacity of {observed.capacity_bytes / 2**30:,.3g} GiB"
+    remedy = "check the capacity (cluster.memory_bytes_per_rank) and that both count bytes."
     if above.all():
         raise ObservationError(
-            f"peak_bytes: every reading is above the capacity of {observed.capacity_bytes:.4g} bytes."
+            f"peak_bytes: every reading is above {capacity}, the least at {peaks.min() / 2**30:,.3g} GiB; {remedy}"
         )
+    note = f"{int(above.sum())} memory reading(s) above {capacity} are left out; {remedy}"
     return batches[~above], peaks[~above], (note,)

@@ -107,7 +107,9 @@ def test_readings_above_the_capacity_are_left_out_and_said():
     model = fit_memory(observed)
     assert any("above the capacity" in note for note in model.notes)
     assert model.predict([64.0]).mean_bytes[0] == pytest.approx(line(64), rel=0.1)
-    with pytest.raises(ObservationError, match="every reading is above"):
+    with pytest.raises(
+        ObservationError, match=r"every reading is above .* 16 GiB, .* 100 GiB; check .*memory_bytes_per_rank"
+    ):
         fit_memory(MemoryObservations([16], [100 * GIB], capacity_bytes=16 * GIB))
 
 
