@@ -67,7 +67,7 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, value: Sequence[f
     if located is None:
         return KneeFinding(None, "no knee: Kneedle finds none on the fitted curve.")
     batch = float(2.0 ** float(located))
-    return KneeFinding(batch, f"beyond a global batch of about {batch:.0f} the curve flattens.")
+    return KneeFinding(batch, f"beyond a global batch of about {batch:.0f} each doubling gains less than the last.")
 
 
 def _noise(y: npt.NDArray[np.float64]) -> float:
