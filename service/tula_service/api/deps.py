@@ -14,16 +14,17 @@ from fastapi import Depends, Request
 from tula_service.api.metric_set import Metrics
 from tula_service.api.security.limiter import Limiter
 from tula_service.api.security.scopes import is_ingest, required_scopes
-from tula_service.errors import Busy, Forbidden, Unauthenticated
+from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import Access, Principal
 from tula_service.usecases.ingest import Ingest
 
-__all__ = ["Caller", "Current", "Services", "authenticate", "error_answers", "services"]
+__all__ = ["Caller", "Current", "Services", "authenticate", "error_answers", "known_query", "services"]
 
 _SAFE: Final = frozenset({"GET", "HEAD"})
 _OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+_LONGEST_NAME: Final = 64
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
@@ -83,6 +84,18 @@ async def authenticate(request: Request) -> Principal:
         have.metrics.limited.inc()
         raise
     return principal
+
+
+async def known_query(request: Request) -> None:
+    """Refuse a query parameter that the route does not have, as a body's unknown field is: it may be a misspelling."""
+    dependant = request.scope["route"].dependant
+    known = [param.alias for param in dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            # The name is a stranger's text: it is shortened, and repeated as data.
+            raise InvalidInput(
+                f"There is no parameter {name[:_LONGEST_NAME]!r}: use {', '.join(known)}.", field=name[:_LONGEST_NAME]
+            )
 
 
 def _secret(request: Request) -> str | None:

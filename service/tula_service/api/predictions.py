@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import Caller, Current, known_query
 from tula_service.usecases import predict
 from tula_wire import Predictions, routes
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["recommendation"])
+router = APIRouter(tags=["recommendation"], dependencies=[Depends(known_query)])
 
 Counts = Annotated[list[Annotated[int, Query(ge=1, le=2**31 - 1)]], Query(max_length=64)]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import Caller, Current, known_query
 from tula_service.usecases import recommend
 from tula_wire import Objective, Recommendation, routes
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["recommendation"])
+router = APIRouter(tags=["recommendation"], dependencies=[Depends(known_query)])
 
 
 @router.get(routes.JOB_RECOMMENDATION, response_model=Recommendation)

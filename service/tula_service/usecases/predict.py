@@ -23,7 +23,8 @@ MOST_CONFIGURATIONS = 1024
 class WhatIf:
     """A question: every combination of these values; an empty list means all that the job may use.
 
-    `global_batch_size` and `local_batch_size` exclude each other. Prices and deadline replace the job's own.
+    `global_batch_size` and `local_batch_size` exclude each other; no global batch may exceed the data set. Prices and
+    deadline replace the job's own.
     """
 
     num_nodes: Sequence[int] = ()
@@ -79,6 +80,10 @@ def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: Wh
             "Give global_batch_size or local_batch_size, not both: each follows from the other.",
             field="local_batch_size",
         )
+    size = spec.dataset.size
+    for total in question.global_batch_size:
+        if total > size:
+            raise _too_large(total, size, "global_batch_size")
     clusters = {cluster.instance_type: cluster for cluster in spec.cluster}
     for name in question.instance_type:
         if name not in clusters:
@@ -106,6 +111,10 @@ def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: Wh
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
                 )
+    beyond = {c for c in found if c.global_batch_size > size}
+    if beyond and (beyond == found or (question.num_nodes and question.local_batch_size)):
+        field = "local_batch_size" if question.local_batch_size else "num_nodes"
+        raise _too_large(max(c.global_batch_size for c in beyond), size, field)
     if not found:
         worlds = sorted({cluster.ranks_per_node for cluster in clusters.values()})
         raise InvalidInput(
@@ -113,4 +122,12 @@ def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: Wh
             f"({', '.join(map(str, worlds))}).",
             field="global_batch_size",
         )
-    return tuple(sorted(found))
+    return tuple(sorted(found - beyond))
+
+
+def _too_large(total: int, size: int, field: str) -> InvalidInput:
+    return InvalidInput(
+        f"A global batch of {total} is more than the data set's {size} examples, so that no epoch has a whole step: "
+        f"ask for a smaller {field}.",
+        field=field,
+    )

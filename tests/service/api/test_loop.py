@@ -184,6 +184,9 @@ def test_refusals_name_what_to_do(client: httpx.Client) -> None:
         client.get(path(wire.routes.JOB_RECOMMENDATION, job_id=job_id), params={"objective": "x"}), 422, "objective"
     )
     problem(client.get(path(wire.routes.JOB_PREDICTIONS, job_id=job_id), params={"num_nodes": 0}), 422, "num_nodes.0")
+    for route, known in ((wire.routes.JOB_PREDICTIONS, "num_nodes"), (wire.routes.JOB_RECOMMENDATION, "objective")):
+        found = problem(client.get(path(route, job_id=job_id), params={"foo": 1}), 422, "foo")
+        assert known in found.detail
     problem(client.get(path(wire.routes.RUN, run_id="run-none")), 404, None)
     problem(client.get(path(wire.routes.JOB_EVENTS, job_id="job-none")), 404, None)
     problem(client.get(path(wire.routes.JOB_EVENTS, job_id=job_id), headers={"Last-Event-ID": "new"}), 422, None)

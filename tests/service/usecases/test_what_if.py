@@ -55,6 +55,10 @@ def test_a_what_if_grid_price_and_deadline_replace_the_jobs_own(profiled: tuple[
         ({"instance_type": ["p4d"]}, "instance_type"),
         ({"usd_per_node_hour": float("nan")}, "usd_per_node_hour"),
         ({"deadline_s": float("inf")}, "deadline_s"),
+        ({"global_batch_size": [256, 200_000]}, "global_batch_size"),
+        ({"local_batch_size": [100_001]}, "local_batch_size"),
+        ({"num_nodes": [1, 8], "local_batch_size": [32, 10_000]}, "local_batch_size"),
+        ({"num_nodes": [2_000_000]}, "num_nodes"),
         ({"num_nodes": list(range(1, 50)), "local_batch_size": list(range(1, 50))}, "num_nodes"),
     ],
 )
@@ -65,6 +69,14 @@ def test_a_question_without_an_answer_is_refused_by_field(
     with pytest.raises(InvalidInput) as caught:
         ask(cluster, job_id, **question)
     assert caught.value.field == field
+
+
+def test_no_answer_has_less_than_a_step_an_epoch(profiled: tuple[Cluster, str]) -> None:
+    cluster, job_id = profiled
+    for question in ({"num_nodes": [1000]}, {"local_batch_size": [20_000]}):
+        totals = [c.global_batch_size for c in ask(cluster, job_id, **question).candidates]
+        assert totals
+        assert max(totals) <= 100_000
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
