@@ -87,7 +87,7 @@ def spec(request: pytest.FixtureRequest) -> JobSpec:
     """A job of this test's own."""
     return JobSpec.model_validate(
         {
-            "name": request.node.name,
+            "name": request.node.name[:200],
             "model": {"name": "resnet50"},
             "dataset": {"size": 50_000},
             "epochs": 10,

@@ -154,49 +154,6 @@ def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, job: str, tmp_path:
     assert (code, ".parquet" in err) == (2, True)
 
 
-def test_steps_measured_elsewhere_lead_to_a_recommendation(
-    tula: Tula, address: str, spec: JobSpec, csv_file: Path
-) -> None:
-    with Client(address, token="") as client:
-        job = client.register(spec).job.id
-    first = answer(tula("import", job, str(csv_file), "--json"))
-    assert (first["rows"], len(first["runs"])) == (48, 4)
-    assert answer(tula("import", job, str(csv_file), "--json"))["runs"] == first["runs"]
-    found = answer(tula("recommend", job, "--json"))
-    assert (found["basis"], found["model"]["num_samples"]) == ("profiled", 48)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "lacks 'num_nodes', 'local_batch_size', 'step_time_s'"),
-        ("num_nodes,local_batch_size,step_time\n1,2,3\n", "does not know 'step_time'"),
-        ("num_nodes,local_batch_size,step_time_s\n", "no measurements"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32\n", "line 2: give 3 values"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,1,1\n", "line 2: give 3 values"),
-        ("num_nodes,local_batch_size,step_time_s\n0,32,1\n", "line 2: num_nodes"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: 'nan'"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s must be above 0"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is no number"),
-        ("num_nodes,local_batch_size,step_time\n1,32,1\n", "'step_time' (did you mean step_time_s?)"),
-        ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "has twice 'num_nodes'"),
-    ],
-)
-def test_a_wrong_file_is_explained_and_nothing_is_stored(
-    tula: Tula, address: str, spec: JobSpec, tmp_path: Path, text: str, said: str
-) -> None:
-    with Client(address, token="") as client:
-        job = client.register(spec).job.id
-        path = tmp_path / "wrong.csv"
-        path.write_text(text)
-        code, _, err = tula("import", job, str(path))
-        assert code == 2
-        assert said in err
-        assert client.runs(job, kind="profile").runs == [] or all(
-            run.num_samples == 0 for run in client.runs(job, kind="profile").runs
-        )
-
-
 def test_watch_shows_runs_and_the_shape_of_a_series(tula: Tula, job: str) -> None:
     code, out, _ = tula("watch", job, "--once")
     assert code == 0

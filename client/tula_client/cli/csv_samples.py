@@ -11,10 +11,11 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from tula_client._faults import faults
 from tula_client.cli.exits import UsageError
-from tula_wire import DEFAULT_INSTANCE_TYPE, MAX_STEPS, Configuration, MemoryBreakdown, SampleBatch
+from tula_wire import DEFAULT_INSTANCE_TYPE, MAX_STEPS, Configuration, JobSpec, SampleBatch
 
-__all__ = ["COLUMNS", "Measured", "parse"]
+__all__ = ["COLUMNS", "Measured", "check", "parse"]
 
 REQUIRED: Final = {
     "num_nodes": "nodes of the run",
@@ -31,6 +32,7 @@ OPTIONAL: Final = {
     "peak_bytes": "peak memory of a rank, in bytes",
 }
 COLUMNS: Final = REQUIRED | OPTIONAL
+_REMEDY: Final = ": mend the line or remove it"
 TIMES: Final = ("compute_time_s", "exposed_comm_time_s", "input_time_s")
 
 
@@ -42,15 +44,19 @@ class Measured:
     step_time_s: list[float] = field(default_factory=list)
     parts_s: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in TIMES})
     peak_bytes: int | None = None
+    lines: list[int] = field(default_factory=list)
+    """Where each step stands in the file, from 1."""
+    peak_line: int = 0
 
     def batches(self, boot_id: str) -> list[SampleBatch]:
         """What to send; the same `boot_id` makes a repetition harmless."""
-        return [self._batch(boot_id, start) for start in range(0, len(self.step_time_s), MAX_STEPS)]
+        return [self.batch(boot_id, start) for start in range(0, len(self.step_time_s), MAX_STEPS)]
 
-    def _batch(self, boot_id: str, start: int) -> SampleBatch:
+    def batch(self, boot_id: str, start: int) -> SampleBatch:
+        """The steps from `start` on, as many as go at once; raises `pydantic.ValidationError` for one out of range."""
         rows = slice(start, start + MAX_STEPS)
         sequence = list(range(len(self.step_time_s)))[rows]
-        memory = None if self.peak_bytes is None else MemoryBreakdown(method="reported", peak_bytes=self.peak_bytes)
+        memory = None if self.peak_bytes is None else {"method": "reported", "peak_bytes": self.peak_bytes}
         parts = {name: values[rows] for name, values in self.parts_s.items()}
         known = {name: values for name, values in parts.items() if any(value is not None for value in values)}
         return SampleBatch.model_validate(
@@ -83,16 +89,51 @@ def parse(lines: Iterable[str]) -> list[Measured]:
         measured = found.setdefault(configuration, Measured(configuration))
         step_time_s = _number(row, "step_time_s", reader.line_num)
         if not step_time_s:
-            raise UsageError(f"line {reader.line_num}: step_time_s must be above 0: remove the line or mend it")
+            raise UsageError(f"line {reader.line_num}: step_time_s must be above 0{_REMEDY}")
         measured.step_time_s.append(step_time_s)
+        measured.lines.append(reader.line_num)
         for name, values in measured.parts_s.items():
             values.append(_number(row, name, reader.line_num))
         peak = _number(row, "peak_bytes", reader.line_num)
-        if peak is not None:
-            measured.peak_bytes = max(measured.peak_bytes or 0, int(peak))
+        if peak is not None and (measured.peak_bytes is None or peak > measured.peak_bytes):
+            measured.peak_bytes, measured.peak_line = int(peak), reader.line_num
     if not found:
         raise UsageError("the file has a heading but no measurements: add one line a step")
+    for measured in found.values():
+        _check_ranges(measured)
     return list(found.values())
+
+
+def check(found: Iterable[Measured], spec: JobSpec) -> None:
+    """Refuse what lies outside of the job, where no recommendation can use it; raises `UsageError` naming the line."""
+    clusters = {cluster.instance_type: cluster for cluster in spec.cluster}
+    most_local = spec.batch.max_local_batch_size
+    for one in found:
+        line, configuration = one.lines[0], one.configuration
+        cluster = clusters.get(configuration.instance_type)
+        if cluster is None:
+            said = f"instance_type: the job has no {configuration.instance_type!r}: use {' or '.join(clusters)}"
+        elif configuration.num_nodes > cluster.max_nodes:
+            said = f"num_nodes: {configuration.num_nodes} is more than the job's max_nodes of {cluster.max_nodes}"
+        elif most_local is not None and configuration.local_batch_size > most_local:
+            said = f"local_batch_size: {configuration.local_batch_size} is above the job's maximum of {most_local}"
+        else:
+            continue
+        raise UsageError(f"line {line}: {said}{_REMEDY if cluster else ''}")
+
+
+def _check_ranges(measured: Measured) -> None:
+    """Raise `UsageError` for the first value beyond what the wire takes, with its line."""
+    start = 0
+    try:
+        for start in range(0, len(measured.step_time_s), MAX_STEPS):
+            measured.batch("check", start)
+    except ValidationError as error:
+        place, said = faults(error)[0]
+        *_, name = (str(part) for part in place if isinstance(part, str))
+        row = next((part for part in place if isinstance(part, int)), 0)
+        line = measured.peak_line if name == "peak_bytes" else measured.lines[start + row]
+        raise UsageError(f"line {line}: {name}: {said.rstrip('.')}, or remove the line") from None
 
 
 def _check_header(names: list[str]) -> None:
@@ -126,8 +167,8 @@ def _configuration(row: Mapping[str, str], line: int) -> Configuration:
     try:
         return Configuration.model_validate_strings(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise UsageError(f"line {line}: {first['loc'][0]}: {first['msg']}") from None
+        place, said = faults(error)[0]
+        raise UsageError(f"line {line}: {place[0]}: {said.rstrip('.')}, or remove the line") from None
 
 
 def _number(row: Mapping[str, str], name: str, line: int) -> float | None:
@@ -137,7 +178,7 @@ def _number(row: Mapping[str, str], name: str, line: int) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        raise UsageError(f"line {line}: {name}: {text!r} is no number") from None
+        raise UsageError(f"line {line}: {name}: {text!r} is no number{_REMEDY}") from None
     if not math.isfinite(value) or value < 0:
-        raise UsageError(f"line {line}: {name}: {text!r} must be a finite number, 0 or above")
+        raise UsageError(f"line {line}: {name}: {text!r} must be a finite number, 0 or above{_REMEDY}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -14,12 +15,12 @@ from typing import Annotated, Literal
 import typer
 
 from tula_client._client import Client
-from tula_client._errors import MissingExtraError
+from tula_client._errors import MissingExtraError, TulaError
 from tula_client.cli import csv_samples, units
 from tula_client.cli.exits import UsageError
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit
-from tula_client.handle import JobHandle, all_runs
+from tula_client.handle import JobHandle, all_runs, find_job
 from tula_client.plots import FORMATS
 from tula_client.tables import Row, Table
 from tula_wire import Run, RunCreate, RunPatch
@@ -100,16 +101,25 @@ def import_(
         raise UsageError(f"{file} is no CSV file ({error})") from None
     boot_id = "csv-" + hashlib.sha256(text.encode()).hexdigest()[:16]
     with connect() as client:
-        handle = JobHandle.of(client, job)
-        runs = [_send(client, handle.id, one, boot_id) for one in measured]
-    rows = sum(len(one.step_time_s) for one in measured)
+        found = client.job(find_job(client, job))
+        csv_samples.check(measured, found.spec)
+        sent = [_send(client, found.id, one, boot_id) for one in measured]
+    rows, new = sum(len(one.step_time_s) for one in measured), sum(stored for _, stored in sent)
     configurations = "; ".join(units.configuration(one.configuration) for one in measured)
-    told = f"Stored {rows} steps of {len(runs)} configuration{'s' if len(runs) != 1 else ''}: {configurations}."
-    emit({"job_id": handle.id, "rows": rows, "runs": [run.id for run in runs]}, told, as_json)
+    told = (
+        f"{new} new, {rows - new} known before: steps of {len(sent)} configuration{'s' if len(sent) != 1 else ''}: "
+        f"{configurations}."
+    )
+    plain = {"job_id": found.id, "rows": rows, "new": new, "known": rows - new, "runs": [run.id for run, _ in sent]}
+    emit(plain, told, as_json)
 
 
-def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) -> Run:
-    """Store one configuration's steps as a profiling run; a run that an earlier import left is found and finished."""
+def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) -> tuple[Run, int]:
+    """Store one configuration's steps as a profiling run; the run, and how many of them are new.
+
+    A run that an earlier import left is found and finished. One that cannot be sent whole is cancelled, so that nobody
+    waits for it.
+    """
     mark = f"import:{boot_id}"
     earlier = [run for run in all_runs(client, job_id) if run.method == mark and run.configuration == one.configuration]
     run = next((run for run in earlier if run.state in ("claimed", "running", "succeeded")), None)
@@ -117,10 +127,14 @@ def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) 
         wanted = RunCreate(kind="profile", configuration=one.configuration, method=mark, holder=mark)
         run = client.create_run(job_id, wanted)
     if run.state == "succeeded":
-        return run
-    for batch in one.batches(boot_id):
-        client.send_samples(run.id, batch)
-    return client.patch_run(run.id, RunPatch(state="succeeded", holder=mark))
+        return run, 0
+    try:
+        stored = sum(client.send_samples(run.id, batch).stored for batch in one.batches(boot_id))
+        return client.patch_run(run.id, RunPatch(state="succeeded", holder=mark)), stored
+    except BaseException:
+        with contextlib.suppress(TulaError):
+            client.patch_run(run.id, RunPatch(state="cancelled", holder=mark, message="Its import did not end."))
+        raise
 
 
 def _format(output: Path | None, as_json: bool) -> Format:
