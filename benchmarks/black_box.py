@@ -16,7 +16,7 @@ import argparse
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -100,14 +100,13 @@ def compare(workload: Workload) -> dict[tuple[str, str], list[tuple[float, bool]
         limits = Limits(deadline_s=deadline_s) if name == "deadline" else Limits()
         objective = Objective.TIME if name == "time" else Objective.COST
         goal = Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)}, limits)
-        searches: dict[str, Callable[[random.Random], Placement]] = {
-            "random": lambda dice, p=paid, d=deadline_s: drawn(times, p, d, dice),  # type: ignore[misc]
-            "bayes": lambda dice, p=paid, d=deadline_s: bayes(times, p, d, dice),  # type: ignore[misc]
-            "tula": lambda _, g=goal: ours(workload, g),  # type: ignore[misc]
+        chosen = {
+            "random": [drawn(times, paid, deadline_s, random.Random(seed)) for seed in range(SEEDS)],
+            "bayes": [bayes(times, paid, deadline_s, random.Random(seed)) for seed in range(SEEDS)],
+            "tula": [ours(workload, goal)],
         }
-        for search, choose in searches.items():
-            chosen = [choose(random.Random(seed)) for seed in range(1 if search == "tula" else SEEDS)]
-            found[name, search] = [(paid[c] / best - 1.0, times[c] > deadline_s) for c in chosen]
+        for search, choices in chosen.items():
+            found[name, search] = [(paid[c] / best - 1.0, times[c] > deadline_s) for c in choices]
     return found
 
 
