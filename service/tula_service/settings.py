@@ -17,8 +17,8 @@ class SettingsError(ValueError):
     """A setting that cannot be used; the message names it and says what to give."""
 
 
-def _setting(default: Any, about: str, *, least: float | None = None) -> Any:
-    return field(default=default, metadata={"about": about, "least": least})
+def _setting(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
+    return field(default=default, metadata={"about": about, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Settings:
 
     database: str = _setting("tula.db", "SQLite file, or postgresql+psycopg:// URL.")
     host: str = _setting("127.0.0.1", "Address to listen on; any but loopback needs a token to exist first.")
-    port: int = _setting(8321, "Port to listen on; 0 takes a free one.", least=0)
+    port: int = _setting(8321, "Port to listen on; 0 takes a free one.", least=0, most=65_535)
     workers: int = _setting(1, "Processes that serve; they share the database, metrics and limits.", least=1)
     threads: int = _setting(16, "Requests that a worker works on at once, and its database connections.", least=2)
     max_in_flight: int = _setting(256, "Requests that a worker holds at once; more are told to come back.", least=1)
@@ -44,7 +44,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Read `TULA_*`. Raises SettingsError for a value of the wrong kind or below its least."""
+        """Read `TULA_*`. Raises SettingsError for a value of the wrong kind, below its least or above its most."""
         given = {
             item.name: _parsed(item, environment[PREFIX + item.name.upper()])
             for item in dataclasses.fields(cls)
@@ -55,9 +55,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise SettingsError for a value that no service can run with."""
         for item in dataclasses.fields(self):
-            least = item.metadata["least"]
+            least, most = item.metadata["least"], item.metadata["most"]
             if least is not None and not getattr(self, item.name) >= least:
                 raise SettingsError(f"{PREFIX}{item.name.upper()} must be at least {least}: set it higher.")
+            if most is not None and not getattr(self, item.name) <= most:
+                raise SettingsError(f"{PREFIX}{item.name.upper()} must be at most {most}: set it lower.")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError(f"{PREFIX}LOG_LEVEL is {self.log_level!r}: use debug, info, warning or error.")
 

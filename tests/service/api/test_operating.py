@@ -125,6 +125,18 @@ def test_an_older_schema_is_refused_with_the_command_that_upgrades_it(
     store.close()
 
 
+@pytest.mark.parametrize(("port", "said"), [("99999", "at most 65535"), ("-1", "at least 0")])
+def test_a_port_that_no_machine_has_is_refused_in_one_sentence(
+    tula: Callable[..., Result], tmp_path: Path, port: str, said: str
+) -> None:
+    refused = tula("serve", "--port", port, "--database", str(tmp_path / "new.db"))
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("tula: TULA_PORT must be ")
+    assert said in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "new.db").exists()
+
+
 def test_what_a_browser_with_a_session_asks_for_is_counted_by_its_route(service: Service) -> None:
     secret = service.token("admin")
     with service.client() as browser:
