@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.client.test_bad_input import spec_file
-from tests.client.test_cli import Tula, tula
+from tests.client.test_cli import Tula, answer, tula
 from tests.client.test_client import profile
 from tula_client import Client
 from tula_client.launch import WorkDir, load_spec, register
@@ -121,3 +122,24 @@ def test_tune_says_what_it_changed_and_goes_on(tula: Tula, tmp_path: Path, addre
     assert tula("recommend", tmp_path.name)[0] == 0
     code, out, _ = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
     assert (code, "is changed" in out) == (0, False)
+
+
+def test_jobs_add_registers_without_running_and_says_what_recommend_says(
+    tula: Tula, tmp_path: Path, address: str
+) -> None:
+    path, name = spec_file(tmp_path, tmp_path.name), tmp_path.name
+    first = answer(tula("jobs", "add", path, "--json"))
+    assert first == answer(tula("recommend", name, "--json"))
+    assert first["basis"] in ("prior", "transfer")
+    with Client(address, token="") as client:
+        assert client.job(first["job_id"]).runs_done == 0
+        assert len(client.jobs(search=name).jobs) == 1
+    code, out, err = tula("jobs", "add", path)
+    assert (code, err) == (0, "")
+    title, shown = out.split("\n", 1)
+    assert title.split() == [name, first["job_id"]]
+    assert shown == tula("recommend", name)[1]
+    code, out, err = tula("jobs", "add", spec_file(tmp_path, name, objective='"cost"'), "--json")
+    assert (code, "objective knee -> cost" in err) == (0, True)
+    assert json.loads(out)["objective"] == "cost"
+    assert tula("jobs", "add", str(tmp_path / "none.toml"))[0] == 2

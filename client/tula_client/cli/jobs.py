@@ -1,7 +1,8 @@
-"""`tula jobs`: list, show, archive and delete."""
+"""`tula jobs`: add, list, show, archive and delete."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +12,10 @@ from rich.text import Text
 from tula_client.cli import units
 from tula_client.cli.exits import UsageError
 from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import connect, emit, table
+from tula_client.cli.output import connect, emit, note, table
+from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import all_runs, find_job
+from tula_client.launch import load_spec, register
 from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
 
 __all__ = ["add_to", "job_view"]
@@ -20,12 +23,27 @@ __all__ = ["add_to", "job_view"]
 
 def add_to(app: typer.Typer) -> None:
     """Give `app` these commands."""
-    group = typer.Typer(help="List, show, archive and delete jobs.", no_args_is_help=True)
+    group = typer.Typer(help="Add, list, show, archive and delete jobs.", no_args_is_help=True)
+    group.command("add")(add)
     group.command("list")(list_jobs)
     group.command("show")(show)
     group.command("archive")(archive)
     group.command("delete")(delete)
     app.add_typer(group, name="jobs")
+
+
+def add(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")], as_json: Json = False
+) -> None:
+    """Register a job without running anything, and print what is recommended as of now; again, it finds the job."""
+    described = load_spec(spec)
+    with connect() as client:
+        found = register(client, described)
+        answer = client.recommendation(found.job.id)
+    for told in found.notes:
+        note(told)
+    title = Text.assemble((found.job.name, "bold"), f"  {found.job.id}")
+    emit(answer, Group(title, recommendation_view(answer)), as_json)
 
 
 def list_jobs(
@@ -149,7 +167,7 @@ def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
 
 def _list_view(page: JobPage) -> RenderableType:
     if not page.jobs:
-        return Text("No jobs. Register one with tula tune SPEC.toml -- COMMAND.")
+        return Text("No jobs. Register one with tula jobs add SPEC.toml, or tula tune SPEC.toml -- COMMAND.")
     rows = [
         [
             job.id,
