@@ -210,6 +210,7 @@ def _budget(spec: wire.JobSpec, runs: Sequence[RunRecord]) -> PlanBudget:
     )
     return PlanBudget(
         max_runs=profiling.max_runs or _DEFAULT_MOST_RUNS,
+        by_default=profiling.max_runs is None,
         max_gpu_seconds=profiling.max_gpu_seconds,
         spent_gpu_seconds=max(spent, 0.0),
         steps_per_run=profiling.profiling_warmup_steps + profiling.measuring_steps,

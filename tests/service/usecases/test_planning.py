@@ -69,7 +69,7 @@ def test_the_same_measurements_give_the_same_plan_and_choice(store: Store) -> No
 def test_a_budget_of_runs_is_kept_and_named(cluster: Cluster) -> None:
     job_id = cluster.register(spec(profiling={"max_runs": 2})).job.id
     assert len(cluster.work(job_id)) == 2
-    assert "2 runs" in cluster.job(job_id).plan_reason
+    assert cluster.job(job_id).plan_reason == "The budget of 2 runs (profiling.max_runs) is spent."
     assert cluster.recommendation(job_id).basis == "profiled"
 
 
@@ -200,6 +200,14 @@ def test_a_run_whose_lease_ran_out_half_way_is_made_again(cluster: Cluster, cloc
     (other, *_) = [c.configuration for c in cluster.recommendation(job_id).candidates]
     measure(cluster, job_id, other)
     assert left.id in {run.id for run in cluster.work(job_id)}
+
+
+def test_a_budget_that_nobody_set_is_called_the_default(cluster: Cluster) -> None:
+    created = cluster.register(spec(limits={"budget_usd": 1.0, "deadline_s": 1000.0}))
+    for candidate in created.recommendation.candidates[:8]:
+        measure(cluster, created.job.id, candidate.configuration)
+    reason = cluster.job(created.job.id).plan_reason
+    assert reason == "The budget of 8 runs (the default of profiling.max_runs) is spent."
 
 
 @pytest.mark.parametrize("search", ["adaptive", "full"])

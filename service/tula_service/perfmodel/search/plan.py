@@ -55,9 +55,13 @@ def plan(
     if not now.open_rows:
         return Plan((), None if now.pending else "Every candidate has been profiled.")
     if now.runs_left <= 0:
-        return Plan((), None if now.pending else f"The budget of {budget.max_runs} runs is spent.")
+        which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
+        spent = f"The budget of {budget.max_runs} run{'s' if budget.max_runs != 1 else ''} ({which}) is spent."
+        return Plan((), None if now.pending else spent)
     if not now.affordable:
-        spent = f"The rest of the budget of {budget.max_gpu_seconds:g} GPU-seconds pays for no further run."
+        spent = (
+            f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further run."
+        )
         return Plan((), None if now.pending else spent)
     if search is Search.FULL:
         runs = [PlannedRun(left[row], "Full search: every candidate is profiled.") for row in now.open_rows]

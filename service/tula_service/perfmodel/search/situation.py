@@ -19,12 +19,16 @@ __all__ = ["Plan", "PlanBudget", "PlannedRun", "Situation", "situation"]
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds."""
+    """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds.
+
+    `by_default`: nobody asked for just so many runs.
+    """
 
     max_runs: int | None = 6
     max_gpu_seconds: float | None = None
     spent_gpu_seconds: float = 0.0
     steps_per_run: int = 30
+    by_default: bool = False
 
     def __post_init__(self) -> None:
         """Raise ObservationError on limits that are negative."""
