@@ -94,7 +94,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
         lost=tuple(lost),
         new=_new_runs(spec, found, model, position),
         waiting=waiting,
-        reason=found.stop_reason or _progress(len(found.runs), len(kept)),
+        reason=(found.stop_reason or _progress(len(found.runs), len(kept))) + _failures(runs, evidence),
         expected=_expected(model, [run for run in kept if run.state is RunState.PENDING]),
         learnt=model if over else None,
         checked=validation.error_of(tx, job, spec, evidence) if over else None,
@@ -230,3 +230,15 @@ def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
 def _progress(new: int, pending: int) -> str:
     total = new + pending
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured." if total else "Waiting."
+
+
+def _failures(runs: Sequence[RunRecord], evidence: fitting.Evidence) -> str:
+    """How many configurations failed for a reason of their own, and the remedy; empty where none did."""
+    failed = {run.configuration for run in runs if run.state is RunState.FAILED} & evidence.unavailable
+    if not failed:
+        return ""
+    one = len(failed) == 1
+    return (
+        f" {len(failed)} configuration{'' if one else 's'} failed to run: fix the cause and register the job again to "
+        f"retry {'it' if one else 'them'}."
+    )

@@ -310,7 +310,8 @@ def _training_moved(tx: Transaction, run: RunRecord) -> None:
     elif run.state is RunState.SUCCEEDED:
         state = "finished"
     elif run.state.is_final and job.state == "training":
-        state = "ready"
+        waiting = tx.runs.list(run.job_id, kind=RunKind.PROFILE, states=_OPEN, limit=1)
+        state = "planning" if waiting else "ready"
     if state != job.state:
         tx.jobs.update(job.id, state=state)
         tx.events.append(job.id, "job", data={"state": state})

@@ -202,6 +202,23 @@ def test_a_run_whose_lease_ran_out_half_way_is_made_again(cluster: Cluster, cloc
     assert left.id in {run.id for run in cluster.work(job_id)}
 
 
+def test_a_plan_says_how_many_configurations_failed_and_how_to_retry_them(cluster: Cluster) -> None:
+    wanted = spec(search="full", cluster={"max_nodes": 2}, batch={"max_local_batch_size": 64})
+    job_id = cluster.register(wanted).job.id
+    for _ in range(2):
+        run = runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+        assert run is not None
+        cluster.patch(run.id, "failed")
+    cluster.work(job_id)
+    job = cluster.job(job_id)
+    assert job.state == "ready"
+    assert "2 configurations failed to run" in job.plan_reason
+    assert "register the job again" in job.plan_reason
+    again = cluster.register(wanted)
+    assert again.job.state == "planning"
+    assert "failed" not in again.job.plan_reason
+
+
 def test_a_budget_that_nobody_set_is_called_the_default(cluster: Cluster) -> None:
     created = cluster.register(spec(limits={"budget_usd": 1.0, "deadline_s": 1000.0}))
     for candidate in created.recommendation.candidates[:8]:

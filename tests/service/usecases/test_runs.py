@@ -155,6 +155,15 @@ def test_training_moves_the_job_along(cluster: Cluster) -> None:
     assert cluster.job(job_id).state == "finished"
 
 
+def test_a_job_whose_training_failed_is_not_ready_while_runs_of_its_plan_wait(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
+    cluster.patch(run.id, "failed")
+    assert cluster.job(job_id).state == "planning"
+    cluster.work(job_id)
+    assert cluster.job(job_id).state == "ready"
+
+
 def test_runs_are_listed_newest_first_in_pages(cluster: Cluster) -> None:
     job_id = cluster.register(spec(search="full")).job.id
     first = runs.list_runs(cluster.store, ANONYMOUS, job_id, limit=3)
