@@ -30,9 +30,9 @@ def why(spec: wire.JobSpec, basis: Basis, choice: Choice, *, efficiency: Efficie
         parts.append(f"{name_of(chosen.configuration)}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
-        if choice.objective is Objective.KNEE and chosen is choice.knee:
+        if choice.objective is Objective.KNEE and chosen is choice.knee and choice.within_limits_is_likely:
             parts.append(_knee(spec, chosen, choice))
-    counts = Counter(found.limit for found in choice.excluded)
+    counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
         said = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {said} of the candidates.")

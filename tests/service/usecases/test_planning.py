@@ -8,7 +8,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tests.support.clock import ManualClock
 from tula_service.store import Store
-from tula_service.usecases import runs
+from tula_service.usecases import register, runs
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -237,3 +237,18 @@ def test_enough_measured_outside_the_plan_ends_it_and_later_jobs_learn_from_it(c
     assert not [run for run in job.plan if run.state == "pending"]
     later = cluster.register(spec(name="later", model={"name": "another"}))
     assert later.recommendation.basis == "transfer"
+
+
+def test_where_nothing_keeps_the_limits_safely_one_thing_is_said_of_the_choice(profiled: tuple[Cluster, str]) -> None:
+    cluster, job_id = profiled
+    fastest = cluster.recommendation(job_id).least_time
+    assert fastest is not None
+    deadline_s = (fastest.total_time_s.value + fastest.total_time_s.high) / 2
+    for objective in ("time", "knee", "cost"):
+        patch = wire.JobPatch.model_validate({"limits": {"deadline_s": deadline_s}, "objective": objective})
+        register.change(cluster.store, ANONYMOUS, job_id, patch)
+        answer = cluster.recommendation(job_id)
+        assert answer.chosen is not None
+        assert "likeliest to keep the limits, with a chance of" in answer.why
+        assert "within the limits" not in answer.why
+        assert "The knee keeps" not in answer.why

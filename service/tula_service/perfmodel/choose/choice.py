@@ -73,8 +73,9 @@ def choose(
     """The best candidate for the objective inside the limits.
 
     A candidate passes the deadline and the budget only when the upper end of its interval does, so the 90 % interval
-    makes a broken promise rare. When none passes that way, the one whose mean passes by the widest margin is taken and
-    `within_limits_is_likely` is False. `Objective.TIME_TO_QUALITY` is least time: price with `steps_factor` first.
+    makes a broken promise rare. When none passes that way, the one whose mean passes by the widest margin is taken,
+    `within_limits_is_likely` is False and `reason` tells the chance. `Objective.TIME_TO_QUALITY` is least time: price
+    with `steps_factor` first.
     """
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")
@@ -94,7 +95,10 @@ def choose(
     at_knee = _nearest(finding, by_time)
     ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
     if not likely:
-        reason += " No candidate keeps the limits at the upper end of its interval; this one is the likeliest to."
+        reason = (
+            f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
+            "candidates keeps them at the upper end of its interval."
+        )
     frontier = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
     return Choice(
         objective=objective,
@@ -146,6 +150,7 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
         return Exclusion(estimate, "max_num_nodes", True, f"it needs {nodes} nodes, above {limits.max_num_nodes}.")
     if not math.isfinite(estimate.time_s.mean):
         return Exclusion(estimate, "interruptions", True, "spot interruptions would practically never let it finish.")
+    broken = []
     for name, value, limit, unit in (
         ("deadline_s", estimate.time_s, limits.deadline_s, "s"),
         ("budget_usd", estimate.cost_usd, limits.budget_usd, "USD"),
@@ -157,8 +162,19 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
             figure = value.mean if certain else value.high
             told, most = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
             sentence = f"its {end}, {told} {unit}, is above the {said} of {most} {unit}."
-            return Exclusion(estimate, name, certain, sentence)
-    return None
+            broken.append(Exclusion(estimate, name, certain, sentence))
+    # One that surely breaks the budget is no hope for the deadline.
+    return max(broken, key=lambda found: found.certain, default=None)
+
+
+def _chance(estimate: Estimate, limits: Limits) -> float:
+    """Probability of keeping the tighter limit: of one configuration time and cost err together."""
+    scores = [
+        math.log(limit / value.mean) / max(value.log_sd, 1e-9)
+        for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
+        if limit is not None and value.mean > 0
+    ]
+    return 0.5 * (1.0 + math.erf(min(scores, default=math.inf) / math.sqrt(2.0)))
 
 
 def _margin(estimate: Estimate, limits: Limits) -> float:

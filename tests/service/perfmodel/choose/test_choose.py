@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -195,6 +196,29 @@ def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
     safe = choose(Objective.COST, found, limits=Limits(deadline_s=times[2].high * 1.01))
     assert safe.chosen.configuration.num_nodes == 2
     assert safe.within_limits_is_likely
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_the_chance(objective):
+    found = estimates([(1, 64, 0.4), (2, 64, 0.3)])
+    mean, high = found[1].time_s.mean, found[1].time_s.high
+    chances = []
+    for limit in (mean * 1.001, math.sqrt(mean * high), high * 0.999):
+        choice = choose(objective, found, limits=Limits(deadline_s=limit))
+        assert choice.chosen.configuration.num_nodes == 2
+        assert "within the limits" not in choice.reason
+        chances.append(int(re.search(r"with a chance of (\d+)%", choice.reason)[1]))
+    assert chances[0] == 50
+    assert chances == sorted(chances)
+    assert chances[-1] == pytest.approx(95, abs=1)
+
+
+def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline():
+    (found,) = estimates([(2, 64, 0.4)])
+    limits = Limits(deadline_s=found.time_s.mean * 1.05, budget_usd=found.cost_usd.mean / 2)
+    choice = choose(Objective.TIME, [found], limits=limits)
+    assert choice.chosen is None
+    assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True)]
 
 
 def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
