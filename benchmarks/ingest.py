@@ -101,7 +101,7 @@ def prepare(database: str) -> tuple[list[str], str]:
     upgrade_schema(store.engine)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
-        new = NewRun(RunKind.TRAIN, Configuration(1, 1, 32), RunState.RUNNING)
+        new = NewRun(RunKind.TRAIN, Configuration(1, VARIANTS, 32), RunState.RUNNING)
         runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
     store.close()
     return runs, f"Authorization: Bearer {make_token(database, '--scope', 'user')}\r\n"

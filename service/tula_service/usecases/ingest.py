@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
 
 from tula_service.domain import RunKind, RunState
-from tula_service.errors import NotFound
+from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.search.stopping import measured_precisely_enough
 from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
 from tula_service.store.chunk_writer import ChunkWriter
@@ -55,7 +55,11 @@ class Ingest:
         self._announced: OrderedDict[str, float] = OrderedDict()
 
     def samples(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
-        """Store a batch of samples and say whether the run has been measured well enough. Raises NotFound."""
+        """Store a batch of samples and say whether the run has been measured well enough.
+
+        Raises NotFound, and InvalidInput for a rank that the run does not have: by what the process saw, or else by
+        its configuration.
+        """
         run_key, job_id = self._authorised(principal, run_id)
         new = samples_from_wire(batch)
         left: list[Work] = []
@@ -65,6 +69,8 @@ class Ingest:
             except sa.exc.IntegrityError:  # deleted since we learned of it
                 raise NotFound.of("run", run_id) from None
             run = tx.runs.get(run_id)  # deleted too, where SQLite has given its key to another run
+            if batch.rank >= (world_size := batch.world_size or run.configuration.world_size):
+                raise _no_such_rank(batch.rank, world_size)
             if counted.stored:
                 left = [work for observer in self._observers if (work := observer(tx, run, new)) is not None]
             stop, reason = self._verdict(tx, run)
@@ -143,6 +149,14 @@ class Ingest:
         if recent.step.size and precision > 0 and measured_precisely_enough(recent.step_time_s, precision):
             return True, f"The step time is known to within {precision:.1%} after {recent.step.size} steps."
         return False, None
+
+
+def _no_such_rank(rank: int, world_size: int) -> InvalidInput:
+    return InvalidInput(
+        f"rank is {rank}, but a run of {world_size} rank{'s' if world_size != 1 else ''} has 0 to {world_size - 1}: "
+        "send the rank as torch.distributed counts it, or the world_size that the process saw.",
+        field="rank",
+    )
 
 
 def samples_from_wire(batch: SampleBatch) -> NewSamples:

@@ -39,9 +39,9 @@ class Prepared:
 
 
 def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
-    """Register a job with a training run, and pending profiling runs."""
+    """Register a job with a training run of 256 ranks, and pending profiling runs."""
     store = Store.open(database)
-    configuration = Configuration(1, 1, 32)
+    configuration = Configuration(1, 256, 32)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
         run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, configuration, RunState.RUNNING))

@@ -144,6 +144,15 @@ class TestResends:
 class TestRefusals:
     """One sentence, the field, and nothing stored."""
 
+    def test_a_rank_that_the_run_does_not_have_is_refused_and_nothing_is_stored(
+        self, post: Callable[..., httpx.Response], service: Service, red: Tenant
+    ) -> None:
+        assert "0 to 0" in refused(post(routes.RUN_SAMPLES, batch(rank=99)), 422, "rank")
+        assert "0 to 3" in refused(post(routes.RUN_SAMPLES, batch(rank=4, world_size=4)), 422, "rank")
+        with service.store.reading() as tx:
+            assert tx.runs.get(red.run_id).num_samples == 0
+        assert post(routes.RUN_SAMPLES, batch(rank=3, world_size=4)).status_code == 202, "as the process saw it"
+
     @pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
     def test_no_number_is_nan_or_infinite_in_json(self, post: Callable[..., httpx.Response], value: bytes) -> None:
         body = json.dumps(chunk(1, columns={"loss": [7.25]})).encode().replace(b"7.25", value)

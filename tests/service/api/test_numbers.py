@@ -77,12 +77,14 @@ def test_no_query_takes_one(service: Service, red: Tenant, value: str) -> None:
     tried = 0
     with service.client(red.user) as client:
         for path, operations in document(service.app)["paths"].items():
-            for parameter in operations.get("get", {}).get("parameters", []):
+            parameters = operations.get("get", {}).get("parameters", [])
+            needed = {"column": "loss"} if any(each["name"] == "column" for each in parameters) else {}
+            for parameter in parameters:
                 schemas = [parameter["schema"], *parameter["schema"].get("anyOf", [])]
                 schemas += [schema["items"] for schema in schemas if "items" in schema]
                 if parameter["in"] != "query" or not {"number", "integer"} & {one.get("type") for one in schemas}:
                     continue
-                asked = {"column": "loss", parameter["name"]: value}
+                asked = {**needed, parameter["name"]: value}
                 answer = client.get(concrete(path, red), params=asked)
                 assert answer.status_code == 422, (path, parameter["name"], answer.text)
                 assert answer.json()["field"].startswith(parameter["name"])
