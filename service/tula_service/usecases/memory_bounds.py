@@ -156,7 +156,9 @@ def nothing_fits(
 ) -> str:
     """In a sentence, that memory leaves no candidate, for which reason on each instance type, and the remedy."""
     smallest = spec.batch.min_local_batch_size
-    reasons = []
+    reasons, remedy = [], "use a larger instance type, or shard parameters and optimizer state"
+    if any(_counted(spec.model) <= capacities.get(cluster.instance_type, math.inf) for cluster in spec.cluster):
+        remedy = f"lower min_local_batch_size, {remedy}"
     for cluster in spec.cluster:
         name = cluster.instance_type
         own = [failed for failed in failures if failed.configuration.instance_type == name]
@@ -170,10 +172,7 @@ def nothing_fits(
                 f"a rank of {name} is expected to need {_gib(needed)} at a local batch of {smallest}, of which the "
                 f"device has {_gib(capacities[name])}"
             )
-    return (
-        f"memory: no candidate is left, since {'; '.join(reasons)}; lower min_local_batch_size, use a larger instance "
-        "type, or shard parameters and optimizer state."
-    )
+    return f"memory: no candidate is left, since {'; '.join(reasons)}; {remedy}."
 
 
 def _gib(amount: float) -> str:

@@ -24,9 +24,9 @@ class Contradiction:
     def sentence(self) -> str:
         """Both runs, what follows, and the remedy."""
         return (
-            f"{named(self.failed)} ran out of memory, but {_named(self.fitted_run_id, self.fitted)} fitted on the same "
-            "instance type, so only the failed configuration itself is left out: check that no other process uses the "
-            "device, and register the job again to retry it."
+            f"Memory: {named(self.failed)} ran out of memory, but {_named(self.fitted_run_id, self.fitted)} fitted on "
+            "the same instance type, so only the failed configuration itself is left out: check that no other process "
+            "uses the device, and register the job again to retry it."
         )
 
 

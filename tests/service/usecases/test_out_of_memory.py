@@ -110,3 +110,5 @@ def test_parameters_alone_beyond_memory_are_named_where_nothing_fits(cluster: Cl
     answer = cluster.register(wanted).recommendation
     assert answer.chosen is None
     assert "optimizer state alone need at least 14,901 GiB a rank" in answer.why
+    assert "larger instance type" in answer.why
+    assert "lower min_local_batch_size" not in answer.why, "no batch is small enough"
