@@ -18,8 +18,8 @@ from tula_wire import Candidate, Configuration, Objective, Recommendation
 __all__ = ["add_to", "candidates_table", "recommend", "recommendation_view"]
 
 BASIS = {
-    "prior": "general knowledge of such jobs; nothing is measured yet",
-    "transfer": "measurements of similar jobs",
+    "prior": "a first guess from hardware figures; nothing of this job is measured yet",
+    "transfer": "measurements of similar jobs; nothing of this one is measured yet",
     "profiled": "measurements of this job",
 }
 
@@ -84,15 +84,12 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
                 "hardly help a step."
             )
         )
-    error = answer.model.cross_validated_error
-    checked = f", cross-validated error {units.percent(error)}" if error is not None else ""
-    lines.append(
-        Text(
-            f"Rests on {BASIS[answer.basis]} ({answer.model.num_runs} runs, {answer.model.num_samples} samples"
-            f"{checked}); intervals hold 90 %.",
-            style="dim",
-        )
-    )
+    rests = f"Rests on {BASIS[answer.basis]}"
+    if answer.basis == "profiled":
+        error = answer.model.cross_validated_error
+        checked = f", cross-validated error {units.percent(error)}" if error is not None else ""
+        rests += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
+    lines.append(Text(f"{rests}; intervals hold 90 %.", style="dim"))
     lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
     return Group(*lines)
 
