@@ -57,8 +57,8 @@ class Ingest:
     def samples(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
         """Store a batch of samples and say whether the run has been measured well enough.
 
-        Raises NotFound, and InvalidInput for a rank that the run does not have: by what the process saw, or else by
-        its configuration.
+        Raises NotFound, and InvalidInput for a rank that the run does not have, neither by its configuration nor by
+        what the process saw.
         """
         run_key, job_id = self._authorised(principal, run_id)
         new = samples_from_wire(batch)
@@ -69,7 +69,7 @@ class Ingest:
             except sa.exc.IntegrityError:  # deleted since we learned of it
                 raise NotFound.of("run", run_id) from None
             run = tx.runs.get(run_id)  # deleted too, where SQLite has given its key to another run
-            if batch.rank >= (world_size := batch.world_size or run.configuration.world_size):
+            if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank(batch.rank, world_size)
             if counted.stored:
                 left = [work for observer in self._observers if (work := observer(tx, run, new)) is not None]
