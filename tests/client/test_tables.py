@@ -29,6 +29,17 @@ def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None
     assert f"{runs[0].id}  {purpose}" in lines
 
 
+def test_profiling_runs_that_failed_are_told_from_those_that_measured() -> None:
+    plan = [models.run("run-1", kind="profile", state=state) for state in ("succeeded", "failed", "out_of_memory")]
+    job = models.job().model_copy(update={"plan": plan, "runs_done": 3, "runs_planned": 4})
+    out = StringIO()
+    Console(file=out, width=100).print(jobs.job_view(job, []))
+    assert "3 of 4 profiling runs done, 2 of them failed" in out.getvalue()
+    out = StringIO()
+    Console(file=out, width=100).print(jobs.job_view(job.model_copy(update={"plan": plan[:1]}), []))
+    assert "profiling runs done\n" in out.getvalue().replace(" \n", "\n")
+
+
 def test_a_brief_configuration_says_what_sets_it_apart() -> None:
     plain = wire.Configuration(num_nodes=8, local_batch_size=32)
     typed = wire.Configuration(

@@ -98,9 +98,11 @@ def delete(
 
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
     """A job, its runs, and the recommendations that a training followed, for a person."""
+    failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
+    of_them = f", {failed} of them failed" if failed else ""
     facts = [
         ["model", job.model_name],
-        ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done"],
+        ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{of_them}"],
         ["objective", job.objective],
         ["recommended", units.configuration(job.recommended)],
     ]
