@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tula_service.domain import Configuration
 from tula_service.perfmodel import StepTimeObservations
 
-__all__ = ["MemoryWorkload", "Placement", "Workload", "read_memory", "read_step_time"]
+__all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_step_time"]
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, order=True)
@@ -97,3 +102,22 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def over_workloads(
+    name: str, description: str | None, measure: Callable[[Workload], Found], arguments: Sequence[str] | None
+) -> tuple[Path | None, list[tuple[Workload, Found]]]:
+    """What a benchmark of this name does with `--grids`, `--json` and `--jobs`.
+
+    Answers where the figures go, and each workload with what `measure` made of it.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args(arguments)
+    workloads = read_step_time(options.grids)
+    if not workloads:
+        parser.error("the table has no workload; check --grids.")
+    with ProcessPoolExecutor(options.jobs) as pool:
+        return options.json, list(zip(workloads, pool.map(measure, workloads), strict=True))

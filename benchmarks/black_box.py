@@ -12,13 +12,10 @@ keeping the deadline. Both choose the best of what they ran. Keys are `<goal>.<s
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from scipy import special
@@ -26,7 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 
-from benchmarks._grids import Placement, Workload, read_step_time
+from benchmarks._grids import Placement, Workload, over_workloads
 from benchmarks._report import mean, print_table, write_json
 from benchmarks.step_time import recommended
 from tula_service.domain import Objective
@@ -112,16 +109,8 @@ def compare(workload: Workload) -> dict[tuple[str, str], list[tuple[float, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.black_box", description=__doc__)
-    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    options = parser.parse_args(arguments)
-    workloads = read_step_time(options.grids)
-    if not workloads:
-        parser.error("the table has no workload; check --grids.")
-    with ProcessPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(compare, workloads))
+    out, pairs = over_workloads("black_box", __doc__, compare, arguments)
+    results = [found for _, found in pairs]
     figures: dict[str, float] = {}
     rows = []
     for name in GOALS:
@@ -134,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts = ("regret.mean", "regret.within5", "violations")
             rows.append([name, search, *(f"{100 * figures[f'{name}.{search}.{part}']:.1f} %" for part in parts)])
     print_table(f"choices after {RUNS} runs", ["goal", "search", "regret: mean", "within 5 %", "broken"], rows)
-    write_json(options.json, figures)
+    write_json(out, figures)
     return 0
 
 

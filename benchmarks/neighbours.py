@@ -15,16 +15,13 @@ the same for `tula`: over workloads, of the median error on configurations that 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from benchmarks._grids import Placement, Workload, read_step_time
+from benchmarks._grids import Placement, Workload, over_workloads
 from benchmarks._report import median, percentile, print_table, write_json
 from benchmarks.step_time import held_out, profile
 from tula_service.domain import Search
@@ -97,21 +94,12 @@ def compare(workload: Workload) -> dict[str, tuple[float, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours", description=__doc__)
-    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    options = parser.parse_args(arguments)
-    workloads = read_step_time(options.grids)
-    if not workloads:
-        parser.error("the table has no workload; check --grids.")
-    with ProcessPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(compare, workloads))
+    out, results = over_workloads("neighbours", __doc__, compare, arguments)
     figures: dict[str, float] = {}
     rows = []
-    for grid in sorted({w.grid for w in workloads}, reverse=True):
+    for grid in sorted({w.grid for w, _ in results}, reverse=True):
         for runs in RUNS:
-            pairs = [found[runs] for w, found in zip(workloads, results, strict=True) if w.grid == grid]
+            pairs = [found[runs] for w, found in results if w.grid == grid]
             for position, name in enumerate(("pollux", "tula")):
                 errors = [pair[position] for pair in pairs]
                 figures[f"{grid}.{runs}.{name}.median"] = median(errors)
@@ -121,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append([grid, runs, *(f"{100 * figures[k]:.1f} %" for k in (*keys, f"{grid}.{runs}.tula.better"))])
     header = ["grids", "runs", "Pollux: median", "p90", "Tula: median", "p90", "better on"]
     print_table("error on what was not profiled, same runs", header, rows)
-    write_json(options.json, figures)
+    write_json(out, figures)
     return 0
 
 
