@@ -13,7 +13,7 @@ from typing import TypeVar
 from tula_service.domain import Configuration
 from tula_service.perfmodel import StepTimeObservations
 
-__all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_step_time"]
+__all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_rows", "read_step_time"]
 
 Found = TypeVar("Found")
 
@@ -68,7 +68,7 @@ def read_step_time(path: Path) -> list[Workload]:
     """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged."""
     measured: dict[str, dict[Placement, list[float]]] = {}
     about: dict[str, tuple[str, str]] = {}
-    for row in _rows(path):
+    for row in read_rows(path):
         nodes, ranks = int(float(row["num_nodes"])), int(float(row["world_size"]))
         placement = Placement(nodes, max(1, ranks // nodes), int(float(row["local_batch_size"])), ranks=ranks)
         about[row["workload"]] = (row["source"], row["grid"])
@@ -84,7 +84,7 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
     """The workloads of a memory table, in the order of the file; a column `analytic_bytes` may be there."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}
-    for row in _rows(path):
+    for row in read_rows(path):
         key = (row["workload"], row["source"], row["gpu"])
         batch = int(float(row["local_batch_size"]))
         readings.setdefault(key, {})[batch] = float(row["memory_bytes"])
@@ -99,7 +99,8 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
     return workloads
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, without its lines of comment."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 

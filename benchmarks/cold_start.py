@@ -13,7 +13,6 @@ targets from hardware figures alone. A history that no row has is left out.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tula_wire as wire
+from benchmarks._grids import read_rows
 from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.perfmodel import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
 from tula_service.usecases.devices import hardware_of
@@ -44,10 +44,8 @@ class Timing:
 
 def read(path: Path) -> list[Timing]:
     """Every row with its guess from hardware figures; devices that no data sheet is kept of are left out."""
-    with path.open(encoding="utf-8") as lines:
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     found = []
-    for row in rows:
+    for row in read_rows(path):
         hardware = hardware_of(wire.ClusterSpec(instance_type="one", max_nodes=1, accelerator=row["gpu"]))
         if hardware.peak_tflops is None:
             continue
