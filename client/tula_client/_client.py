@@ -60,6 +60,16 @@ class _Async(Generic[P, T]):
         return method
 
 
+def _how_to_reach(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
+    """What both kinds of client tell httpx of the service."""
+    return {
+        "base_url": url,
+        "headers": settings.headers(token),
+        "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
+        "verify": settings.authorities(url),
+    }
+
+
 class Client:
     """A service, call by call. `url` and `token` default to TULA_URL and TULA_TOKEN; safe to share among threads.
 
@@ -77,14 +87,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = settings.service_url(url)
-        timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s)
-        http = httpx.Client(
-            base_url=self.url,
-            headers=settings.headers(token),
-            timeout=timeout,
-            transport=transport,
-            verify=settings.authorities(self.url),
-        )
+        http = httpx.Client(**_how_to_reach(self.url, token, timeout_s), transport=transport)
         self._transport = SyncTransport(http, retry or RetryPolicy())
 
     register = _Sync(calls.register)
@@ -169,14 +172,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = settings.service_url(url)
-        timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s)
-        http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=settings.headers(token),
-            timeout=timeout,
-            transport=transport,
-            verify=settings.authorities(self.url),
-        )
+        http = httpx.AsyncClient(**_how_to_reach(self.url, token, timeout_s), transport=transport)
         self._transport = AsyncTransport(http, retry or RetryPolicy())
 
     register = _Async(calls.register)
