@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tula_service.domain import Configuration
-from tula_service.perfmodel import StepTimeObservations
+from tula_service.perfmodel.points import StepTimeObservations
 
 __all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_rows", "read_step_time"]
 

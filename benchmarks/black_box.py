@@ -27,7 +27,9 @@ from benchmarks._grids import Placement, Workload, over_workloads
 from benchmarks._report import mean, print_table, write_json
 from benchmarks.step_time import recommended
 from tula_service.domain import Objective
-from tula_service.perfmodel import Goal, Limits, Offer, Training
+from tula_service.perfmodel.choice import Limits
+from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.recommend import Goal
 
 GOALS = ("time", "cost", "deadline")
 SEARCHES = ("random", "bayes", "tula")

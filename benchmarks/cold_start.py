@@ -22,7 +22,7 @@ from pathlib import Path
 import tula_wire as wire
 from benchmarks._grids import read_rows
 from benchmarks._report import mean, median, percentile, print_table, write_json
-from tula_service.perfmodel import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
+from tula_service.perfmodel.priors import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
 from tula_service.usecases.devices import hardware_of
 
 SEED = 7

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from benchmarks._grids import MemoryWorkload, read_memory
 from benchmarks._report import mean, median, percentile, print_table, write_json
-from tula_service.perfmodel import MemoryObservations, MemoryPrior, fit_memory
+from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory
+from tula_service.perfmodel.points import MemoryObservations
 
 _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7

@@ -25,7 +25,7 @@ from benchmarks._grids import Placement, Workload, over_workloads
 from benchmarks._report import median, percentile, print_table, write_json
 from benchmarks.step_time import held_out, profile
 from tula_service.domain import Search
-from tula_service.perfmodel import Form
+from tula_service.perfmodel.step_time_model import Form
 
 RUNS = ("corners", "planned4", "planned6")
 _MOST_OVERLAP = 10.0

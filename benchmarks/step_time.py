@@ -21,19 +21,12 @@ import numpy as np
 from benchmarks._grids import Placement, Workload, read_step_time
 from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel import (
-    Choice,
-    Form,
-    Goal,
-    Limits,
-    Offer,
-    PlanBudget,
-    StepTimeObservations,
-    Training,
-    fit_step_time,
-    plan,
-    recommend,
-)
+from tula_service.perfmodel.choice import Choice, Limits
+from tula_service.perfmodel.planner import PlanBudget, plan
+from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.recommend import Goal, recommend
+from tula_service.perfmodel.step_time_model import Form, fit_step_time
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
 BY_SOURCE = (

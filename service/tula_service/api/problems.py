@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tula_service import errors
-from tula_service.perfmodel.predict.observations import ObservationError
+from tula_service.perfmodel.points import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
 
 __all__ = ["CHALLENGE", "answer_to", "field_errors", "install", "problem_response"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.domain import Objective
-from tula_service.perfmodel import ObservationError
+from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, RunRecord, Transaction
 from tula_service.usecases import choosing, convert, fitting, sentences
 from tula_service.usecases.remaining import usd_per_s

@@ -6,17 +6,11 @@ from dataclasses import dataclass
 
 import tula_wire as wire
 from tula_service.domain import Configuration, Objective
-from tula_service.perfmodel import (
-    Choice,
-    Estimate,
-    Goal,
-    KneeFinding,
-    StepTimeModel,
-    choose,
-    find_knee,
-    price,
-    tradeoff_curve,
-)
+from tula_service.perfmodel.choice import Choice, choose
+from tula_service.perfmodel.knee import KneeFinding, find_knee
+from tula_service.perfmodel.pricing import Estimate, price
+from tula_service.perfmodel.recommend import Goal, tradeoff_curve
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import convert, fitting, memory_bounds, planning, quality
 from tula_service.usecases.fitting import Evidence

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import tula_wire as wire
 from tula_service.domain import Basis, Collective, Configuration
-from tula_service.perfmodel import (
+from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
     ModelFacts,

@@ -6,16 +6,11 @@ from collections.abc import Collection, Mapping
 
 import tula_wire as wire
 from tula_service import domain
-from tula_service.perfmodel import (
-    Interval,
-    Limits,
-    ObservationError,
-    Offer,
-    SearchSpace,
-    Spot,
-    Training,
-    enumerate_candidates,
-)
+from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
+from tula_service.perfmodel.choice import Limits
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Offer, Spot, Training
 
 __all__ = [
     "candidates_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import tula_wire as wire
-from tula_service.perfmodel import Hardware
+from tula_service.perfmodel.priors import Hardware
 
 __all__ = ["KNOWN_DEVICES", "described_alike", "device_of", "hardware_of"]
 

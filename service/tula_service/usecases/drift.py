@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tula_service.domain import Configuration
-from tula_service.perfmodel import StepTimeModel
+from tula_service.perfmodel.step_time_model import StepTimeModel
 
 __all__ = ["Slowdown", "attribute", "ratios"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tula_service.perfmodel import ObservationError
+from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, RunRecord, Store, Transaction
 from tula_service.usecases import advice, drift, fitting
 from tula_service.usecases.watched import Alarm, Watched, read, told, written

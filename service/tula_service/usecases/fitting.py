@@ -10,15 +10,10 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.domain import Collective, Configuration, RunKind, RunState
-from tula_service.perfmodel import (
-    Interval,
-    MemoryModel,
-    ObservationError,
-    StepTimeModel,
-    StepTimeObservations,
-    calibrate_intervals,
-    fit_step_time,
-)
+from tula_service.perfmodel.intervals import Interval, calibrate_intervals
+from tula_service.perfmodel.memory_model import MemoryModel
+from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_service.store import JobRecord, RunSummary, Transaction
 from tula_service.usecases import cold_start, convert, memory_bounds
 from tula_service.usecases.lessons import Lessons, lessons_of

@@ -15,7 +15,7 @@ from anyio import CapacityLimiter, to_thread
 
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import InvalidInput, NotFound
-from tula_service.perfmodel.search.stopping import measured_precisely_enough
+from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
 from tula_service.store.chunk_writer import ChunkWriter
 from tula_service.store.chunks import chunk_row

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import tula_wire as wire
-from tula_service.perfmodel import Hardware, StepTimeModel, StepTimePrior
+from tula_service.perfmodel.priors import Hardware, StepTimePrior
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases.devices import described_alike, device_of, hardware_of
 

@@ -9,7 +9,8 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.domain import Configuration
-from tula_service.perfmodel import MemoryModel, MemoryObservations, MemoryPrior, ObservationError, fit_memory
+from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, fit_memory
+from tula_service.perfmodel.points import MemoryObservations, ObservationError
 from tula_service.store import MemoryReading, RunSummary
 from tula_service.usecases.out_of_memory import batch_of, named
 

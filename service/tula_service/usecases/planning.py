@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import tula_wire as wire
 from tula_service.domain import Collective, Objective, RunKind, RunState, Search
-from tula_service.perfmodel import Goal, ObservationError, Plan, PlanBudget, StepTimeModel, plan
+from tula_service.perfmodel.planner import Plan, PlanBudget, plan
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.recommend import Goal
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.store import JobRecord, NewRun, RunRecord, Transaction
 from tula_service.usecases import cold_start, convert, fitting, validation
 from tula_service.usecases.lessons import lessons_of, remember

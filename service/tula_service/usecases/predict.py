@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tula_wire as wire
 from tula_service.domain import Basis, Configuration
 from tula_service.errors import InvalidInput
-from tula_service.perfmodel import choose
+from tula_service.perfmodel.choice import choose
 from tula_service.store import Store
 from tula_service.usecases import choosing, cold_start, convert, fitting, planning, rendering, sentences
 from tula_service.usecases.access import Principal, visible_job

@@ -9,7 +9,8 @@ from typing import Any
 import tula_wire as wire
 from tula_service.domain import Basis, Configuration, Objective
 from tula_service.errors import InvalidInput
-from tula_service.perfmodel import Interval, ObservationError
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, LedgerRecord, Store, Transaction
 from tula_service.usecases import (
     choosing,

@@ -9,7 +9,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
-from tula_service.perfmodel import ObservationError
+from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, NewJob, Store, Transaction
 from tula_service.usecases import convert, fitting, planning, shown
 from tula_service.usecases.access import Principal, visible_job

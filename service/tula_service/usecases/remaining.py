@@ -8,7 +8,8 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.domain import Configuration
-from tula_service.perfmodel import Interval, Training, price
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import Training, price
 from tula_service.store import NewSamples
 from tula_service.usecases import convert
 

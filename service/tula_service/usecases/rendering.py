@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 
 import tula_wire as wire
 from tula_service.domain import Configuration
-from tula_service.perfmodel import Choice, Estimate, StepTimeModel
+from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.usecases import convert
 from tula_service.usecases.fitting import MODEL_VERSION, Evidence
 from tula_service.usecases.quality import Efficiency

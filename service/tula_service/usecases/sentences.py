@@ -6,7 +6,8 @@ from collections import Counter
 
 import tula_wire as wire
 from tula_service.domain import Basis, Configuration, Objective
-from tula_service.perfmodel import Choice, Estimate
+from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.usecases import convert
 from tula_service.usecases.fitting import Evidence
 from tula_service.usecases.quality import Efficiency

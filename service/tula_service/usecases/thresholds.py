@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tula_service.domain import RunKind, RunState
-from tula_service.perfmodel.predict.scaling import AccuracyPoint, RollBack, decide_roll_back, tune_thresholds
-from tula_service.perfmodel.predict.statistical import NoiseScale, critical_batch_size, estimate_noise_scale
+from tula_service.perfmodel.noise_scale import NoiseScale, critical_batch_size, estimate_noise_scale
+from tula_service.perfmodel.threshold_tuning import AccuracyPoint, RollBack, decide_roll_back, tune_thresholds
 from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.scaling_settings import TUNED_POLICIES, first_body, in_force, shown

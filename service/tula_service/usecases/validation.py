@@ -8,7 +8,7 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.domain import Collective
-from tula_service.perfmodel import fit_step_time
+from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import cold_start
 from tula_service.usecases.fitting import MODEL_VERSION, Evidence

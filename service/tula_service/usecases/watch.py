@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from tula_service.domain import RunKind
-from tula_service.perfmodel import DriftState, watch_drift
+from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.store import JobRecord, NewSamples, RunRecord, Transaction
 from tula_service.usecases import advice, fitting
 from tula_service.usecases.explain import explain

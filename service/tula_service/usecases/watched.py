@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tula_service.perfmodel import DriftState
+from tula_service.perfmodel.change_detector import DriftState
 from tula_service.usecases.advice import Progress
 
 __all__ = ["Alarm", "Watched", "read", "told", "written"]

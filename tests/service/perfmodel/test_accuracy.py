@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tula_service.perfmodel as perfmodel
 from benchmarks import black_box, memory, neighbours, step_time
 from benchmarks._grids import Placement, Workload, read_memory, read_step_time
+from tula_service import perfmodel
 from tula_service.domain import Search
+from tula_service.perfmodel.step_time_model import Form
 
 GRIDS = Path(__file__).parents[2] / "data" / "grids"
 
@@ -27,7 +28,7 @@ def errors_after(workloads: list[Workload], runs: int) -> tuple[list[float], lis
     errors, coverage = [], []
     for workload in workloads:
         profiled = step_time.profile(workload, Search.ADAPTIVE, runs=runs)
-        missed, inside = step_time.held_out(workload, profiled, perfmodel.Form.PHYSICAL)
+        missed, inside = step_time.held_out(workload, profiled, Form.PHYSICAL)
         errors.append(float(np.median(missed)))
         coverage.append(float(np.mean(inside)))
     return errors, coverage
@@ -48,8 +49,8 @@ def test_the_physical_form_beats_the_papers_at_the_same_corners(workloads):
         ours, ring = [], []
         for workload in (w for w in workloads if w.grid == grid):
             corners = step_time.profile(workload, Search.PARTIAL, runs=None)
-            ours.append(float(np.median(step_time.held_out(workload, corners, perfmodel.Form.PHYSICAL)[0])))
-            ring.append(float(np.median(step_time.held_out(workload, corners, perfmodel.Form.RING)[0])))
+            ours.append(float(np.median(step_time.held_out(workload, corners, Form.PHYSICAL)[0])))
+            ring.append(float(np.median(step_time.held_out(workload, corners, Form.RING)[0])))
         assert np.median(ours) < 0.9 * np.median(ring)
 
 
@@ -107,9 +108,7 @@ def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
     )
     assert neighbours.main(["--grids", str(tmp_path / "one.csv"), "--json", str(tmp_path / "out.json")]) == 0
     figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    ours = np.median(
-        step_time.held_out(small, step_time.profile(small, Search.PARTIAL, runs=None), perfmodel.Form.PHYSICAL)[0]
-    )
+    ours = np.median(step_time.held_out(small, step_time.profile(small, Search.PARTIAL, runs=None), Form.PHYSICAL)[0])
     assert figures["regular.corners.tula.median"] == pytest.approx(ours, abs=1e-6)
     for runs in neighbours.RUNS:
         assert figures[f"regular.{runs}.pollux.median"] > 0.0
@@ -154,8 +153,3 @@ def test_the_model_imports_no_clock_no_log_no_wire_and_does_no_io():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & forbidden, path
-
-
-def test_every_public_name_exists_once():
-    assert len(set(perfmodel.__all__)) == len(perfmodel.__all__)
-    assert all(hasattr(perfmodel, name) for name in perfmodel.__all__)

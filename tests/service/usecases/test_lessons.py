@@ -10,7 +10,9 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.domain import Configuration
-from tula_service.perfmodel import StepTimeObservations, StepTimePrior, fit_step_time
+from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.priors import StepTimePrior
+from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_service.usecases import cold_start, fitting, lessons
 from tula_service.usecases.devices import described_alike, device_of, hardware_of
 

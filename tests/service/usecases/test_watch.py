@@ -14,7 +14,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import AtOnce, Cluster, overlapping, spec
 from tests.support.clock import ManualClock
 from tula_service.errors import Busy, StoreUnavailable
-from tula_service.perfmodel import StepTimeModel
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.usecases import advice, fitting
 from tula_service.usecases.ingest import Ingest
 from tula_service.usecases.watch import observe

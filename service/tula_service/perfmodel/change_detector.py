@@ -1,0 +1,69 @@
+"""Notice from live step times that training no longer runs at the predicted speed: a two-sided cumulative sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tula_service.perfmodel.points import FloatArray, ObservationError, column
+
+_THRESHOLD = 12.0
+_LARGEST_SCORE = 2.0
+_LEAST_HALF_WIDTH = 0.05
+
+
+@dataclass(frozen=True)
+class DriftState:
+    """A detector: expected range of log step time, two sums, and the alarm once raised; fold steps in by `watch_drift`.
+
+    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised.
+    """
+
+    centre: float
+    half_width: float
+    slower: float = 0.0
+    faster: float = 0.0
+    steps: int = 0
+    alarm: str | None = None
+    alarm_after_steps: int | None = None
+
+    @classmethod
+    def expecting(cls, low_s: float, high_s: float) -> DriftState:
+        """A detector for a predicted interval of step time; one narrower than 5 % either way is widened to that."""
+        column("interval", [low_s, high_s], above=0.0)
+        if high_s < low_s:
+            raise ObservationError("interval: high_s is below low_s; give the ends in order.")
+        centre = 0.5 * (math.log(low_s) + math.log(high_s))
+        return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
+
+
+def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
+    """The state after these steps, in order; the sums go on from where they were, and an alarm stays.
+
+    Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
+    adds nothing, one step adds at most 2, and the sum must reach 12. So single stragglers (one in ten, however slow)
+    never accumulate, a speed inside the interval never alarms, and one far outside does after six steps.
+    """
+    times = column("step_times_s", step_times_s, above=0.0)
+    if state.alarm is not None:
+        return replace(state, steps=state.steps + times.size)
+    slower, faster = state.slower, state.faster
+    for seen, log_time in enumerate(np.log(times).tolist(), start=1):
+        score = (log_time - state.centre) / state.half_width
+        slower = max(0.0, slower + min(score - 1.0, _LARGEST_SCORE))
+        faster = max(0.0, faster + min(-score - 1.0, _LARGEST_SCORE))
+        if max(slower, faster) >= _THRESHOLD:
+            after = state.steps + seen
+            alarm = "slower" if slower >= faster else "faster"
+            return replace(
+                state,
+                slower=slower,
+                faster=faster,
+                steps=state.steps + times.size,
+                alarm=alarm,
+                alarm_after_steps=after,
+            )
+    return replace(state, slower=slower, faster=faster, steps=state.steps + times.size)

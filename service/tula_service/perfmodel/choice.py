@@ -1,0 +1,210 @@
+"""The Pareto frontier: what no other candidate beats in both time and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tula_service.domain import Objective
+from tula_service.perfmodel.knee import KneeFinding
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Estimate
+
+
+def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
+    """Row numbers of the undominated rows (smaller is better in both), ordered by the first measure.
+
+    A row is dominated when another is no worse in both and better in one; of equal rows the first one stays.
+    """
+    order = sorted(range(len(first)), key=lambda row: (first[row], second[row], row))
+    frontier: list[int] = []
+    best = float("inf")
+    for row in order:
+        if second[row] < best:
+            frontier.append(row)
+            best = second[row]
+    return tuple(frontier)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a recommendation must keep to; None means no such limit. Deadline and budget are for the whole training."""
+
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+    min_global_batch_size: int | None = None
+    max_global_batch_size: int | None = None
+    max_num_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError on a limit that is not positive and finite."""
+        for name in ("deadline_s", "budget_usd", "min_global_batch_size", "max_global_batch_size", "max_num_nodes"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ObservationError(f"{name} is {value!r}; give a positive finite number or leave it out.")
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A candidate that a limit took out; `certain` is False when only the interval's upper end breaks the limit."""
+
+    estimate: Estimate
+    limit: str
+    certain: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits, and `reason` says so.
+
+    `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
+    """
+
+    objective: Objective
+    chosen: Estimate | None
+    runner_up: Estimate | None
+    least_time: Estimate | None
+    least_cost: Estimate | None
+    knee: Estimate | None
+    knee_finding: KneeFinding
+    frontier: tuple[Estimate, ...]
+    excluded: tuple[Exclusion, ...]
+    within_limits_is_likely: bool
+    reason: str
+
+
+def choose(
+    objective: Objective,
+    estimates: Sequence[Estimate],
+    *,
+    limits: Limits | None = None,
+    knee: KneeFinding | None = None,
+) -> Choice:
+    """The best candidate for the objective inside the limits.
+
+    A candidate passes the deadline and the budget only when the upper end of its interval does, so the 90 % interval
+    makes a broken promise rare. When none passes that way, the one whose mean passes by the widest margin is taken,
+    `within_limits_is_likely` is False and `reason` tells the chance. `Objective.TIME_TO_QUALITY` is least time: price
+    with `steps_factor` first.
+    """
+    if not estimates:
+        raise ObservationError("candidates: there are none; widen the node range or the batch range.")
+    limits = limits or Limits()
+    finding = knee or KneeFinding(None, "no knee: no trade-off curve was given.")
+    excluded = tuple(found for estimate in estimates if (found := _excluded(estimate, limits)) is not None)
+    out = {id(found.estimate) for found in excluded}
+    allowed = [estimate for estimate in estimates if id(estimate) not in out]
+    likely = bool(allowed)
+    if not allowed:
+        hopeful = [found.estimate for found in excluded if not found.certain]
+        allowed = sorted(hopeful, key=lambda e: (_margin(e, limits), _order(e)))[:1]
+    if not allowed:
+        return Choice(objective, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded))
+    by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
+    by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
+    at_knee = _nearest(finding, by_time)
+    ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
+    if not likely:
+        reason = (
+            f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
+            "candidates keeps them at the upper end of its interval."
+        )
+    frontier = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
+    return Choice(
+        objective=objective,
+        chosen=ranked[0],
+        runner_up=ranked[1] if len(ranked) > 1 else None,
+        least_time=by_time[0],
+        least_cost=by_cost[0],
+        knee=at_knee,
+        knee_finding=finding,
+        frontier=tuple(allowed[row] for row in frontier),
+        excluded=excluded,
+        within_limits_is_likely=likely,
+        reason=reason,
+    )
+
+
+def _ranked(
+    objective: Objective, by_time: list[Estimate], by_cost: list[Estimate], knee: Estimate | None, found: KneeFinding
+) -> tuple[list[Estimate], str]:
+    if objective is Objective.COST:
+        return by_cost, "It has the least expected cost of the candidates within the limits."
+    if objective is Objective.KNEE and knee is not None:
+        rest = [estimate for estimate in by_time if estimate is not knee]
+        return [knee, *rest], f"It is the candidate nearest the knee: {found.reason}"
+    if objective is Objective.KNEE:
+        return by_time, f"It has the least expected time of the candidates within the limits; {found.reason}"
+    return by_time, "It has the least expected time of the candidates within the limits."
+
+
+def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:
+    """The candidate whose global batch is nearest the knee in log, the fastest of equals."""
+    if finding.global_batch_size is None:
+        return None
+    target = math.log(finding.global_batch_size)
+    near: Callable[[Estimate], float] = lambda e: round(abs(math.log(e.configuration.global_batch_size) - target), 9)  # noqa: E731
+    return min(by_time, key=lambda e: (near(e), e.time_s.mean, _order(e)))
+
+
+def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
+    configuration = estimate.configuration
+    batch, nodes = configuration.global_batch_size, configuration.num_nodes
+    if limits.max_global_batch_size is not None and batch > limits.max_global_batch_size:
+        sentence = f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
+        return Exclusion(estimate, "max_global_batch_size", True, sentence)
+    if limits.min_global_batch_size is not None and batch < limits.min_global_batch_size:
+        sentence = f"its global batch {batch} is below the least of {limits.min_global_batch_size}."
+        return Exclusion(estimate, "min_global_batch_size", True, sentence)
+    if limits.max_num_nodes is not None and nodes > limits.max_num_nodes:
+        return Exclusion(estimate, "max_num_nodes", True, f"it needs {nodes} nodes, above {limits.max_num_nodes}.")
+    if not math.isfinite(estimate.time_s.mean):
+        return Exclusion(estimate, "interruptions", True, "spot interruptions would practically never let it finish.")
+    broken = []
+    for name, value, limit, unit in (
+        ("deadline_s", estimate.time_s, limits.deadline_s, "s"),
+        ("budget_usd", estimate.cost_usd, limits.budget_usd, "USD"),
+    ):
+        if limit is not None and value.high > limit:
+            certain = value.mean > limit
+            what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
+            end = f"expected {what}" if certain else f"{what} at the upper end of its interval"
+            figure = value.mean if certain else value.high
+            told, most = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
+            sentence = f"its {end}, {told} {unit}, is above the {said} of {most} {unit}."
+            broken.append(Exclusion(estimate, name, certain, sentence))
+    # One that surely breaks the budget is no hope for the deadline.
+    return max(broken, key=lambda found: found.certain, default=None)
+
+
+def _chance(estimate: Estimate, limits: Limits) -> float:
+    """Probability of keeping the tighter limit: of one configuration time and cost err together."""
+    scores = [
+        math.log(limit / value.mean) / max(value.log_sd, 1e-9)
+        for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
+        if limit is not None and value.mean > 0
+    ]
+    return 0.5 * (1.0 + math.erf(min(scores, default=math.inf) / math.sqrt(2.0)))
+
+
+def _margin(estimate: Estimate, limits: Limits) -> float:
+    """How far the mean uses up its tightest limit (1 = exactly), relative to the width of the interval."""
+    shares = [
+        math.log(value.mean / limit) / max(math.log(value.high / value.mean), 1e-9)
+        for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
+        if limit is not None and value.mean > 0
+    ]
+    return max(shares, default=0.0)
+
+
+def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:
+    """Ties go to fewer nodes, then the smaller batch, so that the choice is deterministic."""
+    c = estimate.configuration
+    return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps)
+
+
+def _none_fits(excluded: Sequence[Exclusion]) -> str:
+    limits = sorted({found.limit for found in excluded})
+    return f"No candidate keeps the limits ({', '.join(limits)}); relax one of them or widen the node range."

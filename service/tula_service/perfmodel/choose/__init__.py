@@ -1,1 +1,0 @@
-"""From predictions to a recommendation: prices, frontier, knee, limits."""

@@ -1,0 +1,386 @@
+"""Maximum a posteriori fits of the physical form with its residual process, averaged over residual hypotheses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import cholesky
+from scipy.linalg.lapack import dtrtri
+
+from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
+from tula_service.perfmodel.priors import StepTimePrior
+from tula_service.perfmodel.residual_gp import (
+    HYPOTHESES,
+    Hypothesis,
+    ResidualScales,
+    residual_covariance,
+    residual_variance,
+    same_points,
+)
+from tula_service.perfmodel.step_time_form import jacobian, log_terms
+
+_MOST_ITERATIONS = 40
+_LONGEST_STEP = 2.0
+_OUTLIER_SDS = 3.0
+_POINTS_FOR_A_CASE, _MOST_CASES = 5, 3
+_COST_OF_A_CASE = 2.0
+_PRIOR_DOF = 6.0
+_LEAST_WEIGHT = 1e-3
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the fit has to meet: log step times, and log compute times (NaN where unknown).
+
+    `noise_variance` is the run-to-run variance of a row over its repeats, plus the squared error within the runs.
+    """
+
+    points: Points
+    log_step: FloatArray
+    noise_variance: FloatArray
+    log_compute: FloatArray
+    compute_noise: float = 0.15
+
+
+@dataclass(frozen=True)
+class Member:
+    """theta's mean and covariance under one hypothesis, and what the residual process knows; n measured points."""
+
+    theta: FloatArray
+    covariance: FloatArray
+    scales: ResidualScales
+    own_variance: FloatArray
+    weights: FloatArray
+    whitener: FloatArray
+    whitened_slopes: FloatArray
+    variance_factor: float
+    log_evidence: float
+
+    def predict(self, points: Points, measured: Points, reference: float) -> tuple[FloatArray, FloatArray]:
+        """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
+        mean, slopes, cross, own = self._joint(points, measured, reference)
+        explained = self.whitener @ cross.T
+        slopes = slopes - explained.T @ self.whitened_slopes
+        variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
+        variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
+        return mean + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
+
+    def covariance_at(self, points: Points, measured: Points, reference: float) -> FloatArray:
+        """Posterior covariance of noise-free log step time between all points, shape (n, n)."""
+        _, slopes, cross, own = self._joint(points, measured, reference)
+        explained = self.whitener @ cross.T
+        slopes = slopes - explained.T @ self.whitened_slopes
+        covariance = residual_covariance(points, points, self.scales) + np.diag(own) - explained.T @ explained
+        return np.asarray((covariance + slopes @ self.covariance @ slopes.T) * self.variance_factor)
+
+    def _joint(
+        self, points: Points, measured: Points, reference: float
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        terms, slopes, _ = jacobian(self.theta, points, reference)
+        same = same_points(points, measured)
+        cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
+        own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
+        return terms.step, slopes, cross, np.asarray(own, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Members weighted by how well they explain the measurements; everything that prediction needs."""
+
+    prior: StepTimePrior
+    reference_batch_size: float
+    points: Points
+    members: tuple[Member, ...]
+    member_weights: FloatArray
+    dof: float
+
+    @property
+    def leading(self) -> Member:
+        """The member with the largest weight: its parameters are the ones shown."""
+        return self.members[int(np.argmax(self.member_weights))]
+
+    @property
+    def noise_variance(self) -> float:
+        """Variance of one run's log step time around its configuration's own."""
+        factors = np.array([member.variance_factor for member in self.members])
+        return float(self.prior.scales.noise**2 * min(float(self.member_weights @ factors), 4.0))
+
+    def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
+        """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
+        each = [member.predict(points, self.points, self.reference_batch_size) for member in self.members]
+        means, variances = np.array([mean for mean, _ in each]), np.array([variance for _, variance in each])
+        mean = self.member_weights @ means
+        return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
+
+    def covariance_at(self, points: Points) -> FloatArray:
+        """Posterior covariance of noise-free log step time between all points, shape (n, n)."""
+        total = np.zeros((len(points), len(points)))
+        for weight, member in zip(self.member_weights, self.members, strict=True):
+            total += weight * member.covariance_at(points, self.points, self.reference_batch_size)
+        return total
+
+    def moments(self) -> tuple[FloatArray, FloatArray]:
+        """Mean and standard deviation of theta over all members, shape (10,) each."""
+        thetas = np.array([member.theta for member in self.members])
+        variances = np.array([np.diag(member.covariance) * member.variance_factor for member in self.members])
+        mean = self.member_weights @ thetas
+        return mean, np.sqrt(self.member_weights @ (variances + (thetas - mean) ** 2))
+
+
+def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
+    """The posterior of no data: the prior itself."""
+    none = np.zeros(0)
+    member = Member(
+        theta=prior.mean,
+        covariance=np.diag(prior.sd**2),
+        scales=prior.scales,
+        own_variance=none,
+        weights=none,
+        whitener=np.zeros((0, 0)),
+        whitened_slopes=np.zeros((0, prior.mean.size)),
+        variance_factor=1.0,
+        log_evidence=0.0,
+    )
+    points = Points.columns(num_nodes=none, world_size=none, local_batch_size=none)
+    return Posterior(prior, reference_batch_size, points, (member,), np.ones(1), _PRIOR_DOF)
+
+
+def fit_posterior(
+    targets: Targets,
+    prior: StepTimePrior,
+    reference_batch_size: float,
+    hypotheses: Sequence[Hypothesis] = HYPOTHESES,
+) -> Posterior:
+    """One Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
+    centre = prior.mean.copy()
+    if not prior.absolute:
+        start = log_terms(centre, targets.points, reference_batch_size).step
+        centre[0] += float(np.mean(targets.log_step - start))
+    members: list[Member] = []
+    for hypothesis in hypotheses:
+        scales = hypothesis.apply(prior.scales)
+        start = members[0].theta if members else centre
+        members.append(_fit_member(start, centre, prior.sd, scales, targets, reference_batch_size))
+    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, hypotheses, strict=True)])
+    weights = np.exp(log_weights - log_weights.max())
+    kept = np.flatnonzero(weights >= _LEAST_WEIGHT * weights.sum())
+    return Posterior(
+        prior=prior,
+        reference_batch_size=reference_batch_size,
+        points=targets.points,
+        members=tuple(members[int(row)] for row in kept),
+        member_weights=weights[kept] / weights[kept].sum(),
+        dof=_PRIOR_DOF + targets.log_step.size,
+    )
+
+
+def _fit_member(
+    theta: FloatArray,
+    centre: FloatArray,
+    sd: FloatArray,
+    scales: ResidualScales,
+    targets: Targets,
+    reference: float,
+) -> Member:
+    """Damped Gauss-Newton on whitened log residuals.
+
+    A point further than three deviations from what the others predict for it is taken to be a case of its own, the
+    worst one first, at most three and one in five: it is still believed where it was measured, but bends nothing else.
+    """
+    shared = residual_covariance(targets.points, targets.points, scales)
+    own = np.full(targets.log_step.size, scales.own**2)
+    cases, most = 0, min(targets.log_step.size // _POINTS_FOR_A_CASE, _MOST_CASES)
+    while True:
+        white = own + targets.noise_variance
+        lower = cholesky(shared + np.diag(white), lower=True)
+        # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
+        whitener = np.asarray(dtrtri(lower, lower=1)[0])
+        theta, residuals, slopes, precision, cost = _gauss_newton(theta, centre, sd, targets, whitener, reference)
+        weights = whitener.T @ residuals[: white.size]
+        # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
+        point_precision = np.sum(whitener**2, axis=0)
+        surprise = np.abs(weights) / np.sqrt(point_precision)
+        worst = int(np.argmax(surprise))
+        if surprise[worst] <= _OUTLIER_SDS or cases >= most:
+            break
+        cases += 1
+        own[worst] += ((surprise[worst] / _OUTLIER_SDS) ** 2 - 1.0) / point_precision[worst]
+    return Member(
+        theta=theta,
+        covariance=np.asarray(np.linalg.inv(precision), dtype=np.float64),
+        scales=scales,
+        own_variance=own,
+        weights=weights,
+        whitener=whitener,
+        whitened_slopes=slopes[: white.size],
+        variance_factor=(_PRIOR_DOF + 2.0 * cost) / (_PRIOR_DOF + white.size),
+        log_evidence=_log_evidence(cost, precision, sd, lower) - _COST_OF_A_CASE * cases,
+    )
+
+
+def _log_evidence(cost: float, precision: FloatArray, sd: FloatArray, lower: FloatArray) -> float:
+    """Laplace's log evidence up to a constant, the overall scale integrated out (Student's t with 6 degrees)."""
+    volume = float(np.linalg.slogdet(precision * np.outer(sd, sd))[1])
+    misfit = (_PRIOR_DOF + int(lower.shape[0])) * math.log1p(2.0 * cost / _PRIOR_DOF)
+    height = float(np.log(np.diag(lower)).sum())
+    return -0.5 * (misfit + volume) - height
+
+
+def _gauss_newton(
+    theta: FloatArray,
+    centre: FloatArray,
+    sd: FloatArray,
+    targets: Targets,
+    whitener: FloatArray,
+    reference: float,
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, float]:
+    """theta at the maximum, residuals and slopes there (whitened), posterior precision, and half the squared misfit."""
+    known = np.flatnonzero(np.isfinite(targets.log_compute))
+    penalty = 1.0 / sd**2
+
+    def linearised(at: FloatArray) -> tuple[FloatArray, FloatArray, float]:
+        terms, step, compute = jacobian(at, targets.points, reference)
+        values = whitener @ (targets.log_step - terms.step)
+        slopes = whitener @ step
+        if known.size:
+            missed = (targets.log_compute[known] - terms.compute[known]) / targets.compute_noise
+            values = np.concatenate([values, missed])
+            slopes = np.vstack([slopes, compute[known] / targets.compute_noise])
+        return values, slopes, 0.5 * (float(values @ values) + float(penalty @ (at - centre) ** 2))
+
+    damping = 1e-3
+    values, slopes, cost = linearised(theta)
+    precision = slopes.T @ slopes + np.diag(penalty)
+    for _ in range(_MOST_ITERATIONS):
+        gradient = slopes.T @ values - penalty * (theta - centre)
+        while damping < 1e6:
+            step = np.linalg.solve(precision + damping * np.diag(np.diag(precision)), gradient)
+            trial = theta + np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
+            trial_values, trial_slopes, trial_cost = linearised(trial)
+            if trial_cost <= cost:
+                break
+            damping *= 5.0
+        else:
+            break
+        gained = cost - trial_cost
+        theta, values, slopes, cost = trial, trial_values, trial_slopes, trial_cost
+        precision = slopes.T @ slopes + np.diag(penalty)
+        damping = max(damping / 5.0, 1e-9)
+        if gained < 1e-6:
+            break
+    return theta, values, slopes, precision, cost
+
+
+_CONTRADICTION = 1.25
+_IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One row per configuration and how many measurements went into it, shape (n,)."""
+
+    observations: StepTimeObservations
+    repeats: FloatArray
+
+    def targets(self, rows: npt.NDArray[np.bool_], scales: ResidualScales) -> Targets:
+        """What the fit has to meet on these rows; a mean of k runs has 1/k of the run-to-run variance."""
+        here, repeats = self.observations.take(rows), self.repeats[rows]
+        within = np.nan_to_num(here.relative_sd, nan=0.0)
+        compute = np.where(
+            np.isfinite(here.compute_time_s), here.compute_time_s, here.step_time_s - here.exposed_comm_time_s
+        )
+        micro = compute / here.points.grad_accum_steps
+        usable = np.isfinite(micro) & (micro > 0.0) & (compute <= here.step_time_s * 1.02)
+        return Targets(
+            points=here.points,
+            log_step=np.log(here.step_time_s),
+            noise_variance=scales.noise**2 / repeats + within**2,
+            log_compute=np.log(np.where(usable, micro, np.nan)),
+        )
+
+
+def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str, ...]]:
+    """Merge rows of equal configuration by the median of three or more and by the geometric mean of two."""
+    points = observations.points
+    keys: dict[tuple[object, ...], list[int]] = {}
+    for row in range(len(points)):
+        key = (
+            points.instance_type[row],
+            points.num_nodes[row],
+            points.world_size[row],
+            points.local_batch_size[row],
+            points.grad_accum_steps[row],
+        )
+        keys.setdefault(key, []).append(row)
+    if len(keys) == len(points):
+        return Merged(observations, np.ones(len(points))), ()
+    groups = list(keys.values())
+    notes = []
+    for group in groups:
+        times = observations.step_time_s[group]
+        if times.max() > _CONTRADICTION * times.min():
+            first = group[0]
+            notes.append(
+                f"Repeats at {points.world_size[first]:.0f} ranks and local batch {points.local_batch_size[first]:.0f} "
+                f"contradict one another ({times.min():.4g} s to {times.max():.4g} s); their median is used."
+            )
+    with np.errstate(all="ignore"):
+        middle = [float(np.exp(np.median(np.log(observations.step_time_s[group])))) for group in groups]
+        sds = [_middle(observations.relative_sd[group]) / np.sqrt(len(group)) for group in groups]
+    merged = StepTimeObservations(
+        points=points.take([group[0] for group in groups]),
+        step_time_s=np.array(middle),
+        relative_sd=np.array(sds),
+        compute_time_s=np.array([_middle(observations.compute_time_s[group]) for group in groups]),
+        exposed_comm_time_s=np.array([_middle(observations.exposed_comm_time_s[group]) for group in groups]),
+    )
+    return Merged(merged, np.array([float(len(group)) for group in groups])), tuple(notes)
+
+
+def statements(observations: StepTimeObservations) -> tuple[str, ...]:
+    """Sentences about what these measurements cannot tell, one per gap, and on the pair that cannot both be true."""
+    points = observations.points
+    found = _implausible(observations)
+    if len(points) == 1:
+        found.append("One configuration was measured: only the scale is known, all else rests on the prior.")
+        return tuple(found)
+    if np.unique(points.local_batch_size).size == 1:
+        found.append("Every run had the same local batch: the effect of the batch rests on the prior.")
+    if np.unique(points.world_size).size == 1:
+        found.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
+    return tuple(found)
+
+
+def _implausible(observations: StepTimeObservations) -> list[str]:
+    """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
+    points, seconds = observations.points, observations.step_time_s
+    alike = (
+        (np.array(points.instance_type, dtype=object)[:, None] == np.array(points.instance_type, dtype=object)[None, :])
+        & (points.grad_accum_steps[:, None] == points.grad_accum_steps[None, :])
+        & np.isclose((points.world_size / points.num_nodes)[:, None], (points.world_size / points.num_nodes)[None, :])
+    )
+    nodes, batch = (values[:, None] - values[None, :] for values in (points.num_nodes, points.local_batch_size))
+    less = alike & (((nodes < 0) & (batch == 0)) | ((nodes == 0) & (batch < 0)))
+    ratio = np.where(less, seconds[:, None] / seconds[None, :], 0.0)
+    slow, fast = (int(row) for row in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
+    if ratio[slow, fast] <= _IMPLAUSIBLE:
+        return []
+    return [
+        f"A step of {_shown(points, slow)} took {ratio[slow, fast]:.3g} times as long as one of "
+        f"{_shown(points, fast)}, which has more to do: one of them ran under other conditions (threads of a process, "
+        "other work on the node); measure both again."
+    ]
+
+
+def _shown(points: Points, row: int) -> str:
+    nodes = int(points.num_nodes[row])
+    return f"{nodes} node{'s' if nodes > 1 else ''} at local batch {points.local_batch_size[row]:.0f}"
+
+
+def _middle(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else float("nan")

@@ -1,1 +1,0 @@
-"""Predict step time and memory of configurations that were not profiled."""

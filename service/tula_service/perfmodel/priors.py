@@ -1,0 +1,325 @@
+"""What is believed before anything is measured anywhere: generic, or from hardware figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tula_service.domain import Basis, Collective
+from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.residual_gp import ResidualScales
+from tula_service.perfmodel.step_time_form import PARAMETERS
+
+_UNKNOWN_SCALE_SD = 5.0
+_SUSTAINED_SHARE = 0.6
+_SUSTAINED_SHARE_SD = 0.8  # what the three widths of `scale_from_jobs` make together
+_BACKWARD_AND_FORWARD = 3.0
+_LINK_SHARE = 0.5
+_FLOPS_PER_BYTE = 11.0
+_UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
+_UNKNOWN_GBPS = 10.0
+
+
+@dataclass(frozen=True)
+class StepTimePrior:
+    """A Gaussian over the parameters of the physical form, in the order and encoding of `PARAMETERS`.
+
+    `absolute` says whether c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
+    None for "the largest batch in question".
+    """
+
+    mean: FloatArray
+    sd: FloatArray
+    scales: ResidualScales = field(default_factory=ResidualScales)
+    basis: Basis = Basis.PRIOR
+    absolute: bool = False
+    reference_batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
+        object.__setattr__(self, "mean", column("prior mean", self.mean, len(PARAMETERS)))
+        object.__setattr__(self, "sd", column("prior sd", self.sd, len(PARAMETERS), above=0.0))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a network without running it.
+
+    `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
+    its logarithm is, 0 where it was counted.
+    """
+
+    parameter_count: float
+    flops_per_sample: float
+    bytes_per_parameter: float = 4.0
+    flops_sd: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless everything is positive and finite; `flops_sd` may be 0."""
+        for name in ("parameter_count", "flops_per_sample", "bytes_per_parameter"):
+            column(name, [getattr(self, name)], above=0.0)
+        column("flops_sd", [self.flops_sd], at_least=0.0)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is known of an instance type; None where it is not.
+
+    Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
+    both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
+    """
+
+    peak_tflops: float | None = None
+    inter_node_gbps: float | None = None
+    intra_node_gbps: float | None = None
+    memory_gb_per_s: float | None = None
+    launch_overhead_s: float = 0.005
+    figures_sd: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless everything that is known is positive and finite; `figures_sd` may be 0."""
+        for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
+            if getattr(self, name) is not None:
+                column(name, [getattr(self, name)], above=0.0)
+        column("figures_sd", [self.figures_sd], at_least=0.0)
+
+    @property
+    def device_sd(self) -> float:
+        """How uncertain the logarithm of the device's speed is; where no peak is known it is a guess."""
+        return _UNKNOWN_TFLOPS_SD if self.peak_tflops is None else self.figures_sd
+
+
+@dataclass(frozen=True)
+class Priors:
+    """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
+
+    `hardware` carries what was measured on one type over to another that was not. `anywhere` stands for every type.
+    """
+
+    believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    anywhere: StepTimePrior | None = None
+
+    @classmethod
+    def of(cls, prior: StepTimePrior | Priors | None) -> Priors:
+        """One prior for all types, as priors by type."""
+        return prior if isinstance(prior, Priors) else cls(anywhere=prior)
+
+    def of_type(self, name: str) -> StepTimePrior | None:
+        """The prior of one instance type, None for the generic one."""
+        return self.believed.get(name, self.anywhere)
+
+
+def generic_prior(collective: Collective = Collective.RING) -> StepTimePrior:
+    """What holds of any synchronous data-parallel job, as far as 43 measured grids tell.
+
+    Centres and widths were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
+    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and rounded: at the largest batch a third of compute
+    is floor, two ranks of a node add 4 % of it, two nodes 30 %, and about a third of what can overlap does not.
+    """
+    growth = _COLLECTIVE_GROWTH[collective]
+    return StepTimePrior(
+        mean=np.array([0.0, math.log(0.31), -0.04, -0.7, math.log(0.037), growth, math.log(0.3), growth, -0.09, -1.1]),
+        sd=np.array([_UNKNOWN_SCALE_SD, 1.2, 0.09, 1.3, 1.1, 0.39, 1.4, 0.21, 0.29, 1.1]),
+    )
+
+
+# Two participants cost s; twice as many cost 2^k times that: a ring's 2(N-1)/N grows by 1.5 and then levels off while
+# its latency term grows with N, a tree's depth grows by a step, a parameter server's link carries every rank.
+_COLLECTIVE_GROWTH = {
+    Collective.RING: 0.38,
+    Collective.TREE: 0.3,
+    Collective.PARAMETER_SERVER: 0.7,
+    Collective.HIERARCHICAL: 0.3,
+}
+
+
+def prior_from_hardware(
+    facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float, collective: Collective = Collective.RING
+) -> StepTimePrior:
+    """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
+
+    c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and for each level of the network
+    s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants). Sustained is
+    0.6 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 11 FLOP per byte * W: half-way
+    between networks bound by arithmetic and by memory, and between single precision (of which most of the measured
+    networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores). What
+    is not known of the hardware is guessed, and c is wider.
+    """
+    base = generic_prior(collective)
+    b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
+    # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
+    log_flops = math.log(_BACKWARD_AND_FORWARD) + math.log(facts.flops_per_sample) + math.log(b_ref)
+    log_sustained = math.log(_SUSTAINED_SHARE * (hardware.peak_tflops or _UNKNOWN_TFLOPS) * 1e12)
+    if hardware.memory_gb_per_s is not None:
+        log_sustained = 0.5 * (log_sustained + math.log(_FLOPS_PER_BYTE * hardware.memory_gb_per_s * 1e9))
+    log_compute = log_flops - log_sustained
+    log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
+    mean, sd = base.mean.copy(), base.sd.copy()
+    mean[0] = log_compute
+    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
+    mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
+    if hardware.intra_node_gbps is not None:
+        mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute
+    mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
+    return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
+
+
+_BETWEEN_JOBS_SD = 0.25
+_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
+_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
+_WORTH_OF_NETWORK_SD = 6.0  # in jobs: so many have to differ more before it is believed
+_BELIEVED_SDS = 4.0
+
+
+@dataclass(frozen=True)
+class EarlierScale:
+    """How far the first guess of an earlier job, of whatever network, was from what its runs then showed.
+
+    `log_ratio` is log(c / c of `prior_from_hardware`) at one batch. `sd` is how uncertain that is in itself, for FLOPs
+    that were guessed or runs that left c open, and `device_sd` how uncertain the figures of `device` are, as
+    `Hardware.device_sd` says.
+    """
+
+    log_ratio: float
+    device: str
+    sd: float = 0.0
+    device_sd: float = 0.0
+
+
+def scale_from_jobs(
+    guess: StepTimePrior,
+    earlier: Sequence[EarlierScale],
+    *,
+    device: str,
+    flops_sd: float = 0.0,
+    device_sd: float = 0.0,
+) -> StepTimePrior:
+    """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
+
+    log(c / guess) = everywhere + device + network: what a team's framework, precision and kernels make of any network,
+    what they make of one device, and what is the network's own. The first two are normal around 0 (sd 0.5 and 0.4, with
+    `device_sd` where figures of the device are uncertain); the third has a sd that the jobs themselves tell, 0.5 to
+    begin with. `earlier` has each network at most once per device: again it would count as another that agrees. A job
+    off by more than four sd was described wrongly (FLOPs in another unit) and is left out. The basis stays. Widths are
+    from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
+    BSD-3-Clause).
+    """
+    heard = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
+    if not heard:
+        return guess
+    from sklearn.linear_model import BayesianRidge  # here and not above: half a second that most starts can do without
+
+    devices = [device, *sorted({job.device for job in heard} - {device})]
+    parts = np.array([[_EVERYWHERE_SD, *(_on(job, each) for each in devices)] for job in heard])
+    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.sd**2) for job in heard])
+    # With the columns scaled by their sd the weights have a sd of 1, which is held there: precision 1, worth any data.
+    ridge = BayesianRidge(
+        fit_intercept=False,
+        alpha_init=_NETWORK_SD**-2,
+        alpha_1=_WORTH_OF_NETWORK_SD / 2.0,
+        alpha_2=_WORTH_OF_NETWORK_SD / 2.0 * _NETWORK_SD**2,
+        lambda_init=1.0,
+        lambda_1=1e6,
+        lambda_2=1e6,
+    ).fit(parts, np.array([job.log_ratio for job in heard]), sample_weight=certainty)
+    wanted = np.zeros((1, parts.shape[1]))
+    wanted[0, :2] = _EVERYWHERE_SD, math.hypot(_DEVICE_SD, device_sd)
+    shift, spread = ridge.predict(wanted, return_std=True)
+    mean, sd = guess.mean.copy(), guess.sd.copy()
+    mean[0] += shift[0]
+    mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, beside another c
+    sd[0] = math.hypot(float(spread[0]), flops_sd)
+    return replace(guess, mean=mean, sd=sd)
+
+
+def _on(job: EarlierScale, device: str) -> float:
+    return math.hypot(_DEVICE_SD, job.device_sd) if job.device == device else 0.0
+
+
+def _sd_of(job: EarlierScale) -> float:
+    return math.hypot(_EVERYWHERE_SD, _DEVICE_SD, job.device_sd, _NETWORK_SD, job.sd)
+
+
+def prior_from_other_type(
+    learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None, *, collective: Collective
+) -> StepTimePrior:
+    """What the runs of a network on one instance type teach about it on another, basis `transfer`.
+
+    The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
+    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
+    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider, as
+    it is where the figures are uncertain.
+    """
+    shape = prior_from_jobs([learnt], collective=collective)
+    mean, sd = shape.mean.copy(), shape.sd.copy()
+    compute = _log_ratio(measured, wanted, "memory_gb_per_s")
+    if compute is None:
+        compute = _log_ratio(measured, wanted, "peak_tflops")
+    figures = [hardware.figures_sd for hardware in (measured, wanted) if hardware is not None]
+    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD, *figures)
+    faster = compute or 0.0
+    mean[0] -= faster
+    mean[1] += faster
+    for entry, link in ((4, "intra_node_gbps"), (6, "inter_node_gbps")):
+        ratio = _log_ratio(measured, wanted, link)
+        mean[entry] += faster - (ratio or 0.0)
+        sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
+    return StepTimePrior(
+        mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
+    )
+
+
+def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
+    """log(wanted / measured) of one figure; None where either is not known."""
+    before, after = getattr(measured, name, None), getattr(wanted, name, None)
+    return None if before is None or after is None else math.log(after / before)
+
+
+def prior_from_jobs(
+    posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None, collective: Collective = Collective.RING
+) -> StepTimePrior:
+    """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
+
+    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
+    themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
+    the jobs are runs of the same network, from them.
+    """
+    base = generic_prior(collective)
+    if not posteriors:
+        raise ObservationError("posteriors: there are none; give at least one earlier job.")
+    b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
+    shifted = np.array([_at_reference(p, b_ref) for p in posteriors])
+    own = np.array([p.sd for p in posteriors]) ** 2 + _BETWEEN_JOBS_SD**2
+    if len(posteriors) > 1:
+        own = own + np.var(shifted, axis=0, ddof=1)
+    weight = 1.0 / own
+    prior_weight = 1.0 / base.sd**2
+    prior_weight[0] = 1e-6
+    total = weight.sum(axis=0) + prior_weight
+    mean = (np.sum(weight * shifted, axis=0) + prior_weight * base.mean) / total
+    sd = np.sqrt(np.maximum(1.0 / total, _BETWEEN_JOBS_SD**2 * np.minimum(1.0, base.sd) ** 2))
+    sd[0] = max(float(sd[0]), 0.5)
+    if scale is not None:
+        if b_ref is not None and scale.reference_batch_size is not None:
+            mean[1:] = _rescaled(mean, scale.reference_batch_size / b_ref)[1:]
+        mean[0], sd[0], b_ref = scale.mean[0], scale.sd[0], scale.reference_batch_size
+    return StepTimePrior(mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
+
+
+def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
+    if reference is None or prior.reference_batch_size is None:
+        return prior.mean
+    return _rescaled(prior.mean, reference / prior.reference_batch_size)
+
+
+def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:
+    """The same parameters for a reference batch `ratio` times as large: c grows, what is relative to c shrinks."""
+    shift = math.exp(mean[2]) * math.log(ratio)
+    moved = np.array(mean)
+    moved[0] += shift
+    moved[[1, 4, 6]] -= shift
+    return moved

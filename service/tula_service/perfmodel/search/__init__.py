@@ -1,1 +1,0 @@
-"""Which configurations there are, which to profile next, and when to stop."""

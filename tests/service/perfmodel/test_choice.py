@@ -1,0 +1,248 @@
+"""Prices, frontier, knee and limits: the recommendation and its reasons."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tula_service.domain import Configuration, Objective
+from tula_service.perfmodel.choice import Limits, choose, pareto_frontier
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.knee import find_knee
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Offer, Spot, Training, price, spot_slowdown
+
+SPREAD = 1.2
+
+
+def estimates(rows, offer=None, **options):
+    """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
+    configurations = [Configuration(nodes, 1, batch) for nodes, batch, _ in rows]
+    intervals = [Interval(t, t / SPREAD, t * SPREAD) for _, _, t in rows]
+    offers = {"default": offer or Offer(usd_per_node_hour=3.6)}
+    return price(configurations, intervals, Training(1000, 2), offers, **options)
+
+
+def test_time_and_cost_follow_equations_4a_and_4b():
+    (one,) = estimates([(4, 25, 0.5)])
+    assert one.time_s.mean == pytest.approx(2 * 1000 / 100 * 0.5)
+    assert one.cost_usd.mean == pytest.approx(10.0 * 4 * 3.6 / 3600)
+    assert one.epoch_time_s.mean == pytest.approx(5.0)
+    assert one.time_s.high == pytest.approx(10.0 * SPREAD)
+
+
+def test_memory_prices_count_every_ranks_peak_in_gigabytes():
+    offer = Offer(usd_per_gb_hour=1.0, usd_per_rank_hour=2.0)
+    (one,) = estimates([(4, 25, 0.5)], offer, peak_bytes=[Interval(8e9, 7e9, 9e9)])
+    assert one.cost_usd.mean == pytest.approx(10.0 / 3600 * 4 * (8.0 + 2.0))
+    with pytest.raises(ObservationError, match="needs predicted memory"):
+        estimates([(4, 25, 0.5)], offer)
+    with pytest.raises(ObservationError, match="no price for instance type"):
+        price([Configuration(1, 1, 1, 1, "x")], [Interval(1, 1, 1)], Training(1), {})
+
+
+def test_spot_interruptions_lose_the_work_since_the_checkpoint():
+    spot = Spot(interruptions_per_node_hour=0.1, checkpoint_interval_s=600, restart_s=120)
+    rng = np.random.default_rng(5)
+    rate = 8 * 0.1 / 3600
+    simulated = []
+    for _ in range(4000):
+        elapsed = 0.0
+        while (life := rng.exponential(1 / rate)) < 600:
+            elapsed += life + 120
+        simulated.append(elapsed + 600)
+    assert spot_slowdown(spot, 8) == pytest.approx(np.mean(simulated) / 600, rel=0.03)
+    assert spot_slowdown(None, 8) == 1.0
+    assert spot_slowdown(spot, 16) > spot_slowdown(spot, 8) > 1.0
+
+
+OFFERS = st.builds(
+    Offer,
+    usd_per_node_hour=st.floats(0, 100),
+    usd_per_gb_hour=st.floats(0, 1),
+    usd_per_rank_hour=st.floats(0, 10),
+)
+SPOTS = st.builds(
+    Spot,
+    interruptions_per_node_hour=st.floats(0, 2),
+    checkpoint_interval_s=st.floats(1, 7200),
+    restart_s=st.floats(0, 3600),
+)
+PEAKS = [Interval(8e9, 7e9, 9e9)]
+
+
+@settings(max_examples=60)
+@given(OFFERS, st.floats(1, 7200), st.floats(0, 3600), st.integers(1, 64))
+def test_without_interruptions_spot_costs_and_takes_what_on_demand_does(offer, interval, restart, nodes):
+    calm = replace(offer, spot=Spot(0.0, interval, restart))
+    (plain,), (spot,) = (estimates([(nodes, 25, 0.5)], one, peak_bytes=PEAKS) for one in (offer, calm))
+    assert spot == plain
+
+
+@settings(max_examples=60)
+@given(SPOTS, st.integers(1, 64), st.floats(1, 3))
+def test_time_and_cost_never_fall_with_the_rate_the_nodes_the_restart_or_the_interval(spot, nodes, more):
+    offer = Offer(usd_per_node_hour=1.0)
+
+    def of(changed, count=nodes):
+        (found,) = estimates([(count, 25, 0.5)], replace(offer, spot=changed))
+        return found
+
+    here = of(spot)
+    assert here.spot_slowdown >= 1.0 - 1e-12
+    rate, restart, interval = spot.interruptions_per_node_hour, spot.restart_s, spot.checkpoint_interval_s
+    for worse in (
+        of(replace(spot, interruptions_per_node_hour=rate * more)),
+        of(replace(spot, restart_s=restart * more)),
+        of(replace(spot, checkpoint_interval_s=interval * more)),
+    ):
+        assert worse.time_s.mean >= here.time_s.mean * (1 - 1e-9)
+        assert worse.cost_usd.mean >= here.cost_usd.mean * (1 - 1e-9)
+    assert of(spot, nodes * 2).spot_slowdown >= here.spot_slowdown * (1 - 1e-9)
+
+
+@given(st.floats(1e-12, 1e-6), st.floats(1, 7200), st.floats(0, 3600))
+def test_a_rate_near_zero_is_near_no_interruptions_and_not_a_division_gone_wrong(rate, interval, restart):
+    assert spot_slowdown(Spot(rate, interval, restart), 1) == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=60)
+@given(OFFERS, st.floats(0, 10), st.integers(1, 16))
+def test_prices_add_up_and_scale_cost_but_never_time(offer, factor, nodes):
+    rows = [(nodes, 25, 0.5)]
+    (whole,) = estimates(rows, offer, peak_bytes=PEAKS)
+    parts = [
+        estimates(rows, Offer(**{name: getattr(offer, name)}), peak_bytes=PEAKS)[0]
+        for name in ("usd_per_node_hour", "usd_per_gb_hour", "usd_per_rank_hour")
+    ]
+    assert whole.cost_usd.mean == pytest.approx(sum(part.cost_usd.mean for part in parts))
+    assert {part.time_s for part in parts} == {whole.time_s}
+    (dearer,) = estimates(rows, replace(offer, usd_per_gb_hour=offer.usd_per_gb_hour * factor), peak_bytes=PEAKS)
+    memory = parts[1].cost_usd.mean
+    assert dearer.cost_usd.mean - whole.cost_usd.mean == pytest.approx((factor - 1) * memory, abs=1e-9)
+    assert dearer.cost_usd.low <= dearer.cost_usd.mean <= dearer.cost_usd.high
+
+
+def test_candidates_of_several_types_are_priced_by_their_own_offer_and_compete():
+    small, large = Configuration(2, 1, 25, 1, "small"), Configuration(1, 4, 25, 1, "large")
+    offers = {"small": Offer("small", 1.0), "large": Offer("large", 6.0, spot=Spot(0.1))}
+    found = price([small, large], [Interval(0.4, 0.3, 0.5), Interval(0.2, 0.1, 0.3)], Training(1000), offers)
+    assert found[0].cost_usd.mean == pytest.approx(1000 / 50 * 0.4 * 2 * 1.0 / 3600)
+    assert found[1].cost_usd.mean == pytest.approx(1000 / 100 * 0.2 * 6.0 / 3600 * spot_slowdown(Spot(0.1), 1))
+    assert choose(Objective.TIME, found).chosen.configuration == large
+    assert choose(Objective.COST, found).chosen.configuration == large
+    dear = price(
+        [small, large], [f.step_time_s for f in found], Training(1000), offers | {"large": Offer("large", 60.0)}
+    )
+    assert choose(Objective.COST, dear).chosen.configuration == small
+
+
+def test_a_hopeless_spot_job_is_excluded_and_not_an_overflow():
+    offer = Offer(usd_per_node_hour=1.0, spot=Spot(1e6))
+    choice = choose(Objective.TIME, estimates([(4, 25, 0.5)], offer))
+    assert choice.chosen is None
+    assert choice.excluded[0].limit == "interruptions"
+    assert math.isinf(spot_slowdown(Spot(1e6), 4))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=20))
+def test_the_frontier_is_exactly_what_nothing_dominates(points):
+    frontier = pareto_frontier([a for a, _ in points], [b for _, b in points])
+    kept = [points[i] for i in frontier]
+    for a, b in points:
+        assert any(x <= a and y <= b for x, y in kept)
+    for i, (a, b) in enumerate(kept):
+        assert not any(x <= a and y <= b for j, (x, y) in enumerate(kept) if j != i)
+
+
+def test_each_objective_takes_its_best_and_names_the_runner_up():
+    rows = [(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6), (8, 64, 1.3)]
+    found = estimates(rows)
+    fastest, cheapest = choose(Objective.TIME, found), choose(Objective.COST, found)
+    assert fastest.chosen.configuration.num_nodes == 4
+    assert fastest.runner_up.configuration.num_nodes == 8
+    assert cheapest.chosen.configuration.num_nodes == 1
+    assert fastest.least_cost == cheapest.chosen
+    assert [e.configuration.num_nodes for e in fastest.frontier] == [4, 2, 1]
+
+
+def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
+    found = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
+    times = {e.configuration.num_nodes: e.time_s for e in found}
+    limits = Limits(deadline_s=times[2].mean * 1.05, max_num_nodes=3)
+    choice = choose(Objective.COST, found, limits=limits)
+    by_nodes = {e.estimate.configuration.num_nodes: e for e in choice.excluded}
+    assert by_nodes[4].limit == "max_num_nodes"
+    assert by_nodes[1].certain
+    assert not by_nodes[2].certain
+    assert "upper end" in by_nodes[2].sentence
+    assert choice.chosen.configuration.num_nodes == 2
+    assert not choice.within_limits_is_likely
+    safe = choose(Objective.COST, found, limits=Limits(deadline_s=times[2].high * 1.01))
+    assert safe.chosen.configuration.num_nodes == 2
+    assert safe.within_limits_is_likely
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_the_chance(objective):
+    found = estimates([(1, 64, 0.4), (2, 64, 0.3)])
+    mean, high = found[1].time_s.mean, found[1].time_s.high
+    chances = []
+    for limit in (mean * 1.001, math.sqrt(mean * high), high * 0.999):
+        choice = choose(objective, found, limits=Limits(deadline_s=limit))
+        assert choice.chosen.configuration.num_nodes == 2
+        assert "within the limits" not in choice.reason
+        chances.append(int(re.search(r"with a chance of (\d+)%", choice.reason)[1]))
+    assert chances[0] == 50
+    assert chances == sorted(chances)
+    assert chances[-1] == pytest.approx(95, abs=1)
+
+
+def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline():
+    (found,) = estimates([(2, 64, 0.4)])
+    limits = Limits(deadline_s=found.time_s.mean * 1.05, budget_usd=found.cost_usd.mean / 2)
+    choice = choose(Objective.TIME, [found], limits=limits)
+    assert choice.chosen is None
+    assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True)]
+
+
+def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
+    choice = choose(Objective.TIME, estimates([(1, 64, 0.4)]), limits=Limits(budget_usd=1e-9))
+    assert choice.chosen is None
+    assert "budget_usd" in choice.reason
+    with pytest.raises(ObservationError, match="there are none"):
+        choose(Objective.TIME, [])
+    with pytest.raises(ObservationError, match="deadline_s"):
+        Limits(deadline_s=float("nan"))
+
+
+def test_a_saturating_curve_has_a_knee_where_it_bends_whatever_the_range():
+    for largest in (4096, 16384):
+        batches = np.geomspace(32, largest, 40)
+        found = find_knee(batches, 1.0 + 100.0 / batches)
+        assert found.global_batch_size is not None
+        assert 32 < found.global_batch_size < 600
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), fall=st.floats(0.1, 0.9))
+@example(seed=1950, fall=0.5)  # noise that happens to fall by six of its standard deviations
+def test_a_straight_or_flat_noisy_curve_has_no_knee(seed, fall):
+    batches = np.geomspace(32, 4096, 12)
+    straight = 1.0 - fall * np.linspace(0, 1, 12)
+    assert find_knee(batches, straight).global_batch_size is None
+    noise = np.random.default_rng(seed).normal(0, 0.01, 12)
+    assert find_knee(batches, 1.0 + noise).global_batch_size is None
+
+
+def test_too_few_points_are_said_to_be_too_few_and_infinity_is_refused():
+    assert "no knee" in find_knee([32, 64], [1.0, 0.9]).reason
+    with pytest.raises(ObservationError, match="value"):
+        find_knee([32, 64, 128, 256, 512], [1.0, 0.9, float("inf"), 0.8, 0.7])

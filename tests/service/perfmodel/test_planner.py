@@ -1,0 +1,264 @@
+"""Plans: the right runs for a reason, within the budget, and an end that says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tula_service.domain import Configuration, Objective, Search
+from tula_service.perfmodel.acquisition import hopes, log_value
+from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates, powers_of_two
+from tula_service.perfmodel.choice import Limits, choose
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.optimal_design import greedy_design
+from tula_service.perfmodel.planner import PlanBudget, plan
+from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.perfmodel.pricing import Estimate, Offer, Training
+from tula_service.perfmodel.priors import generic_prior
+from tula_service.perfmodel.recommend import Goal, recommend
+from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise_steps
+from tula_service.perfmodel.step_time_model import fit_step_time, unmeasured_model
+
+GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
+GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
+
+
+def step_time(c: Configuration) -> float:
+    return ((0.02 + 0.001 * c.local_batch_size) ** 2 + (0.06 * (c.num_nodes > 1)) ** 2) ** 0.5
+
+
+def work_through(search: Search, candidates, goal=None, budget=None, time=step_time, **options):
+    """Run the plan to its end; every configuration in order, and the reason why it ended."""
+    done: list[Configuration] = []
+    while True:
+        observed = StepTimeObservations.at(done, [time(c) for c in done]) if done else None
+        step = plan(search, candidates, observed, goal=goal, budget=budget, **options)
+        if not step.runs:
+            return done, step.stop_reason
+        assert all(run.purpose.endswith(".") for run in step.runs)
+        done += [run.configuration for run in step.runs]
+        assert len(done) <= len(candidates)
+
+
+@given(st.integers(1, 50), st.integers(1, 2000))
+def test_powers_of_two_always_hold_both_ends(smallest, extra):
+    values = powers_of_two(smallest, smallest + extra)
+    assert values[0] == smallest
+    assert values[-1] == smallest + extra
+    assert all(later <= 2 * earlier for earlier, later in pairwise(values))
+
+
+def test_candidates_span_nodes_batches_and_types():
+    space = SearchSpace(
+        min_num_nodes=1,
+        max_num_nodes=6,
+        ranks_per_node={"a": 4, "b": 8},
+        max_local_batch_size={"a": 100, "b": 64},
+        max_global_batch_size=2400,
+    )
+    found = enumerate_candidates(space)
+    assert Configuration(6, 4, 100, 1, "a") in found
+    assert {c.num_nodes for c in found} == {1, 2, 4, 6}
+    assert {c.local_batch_size for c in found if c.instance_type == "b"} == {32, 64}
+    assert all(c.global_batch_size <= 2400 for c in found)
+
+
+def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
+    space = SearchSpace.single(
+        min_num_nodes=1, max_num_nodes=8, ranks_per_node=2, max_local_batch_size=64, global_batch_size=512
+    )
+    found = enumerate_candidates(space)
+    assert {c.global_batch_size for c in found} == {512}
+    assert {c.num_nodes for c in found} == {1, 2, 4, 8}
+    assert max(c.local_batch_size for c in found) <= 64
+    assert any(c.grad_accum_steps > 1 for c in found if c.num_nodes == 1)
+
+
+def test_an_empty_space_says_what_to_change():
+    with pytest.raises(ObservationError, match="lower min_local_batch_size"):
+        enumerate_candidates(SearchSpace.single(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
+    with pytest.raises(ObservationError, match="min_num_nodes"):
+        SearchSpace.single(min_num_nodes=0, max_num_nodes=2, max_local_batch_size=16)
+
+
+def test_full_search_profiles_everything_once():
+    done, reason = work_through(Search.FULL, GRID)
+    assert sorted(done) == sorted(GRID)
+    assert reason == "Every candidate has been profiled."
+
+
+def test_partial_search_profiles_the_four_corners():
+    done, reason = work_through(Search.PARTIAL, GRID)
+    assert set(done) == {Configuration(n, 4, b) for n in (1, 8) for b in (32, 256)}
+    assert "corner" in str(reason)
+
+
+@settings(max_examples=15, deadline=None)
+@given(most=st.integers(1, 8), speed=st.floats(0.01, 100))
+def test_adaptive_search_holds_the_largest_cluster_and_its_budget(most, speed):
+    done, reason = work_through(Search.ADAPTIVE, GRID, GOAL, PlanBudget(max_runs=most), lambda c: speed * step_time(c))
+    assert done[0].num_nodes == 8
+    assert len(done) == len(set(done)) <= most
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("goal", "runs"), [(None, 4), (GOAL, 3), (replace(GOAL, objective=Objective.TIME), 3), (KNEE, 4)]
+)
+def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goal, runs):
+    first = plan(Search.ADAPTIVE, GRID, goal=goal)
+    assert len(first.runs) == runs
+    assert plan(Search.ADAPTIVE, GRID, goal=goal) == first
+    claimed = [run.configuration for run in first.runs]
+    waiting = plan(Search.ADAPTIVE, GRID, goal=goal, pending=claimed)
+    assert waiting.runs == ()
+    assert waiting.stop_reason is None
+
+
+@pytest.mark.parametrize("most", [None, 64])
+def test_towards_a_goal_the_largest_cluster_first_runs_what_would_be_chosen_there(most):
+    """A user's limit on the batch counts before anything was measured."""
+    limit = None if most is None else 8 * 4 * most
+    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
+    first = plan(Search.ADAPTIVE, GRID, goal=goal).runs[0].configuration
+    assert first == Configuration(8, 4, most or 256)
+    per_gb = Goal(Objective.COST, Training(1e6), {"default": Offer(usd_per_gb_hour=0.1)})
+    assert plan(Search.ADAPTIVE, GRID, goal=per_gb).runs[0].configuration.num_nodes == 8, "before memory is known"
+
+
+def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
+    """Two nodes are faster than the form can know; a deadline that only they keep is kept."""
+
+    def surprising(c: Configuration) -> float:
+        return step_time(c) * (0.5 if c.num_nodes == 2 else 1.0) * (1.6 if c.num_nodes > 2 else 1.0)
+
+    seconds = {c: surprising(c) * 1e6 / c.global_batch_size for c in GRID}
+    fastest = min(seconds.values())
+    goal = Goal(Objective.COST, Training(1e6), GOAL.offers, Limits(deadline_s=1.1 * fastest))
+    done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=8), surprising)
+    observed = StepTimeObservations.at(done, [surprising(c) for c in done])
+    choice = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).choice
+    assert reason
+    assert choice.chosen is not None
+    assert seconds[choice.chosen.configuration] <= 1.1 * fastest
+
+
+def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
+    def hope(mean: float, spread: float) -> float:
+        value = Interval(mean, mean / spread, mean * spread)
+        free = Interval(0.0, 0.0, 0.0)
+        chosen, other = (
+            Estimate(Configuration(1, 1, batch), known, known, free, known, None, False, measured, {})
+            for batch, known, measured in ((1, Interval(1.0, 1.0, 1.0), True), (2, value, False))
+        )
+        choice = choose(Objective.TIME, [chosen, other])
+        ((found, configuration),) = hopes(replace(choice, chosen=chosen), [chosen, other], GOAL)
+        assert configuration == other.configuration
+        return found
+
+    assert hope(0.5, 1.001) == pytest.approx(0.5, abs=0.01)
+    assert 0 < hope(1.3, 1.2) < hope(1.1, 1.2) < hope(0.9, 1.2) < 0.2
+    assert hope(1.3, 1.1) < hope(1.3, 1.5)
+    # A normal would give a gain at five deviations a chance of one in three million.
+    assert hope(np.exp(0.5), np.exp(0.17)) > 1e-4
+
+
+def test_a_gigabyte_hour_of_a_rank_weighs_what_as_dear_a_rank_hour_does():
+    model = unmeasured_model(generic_prior(), GRID)
+    rank, memory, nothing = (
+        log_value(model, GRID, replace(GOAL, offers={"default": Offer(usd_per_node_hour=3.0, **more)}))
+        for more in ({"usd_per_rank_hour": 0.5}, {"usd_per_gb_hour": 0.5}, {})
+    )
+    assert memory == pytest.approx(rank)
+    assert memory - nothing == pytest.approx(np.log(5.0 / 3.0))
+
+
+def test_a_design_spends_its_runs_where_variance_matters():
+    covariance = np.diag([1.0, 1.0, 1.0]) + 0.0
+    weights = np.array([0.1, 1.0, 0.5])
+    assert greedy_design(covariance, 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
+
+
+def test_the_recommendation_was_measured_and_is_near_the_best():
+    done, reason = work_through(Search.ADAPTIVE, GRID, GOAL)
+    observed = StepTimeObservations.at(done, [step_time(c) for c in done])
+    result = recommend(GRID, fit_step_time(observed, candidates=GRID), GOAL)
+    assert result.choice.chosen is not None
+    assert result.choice.chosen.configuration in done
+    cost = {c: step_time(c) * c.num_nodes / c.global_batch_size for c in GRID}
+    assert cost[result.choice.chosen.configuration] <= 1.02 * min(cost.values())
+    assert reason
+    assert len(done) <= 6
+
+
+def test_configurations_that_failed_are_neither_planned_nor_waited_for():
+    lost = [c for c in GRID if c.local_batch_size == 256]
+    done, _ = work_through(Search.ADAPTIVE, GRID, GOAL, unavailable=lost)
+    assert not set(done) & set(lost)
+    with pytest.raises(ObservationError, match="none is left"):
+        plan(Search.ADAPTIVE, GRID, unavailable=GRID)
+
+
+def test_a_spent_budget_of_gpu_seconds_ends_profiling():
+    budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=100.0)
+    step = plan(Search.ADAPTIVE, GRID, budget=budget)
+    assert step.runs == ()
+    assert "GPU-seconds" in str(step.stop_reason)
+
+
+def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
+    slow = [c for c in GRID if c.num_nodes == 1]
+    observed = StepTimeObservations.at(slow, [step_time(c) for c in slow])
+    budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
+    left = [*slow, Configuration(2, 4, 32), Configuration(8, 4, 256)]
+    goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
+    step = plan(Search.ADAPTIVE, left, observed, goal=goal, budget=budget)
+    assert step.runs == ()
+    assert "stays a prediction" in str(step.stop_reason)
+
+
+def test_every_instance_type_gets_its_largest_cluster():
+    both = [*GRID, *(Configuration(c.num_nodes, 8, c.local_batch_size, 1, "big") for c in GRID)]
+    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer(), "big": Offer("big")})
+    first = plan(Search.ADAPTIVE, both, goal=goal, budget=PlanBudget(max_runs=10))
+    assert {c.configuration.instance_type for c in first.runs[:2]} == {"default", "big"}
+    assert {c.configuration.num_nodes for c in first.runs[:2]} == {8}
+
+
+def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
+    both = [*GRID, *(Configuration(c.num_nodes, 4, c.local_batch_size, 1, "free") for c in GRID)]
+    offers = {"default": Offer(usd_per_node_hour=1.0), "free": Offer("free")}
+    goal = Goal(Objective.COST, Training(1e6), offers)
+    done, reason = work_through(Search.ADAPTIVE, both, goal, PlanBudget(max_runs=9))
+    assert reason
+    observed = StepTimeObservations.at(done, [step_time(c) for c in done])
+    chosen = recommend(both, fit_step_time(observed, candidates=both), goal).choice.chosen
+    assert chosen is not None
+    assert chosen.configuration.instance_type == "free"
+
+
+def test_a_limit_that_nothing_keeps_ends_with_the_reason():
+    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(deadline_s=1e-3))
+    done, reason = work_through(Search.ADAPTIVE, GRID, goal)
+    assert len(done) <= 6
+    assert reason
+
+
+def test_steps_are_summarised_robustly_and_measuring_ends_when_precise():
+    rng = np.random.default_rng(0)
+    times = 0.2 * np.exp(rng.normal(0, 0.02, 60))
+    times[::20] = 3.0
+    summary = summarise_steps(times)
+    assert summary.step_time_s == pytest.approx(0.2, rel=0.03)
+    assert summary.steps == 60
+    assert not measured_precisely_enough(times[1:4], 0.02)
+    assert measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.01, 30)), 0.02)
+    assert not measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.3, 30)), 0.02)
+    with pytest.raises(ObservationError, match="step_times_s"):
+        measured_precisely_enough([0.0], 0.02)

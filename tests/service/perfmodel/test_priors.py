@@ -1,0 +1,168 @@
+"""The first guess of a step time: from hardware figures, and corrected by how fast earlier jobs really ran."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import cold_start
+from tula_service.domain import Basis, Collective
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.priors import (
+    EarlierScale,
+    Hardware,
+    ModelFacts,
+    StepTimePrior,
+    prior_from_hardware,
+    prior_from_other_type,
+    scale_from_jobs,
+)
+
+TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    out = tmp_path_factory.mktemp("cold") / "out.json"
+    assert cold_start.main(["--steps", str(TABLE), "--json", str(out), "--draws", "5"]) == 0
+    return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+def a_guess(**facts: float) -> StepTimePrior:
+    known = ModelFacts(parameter_count=25e6, flops_per_sample=8e9, **facts)
+    return prior_from_hardware(known, Hardware(15.7, 25.0, None, 900.0), reference_batch_size=128)
+
+
+def test_hardware_figures_guess_measured_devices_within_the_stated_interval(figures):
+    assert figures["cold.same.0.0.median"] < 0.8
+    assert 0.85 <= figures["cold.same.0.0.coverage"] <= 0.97
+
+
+def test_one_earlier_job_on_the_device_brings_the_guess_much_nearer(figures):
+    assert figures["cold.same.1.0.median"] < 0.65 * figures["cold.same.1.0.without"]
+    assert figures["cold.any.1.0.median"] < 0.95 * figures["cold.any.1.0.without"], "in whatever precision it ran"
+    assert figures["cold.same.1.0.p90"] < 0.7 * figures["cold.same.0.0.p90"]
+
+
+def test_jobs_on_other_devices_help_too_and_less(figures):
+    assert figures["cold.same.1.0.median"] < figures["cold.same.0.5.median"] < 0.7 * figures["cold.same.0.5.without"]
+
+
+def test_intervals_hold_with_any_history(figures):
+    coverage = {key: value for key, value in figures.items() if key.endswith(".coverage")}
+    assert len(coverage) == 2 * len(cold_start.HISTORIES)
+    assert min(coverage.values()) >= 0.85
+
+
+def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
+    sd = a_guess().sd[0]
+    assert a_guess(flops_sd=1.0).sd[0] == pytest.approx(np.hypot(sd, 1.0))
+    facts = ModelFacts(parameter_count=25e6, flops_per_sample=8e9)
+    for hardware in (Hardware(), Hardware(15.7, 25.0, None, 900.0, figures_sd=1.0)):
+        found = prior_from_hardware(facts, hardware, reference_batch_size=128)
+        assert found.sd[0] == pytest.approx(np.hypot(sd, 1.0))
+
+
+def corrected(guess: StepTimePrior, earlier: Sequence[EarlierScale], **known: float) -> StepTimePrior:
+    return scale_from_jobs(guess, earlier, device="here", **known)
+
+
+def shift(earlier: Sequence[EarlierScale]) -> float:
+    guess = a_guess()
+    return float(corrected(guess, earlier).mean[0] - guess.mean[0])
+
+
+def test_without_earlier_jobs_the_guess_stays_what_it_is():
+    guess = a_guess()
+    assert corrected(guess, []) is guess
+
+
+def test_a_job_here_says_more_than_one_elsewhere_and_neither_is_believed_whole():
+    assert 0.2 < shift([EarlierScale(1.0, "there")]) < shift([EarlierScale(1.0, "here")]) < 0.9
+
+
+def test_one_job_corrects_by_its_share_of_all_that_varies():
+    """The posterior of a sum of normals, as long as the jobs say nothing else of how far networks differ."""
+    everywhere, device, network = 0.5**2, 0.4**2, 0.5**2
+    typical, rest = 0.5, everywhere + device + network
+    for name, common in (("here", everywhere + device), ("there", everywhere)):
+        found = corrected(a_guess(), [EarlierScale(typical, name)])
+        assert found.mean[0] - a_guess().mean[0] == pytest.approx(typical * common / rest, rel=0.05)
+        assert found.sd[0] ** 2 == pytest.approx(rest - common**2 / rest, rel=0.1)
+
+
+def test_jobs_on_one_other_device_say_less_of_this_one_than_jobs_on_many():
+    one = shift([EarlierScale(1.0, "there") for _ in range(6)])
+    many = shift([EarlierScale(1.0, f"there {number}") for number in range(6)])
+    assert one < 0.8 * many
+
+
+def test_a_device_whose_figures_are_a_guess_says_little_of_others_and_keeps_its_own_width():
+    sure, unsure = (shift([EarlierScale(1.0, "there", device_sd=sd)] * 3) for sd in (0.0, 1.0))
+    assert 0.0 < unsure < 0.5 * sure
+    unknown = prior_from_hardware(ModelFacts(25e6, 8e9), Hardware(), reference_batch_size=128)
+    after = corrected(unknown, [EarlierScale(0.3, "there")] * 8, device_sd=1.0)
+    assert after.sd[0] > 1.0, "nothing was learnt of how fast this device is"
+    assert corrected(unknown, [EarlierScale(0.3, "here", device_sd=1.0)] * 8, device_sd=1.0).sd[0] < 0.6
+
+
+def test_launches_and_links_take_as_long_as_before_beside_another_compute():
+    guess = a_guess()
+    found = corrected(guess, [EarlierScale(0.8, "here")] * 4)
+    assert found.mean[0] > guess.mean[0] + 0.4
+    for entry in (1, 4, 6):
+        assert found.mean[0] + found.mean[entry] == pytest.approx(guess.mean[0] + guess.mean[entry])
+    assert found.basis is Basis.PRIOR
+    assert found.reference_batch_size == guess.reference_batch_size
+
+
+def test_jobs_that_agree_narrow_the_interval_and_jobs_that_contradict_each_other_widen_it():
+    guess = a_guess()
+    agree = corrected(guess, [EarlierScale(0.5, "here")] * 8)
+    differ = corrected(guess, [EarlierScale(0.5 + off, "here") for off in (-1.2, 1.2) * 4])
+    assert agree.sd[0] < 0.75 * guess.sd[0]
+    assert 1.1 * guess.sd[0] < differ.sd[0] < 2.0 * guess.sd[0]
+
+
+def test_a_job_whose_flops_were_guessed_weighs_less_and_so_does_what_is_guessed():
+    assert 0.0 < shift([EarlierScale(1.0, "here", sd=1.0)]) < 0.6 * shift([EarlierScale(1.0, "here")])
+    wide = a_guess(flops_sd=1.0)
+    assert corrected(wide, [EarlierScale(1.0, "here")] * 8, flops_sd=1.0).sd[0] > 1.0
+
+
+@pytest.mark.parametrize("off", [-650.0, -7.0, 7.0, 30.0])
+def test_a_job_that_was_described_in_another_unit_teaches_nothing_and_spoils_nothing(off: float):
+    guess, sane = a_guess(), [EarlierScale(0.5, "here"), EarlierScale(0.4, "here")]
+    assert corrected(guess, [EarlierScale(off, "here")]) is guess
+    found, alone = corrected(guess, [*sane, EarlierScale(off, "here")]), corrected(guess, sane)
+    assert (found.mean.tolist(), found.sd.tolist()) == (alone.mean.tolist(), alone.sd.tolist())
+
+
+def test_the_correction_is_the_same_every_time_and_in_any_order():
+    jobs = [EarlierScale(float(off), "here" if off > 0 else f"{off}") for off in np.linspace(-1.0, 2.0, 7)]
+    first, again, reversed_ = (corrected(a_guess(), each) for each in (jobs, jobs, jobs[::-1]))
+    assert first.mean.tolist() == again.mean.tolist()
+    assert first.sd.tolist() == again.sd.tolist()
+    assert reversed_.mean[0] == pytest.approx(first.mean[0], abs=1e-9)
+
+
+def test_the_same_network_on_a_processor_nobody_knows_moves_to_a_device_with_a_wide_interval():
+    learnt = replace(a_guess(), sd=a_guess().sd * 0.1)
+    gpu = Hardware(15.7, 25.0, None, 900.0)
+    sure, unsure = (
+        prior_from_other_type(learnt, Hardware(0.06, 25.0, None, 28.0, figures_sd=sd), gpu, collective=Collective.RING)
+        for sd in (0.0, 1.0)
+    )
+    assert sure.mean.tolist() == unsure.mean.tolist()
+    assert unsure.sd[0] > 1.0 > sure.sd[0]
+
+
+@pytest.mark.parametrize("build", [lambda: a_guess(flops_sd=-1.0), lambda: Hardware(figures_sd=-1.0)])
+def test_an_uncertainty_that_is_no_spread_is_refused(build):
+    with pytest.raises(ObservationError, match="_sd"):
+        build()
