@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tula_agent
 import tula_wire  # noqa: F401 - see load
-from tests.e2e.cluster import enter
-from tests.support.gloo import leave_group
+from benchmarks.support.cluster import enter
+from benchmarks.support.gloo import leave_group
 from tula_agent.ship.transport import Transport
 
 LAYERS = 8

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks._report import median, print_table, write_json
-from tests.e2e.cluster import Cluster, why_no_delay, why_not
+from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from tula_client import Client
 from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 

@@ -9,7 +9,6 @@ python -m benchmarks.dashboard [--json OUT]
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks._report import median, write_json
-from tests.browser.conftest import FLAGS, NAMES
-from tests.browser.seed import a_million_steps, seed
-from tests.support.server import Server
+from benchmarks.support.chromium import FLAGS, chromium_path
+from benchmarks.support.seed import a_million_steps, seed
+from benchmarks.support.server import Server
 
 TARGET_S = 1.0
 TIMES = 8
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    path = next((found for name in NAMES if (found := shutil.which(name))), None)
+    path = chromium_path()
     if path is None:
         parser.error("no Chromium on the PATH: install it (tests/system-packages.sh).")
     with (

@@ -26,8 +26,8 @@ import sqlalchemy as sa
 from benchmarks._load import Load, Measured, Request, drive
 from benchmarks._mlflow import METRICS, measure_mlflow
 from benchmarks._report import print_table, write_json
-from tests.support.postgres import PostgresServer
-from tests.support.server import Server, make_token
+from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.server import Server, make_token
 from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
 from tula_service.store.chunks import INSERT_POSTGRES, INSERT_SQLITE, chunk_row

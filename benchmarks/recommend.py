@@ -21,7 +21,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks._report import percentile, print_table, write_json
-from tests.support.server import Server, make_token
+from benchmarks.support.server import Server, make_token
 from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
 from tula_service.store.schema import upgrade_schema

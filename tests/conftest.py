@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.postgres import PostgresServer
 from tests.support.clock import ManualClock
-from tests.support.postgres import PostgresServer
 from tula_service.store import Store
 from tula_service.store.schema import upgrade_schema
 

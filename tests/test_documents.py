@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.postgres import PostgresServer
-from tests.support.server import Server
+from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.server import Server
 from tula_wire import JobSpec
 
 if sys.version_info >= (3, 11):

@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from benchmarks.support.server import Server
 from tests.support.environment import isolated
-from tests.support.server import Server
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.browser.seed import Seeded, seed
-from tests.support.server import Server
+from benchmarks.support.chromium import FLAGS, chromium_path
+from benchmarks.support.seed import Seeded, seed
+from benchmarks.support.server import Server
 
 ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts" / "screenshots"
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")  # Playwright's loop runs in this thread: no later test could start one of its own
 def chromium() -> Iterator[Browser]:
     """The system's Chromium, started once."""
-    path = next((found for name in NAMES if (found := shutil.which(name))), None)
+    path = chromium_path()
     assert path is not None, "No Chromium: install the packages of tests/system-packages.sh."
     expect.set_options(timeout=20_000)  # a busy machine decides nothing
     with sync_playwright() as playwright:

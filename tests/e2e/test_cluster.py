@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from benchmarks.support.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.cluster("namespaces")

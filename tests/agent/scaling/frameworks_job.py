@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.gloo import tell_all
+from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import TulaOptimizer
 
 
@@ -92,7 +92,7 @@ def with_lightning() -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    tell_all({"accelerate": with_accelerate(), "lightning": with_lightning()})
+    print_results_of_all_ranks({"accelerate": with_accelerate(), "lightning": with_lightning()})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.gloo import tell_all
+from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 
 STEPS = 200
@@ -101,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tell_all([run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)])
+    print_results_of_all_ranks([run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 EPOCHS, ROWS, BATCH = 3, 96, 4
 

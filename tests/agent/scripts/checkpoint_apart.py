@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 from tula_agent.checkpoint import CheckpointError
 
 WIDE = 256
@@ -63,7 +63,7 @@ def main() -> None:
         full_disk(False)
         dist.barrier()  # reached by both, or this hangs
         on_disk = " ".join(sorted(path.name for path in args.shared.glob("step-*")))
-        say(f"{name} | rank {rank} | {'kept' if digest(model) == before else 'moved'} | {on_disk} | {said}")
+        print_line(f"{name} | rank {rank} | {'kept' if digest(model) == before else 'moved'} | {on_disk} | {said}")
         dist.barrier()
 
     for x in run.steps([torch.randn(4, WIDE) for _ in range(2)]):

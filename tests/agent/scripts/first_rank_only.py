@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         model(x).sum().backward()
         optimizer.step()
         seen += 1
-    say(f"micro-steps {os.environ['RANK']} {seen}")
+    print_line(f"micro-steps {os.environ['RANK']} {seen}")
     leave_group()
 
 

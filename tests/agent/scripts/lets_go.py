@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 
 def train(finish: bool) -> list[weakref.ref]:

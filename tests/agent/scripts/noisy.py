@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 
 def train(what: str, view: bool) -> None:

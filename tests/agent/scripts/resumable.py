@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def train(policy: str, root: Path, args: argparse.Namespace) -> None:
     run.watch(model, optimizer)
     start = run.resume(model, optimizer, loader=loader, scheduler=scheduler, directory=root / policy)
     if start.found:
-        say(f"resumed at step {start.step}")
+        print_line(f"resumed at step {start.step}")
     for epoch in range(start.epoch, 4):
         if sampler is not None:
             sampler.set_epoch(epoch)
@@ -68,7 +68,7 @@ def train(policy: str, root: Path, args: argparse.Namespace) -> None:
             if run.position.step == 13 and args.keep is not None and rank == 0:
                 shutil.copytree(root / policy, args.keep / policy)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    say(f"weights {digest} rank {rank} policy {policy}")
+    print_line(f"weights {digest} rank {rank} policy {policy}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tula_agent
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     run.watch(model, optimizer)
     start = run.resume(model, optimizer, loader=loader, scheduler=scheduler)
     if start.found:
-        say(f"resumed at step {start.step}")
+        print_line(f"resumed at step {start.step}")
     for epoch in range(start.epoch, 4):
         sampler.set_epoch(epoch)
         for x, y in run.steps(loader):
@@ -57,7 +57,7 @@ def main() -> None:
     state = [value for p in model.parameters() for value in optimizer.state[p].values()]
     state = [value.to_local() if hasattr(value, "to_local") else value for value in state]
     digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in (*shards, *state))).hexdigest()
-    say(f"weights {digest} rank {dist.get_rank()} of {sum(s.numel() for s in shards)} numbers")
+    print_line(f"weights {digest} rank {dist.get_rank()} of {sum(s.numel() for s in shards)} numbers")
     leave_group()
 
 

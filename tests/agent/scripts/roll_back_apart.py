@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 from tula_agent.checkpoint import CheckpointError
 
 
@@ -33,14 +33,14 @@ def main() -> None:
         optimizer.step()
         run.checkpoint(model, optimizer, directory=shared)
         if run.position.step == 3:
-            say(f"made {digest(model)} rank {rank}")
+            print_line(f"made {digest(model)} rank {rank}")
     before = digest(model)
     try:
         run.roll_back(model, optimizer, directory=shared if rank == 0 else elsewhere)
     except CheckpointError as error:
-        say(f"refused rank {rank}, weights {'kept' if digest(model) == before else 'moved'}: {error}")
+        print_line(f"refused rank {rank}, weights {'kept' if digest(model) == before else 'moved'}: {error}")
     dist.barrier()  # reached by both, or this hangs
-    say(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}")
+    print_line(f"done {run.roll_back(model, optimizer, directory=shared)} {digest(model)} rank {rank}")
     dist.barrier()
     leave_group()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 RANK = os.environ["RANK"]
 

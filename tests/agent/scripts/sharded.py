@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tula_agent
-from tests.support.gloo import leave_group, say
+from benchmarks.support.gloo import leave_group, print_line
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
                 optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             large(torch.randn(64, 16))
-    say(f"rank {os.environ['RANK']} done")
+    print_line(f"rank {os.environ['RANK']} done")
     leave_group()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
-from tests.support.gloo import leave_group
+from benchmarks.support.gloo import leave_group
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=4)
@@ -100,7 +100,7 @@ def cut_spool(by: int) -> None:
             os.truncate(path, max(0, path.stat().st_size - by))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """In one piece: under torchrun the ranks share an unbuffered stdout."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -110,7 +110,7 @@ def print_digest(model: nn.Module, label: str = "weights") -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    say(f"{label} {RANK} {digest.hexdigest()}")
+    print_line(f"{label} {RANK} {digest.hexdigest()}")
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
                 time.sleep(arguments.pause)
         with torch.no_grad():
             model(torch.ones(2, 32))
-    say(f"micro-steps {RANK} {seen}")
+    print_line(f"micro-steps {RANK} {seen}")
     print_digest(model)
     if dist.is_initialized():
         leave_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.support.server import make_token
+from benchmarks.support.server import make_token
 from tula_service.domain import Configuration, RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.server import Server, serving
 from tests.conftest import migrate
 from tests.service.api.prepared import prepare
 from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
-from tests.support.postgres import PostgresServer
-from tests.support.server import Server, serving
 from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import tula_wire as wire
-from tests.support.server import serving
+from benchmarks.support.server import serving
 
 SPEC: dict[str, Any] = {
     "name": "loop",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.support.postgres import PostgresServer
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tests.service.store.test_upgrade import ASSETS, restored
-from tests.support.postgres import PostgresServer
 from tula_service.__main__ import app
 from tula_service.dashboard.session import COOKIE
 from tula_service.store import Store

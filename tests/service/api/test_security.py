@@ -13,8 +13,8 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from benchmarks.support.server import command
 from tests.service.api.conftest import SPEC, Service, Tenant
-from tests.support.server import command
 from tula_service.api.security.scopes import AGENT_MAY, OPEN
 from tula_service.store import Store
 from tula_service.store.access import Tokens

@@ -12,9 +12,9 @@ import psycopg
 import sqlalchemy as sa
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from benchmarks.support.postgres import PostgresServer
 from tests.service.store.examples import a_chunk, a_job, a_run, samples
 from tests.support.clock import ManualClock
-from tests.support.postgres import PostgresServer
 from tula_service.store import LedgerRecord, Store
 from tula_service.store.schema import head_revision, upgrade_schema
 

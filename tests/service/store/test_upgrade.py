@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
+from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.server import command
 from tests.service.store.examples import a_job
-from tests.support.postgres import PostgresServer
-from tests.support.server import command
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
 from tula_service.store.schema import check_schema, head_revision, is_empty, upgrade_schema

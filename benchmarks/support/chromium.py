@@ -1,0 +1,21 @@
+"""The system's Chromium: where it is and how it is started without a display."""
+
+from __future__ import annotations
+
+import shutil
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def chromium_path() -> str | None:
+    """The first Chromium on the PATH; None if there is none."""
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
