@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tula_agent.config import AgentConfig
+from tula_agent.torch_private import default_store
 
 __all__ = ["Channel", "Meeting", "current_group", "placed"]
 
@@ -106,7 +107,7 @@ class Meeting:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._lost = False
-        group = _group_store()
+        group = default_store()
         self._group = None if group is None else weakref.ref(group)
         if group is not None and self._place[0] == 0:
             self._lead(group)
@@ -184,14 +185,6 @@ def placed(config: AgentConfig) -> AgentConfig:
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
-
-
-def _group_store() -> Any:
-    getter = getattr(dist.distributed_c10d, "_get_default_store", None)
-    try:
-        return getter() if getter is not None else None
-    except (RuntimeError, ValueError):
-        return None
 
 
 def _hosts_of(store: Any) -> list[str]:

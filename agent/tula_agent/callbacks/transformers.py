@@ -8,6 +8,7 @@ import torch
 
 from tula_agent.callbacks._names import columns
 from tula_agent.session import Run, init
+from tula_agent.torch_private import ddp_model_in_forward
 
 if TYPE_CHECKING:
 
@@ -88,7 +89,7 @@ def _watch_around(run: Run, model: Any) -> None:
 
     def found(*_: Any) -> None:
         hook.remove()
-        around = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        around = ddp_model_in_forward()
         if around is not None:
             run.watch(around)
 

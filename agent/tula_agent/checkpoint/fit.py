@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tula_agent.torch_private import has_own_loading, has_plain_loading
+
 __all__ = ["misfit"]
 
 
@@ -17,10 +19,10 @@ def misfit(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> 
     read what was saved under other names.
     """
     found = None
-    if "model" in saved and not _loads_its_own_way(model):
+    if "model" in saved and not has_own_loading(model):
         found = _of_model(saved["model"], model.state_dict())
     inner = getattr(optimizer, "optimizer", optimizer)
-    if found is None and saved.get("optimizer") is not None and _is_plain(inner):
+    if found is None and saved.get("optimizer") is not None and has_plain_loading(inner):
         found = _of_optimizer(saved["optimizer"]["param_groups"], inner.param_groups)
     return found
 
@@ -41,22 +43,3 @@ def _of_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
 def _of_optimizer(there: list[Any], here: list[Any]) -> str | None:
     then, now = ([len(group["params"]) for group in groups] for groups in (there, here))
     return None if then == now else f"the optimizer's groups have {then} parameters there and {now} here"
-
-
-def _loads_its_own_way(model: torch.nn.Module) -> bool:
-    if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
-        return True
-    return any(
-        getattr(part, "_load_state_dict_pre_hooks", None)
-        or getattr(part, "_load_state_dict_post_hooks", None)
-        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        for part in model.modules()
-    )
-
-
-def _is_plain(optimizer: Any) -> bool:
-    if not isinstance(optimizer, torch.optim.Optimizer) or getattr(
-        optimizer, "_optimizer_load_state_dict_pre_hooks", None
-    ):
-        return False
-    return getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict

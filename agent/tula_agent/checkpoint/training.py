@@ -16,7 +16,7 @@ from tula_agent.checkpoint.fit import misfit
 from tula_agent.checkpoint.shards import load_parts, save_parts
 from tula_agent.guard import logger
 from tula_agent.position import capture_randomness, restore_randomness
-from tula_agent.sharding import is_sharded
+from tula_agent.torch_private import is_sharded
 
 if TYPE_CHECKING:
     from tula_agent.session import Run

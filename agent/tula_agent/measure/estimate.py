@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tula_agent.measure.step_timer import tensors_in
+from tula_agent.torch_private import storage_key, tensors_without_data
 
 __all__ = ["MemoryEstimate", "estimate_memory", "state_ratio"]
 
@@ -89,7 +89,7 @@ def estimate_memory(
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     """Bytes of optimizer state per byte of parameters: one step of its like on one small parameter tells."""
-    inner = getattr(optimizer, "_inner", optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
     probe = torch.nn.Parameter(torch.zeros(64, 64))
     accepted = inspect.signature(type(inner).__init__).parameters
     group = {name: value for name, value in inner.param_groups[0].items() if name in accepted}
@@ -106,15 +106,15 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]
     """(bytes kept for backward, FLOPs) of one forward and backward at `times` the sample's batch."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with _dataless() as convert:
+    with tensors_without_data() as convert:
         state = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        owned = {_storage(tensor) for tensor in state.values()}
+        owned = {storage_key(tensor) for tensor in state.values()}
         inputs = _map(sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor))
-        owned |= {_storage(tensor) for tensor in tensors_in(inputs)}
+        owned |= {storage_key(tensor) for tensor in tensors_in(inputs)}
         kept: dict[int, torch.Tensor] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept.setdefault(_storage(tensor), tensor)
+            kept.setdefault(storage_key(tensor), tensor)
             return tensor
 
         counter = FlopCounterMode(display=False)
@@ -126,24 +126,6 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]
             held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
             loss.backward()  # type: ignore[no-untyped-call]
         return held, counter.get_total_flops()
-
-
-@contextmanager
-def _dataless() -> Iterator[Any]:
-    """Inside, tensors have shapes but no data; yields what turns a real tensor into such a one."""
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-    except (ImportError, TypeError):
-        yield lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-        return
-    with mode:
-        yield lambda tensor: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from tula_agent.measure.later import Later, to_number
-from tula_agent.sharding import is_sharded
+from tula_agent.torch_private import foreach_norm, is_sharded
 
 __all__ = ["GradientReader", "NormSampler", "squared_norm"]
 
@@ -22,13 +22,13 @@ MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
 def squared_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """|G|^2 over dense gradients, a scalar on their device; nothing is brought to the host.
 
-    `torch._foreach_norm` exists from 2.2; its `dtype` only from 2.4, so half precision is summed per tensor.
+    `foreach_norm` takes a `dtype` only from torch 2.4, so half precision is summed per tensor.
     Tensors of other devices and sparse ones are added one by one.
     """
     dense = [g for g in gradients if not g.is_sparse]
     if not dense:
         return torch.zeros(())
-    norms = torch._foreach_norm(dense)
+    norms = foreach_norm(dense)
     first = norms[0]
     total = torch.zeros((), dtype=torch.float32, device=first.device)
     same = [n.float() for n in norms if n.device == first.device]

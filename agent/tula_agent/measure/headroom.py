@@ -9,7 +9,7 @@ import torch
 
 from tula_agent.guard import logger
 from tula_agent.measure.memory import Memory, gradient_bytes
-from tula_agent.measure.sync_split import ddp_models
+from tula_agent.torch_private import ddp_models
 
 __all__ = ["ALLOCATOR_SLACK", "Headroom", "bucket_bytes"]
 

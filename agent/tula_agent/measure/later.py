@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tula_agent.torch_private import local_part
+
 __all__ = ["Later", "to_number"]
 
 
@@ -37,8 +39,7 @@ class Later:
 def to_number(value: Any, root: bool = False) -> float | Later:
     """A float now where that costs nothing, else a `Later`. Raises TypeError or ValueError for what is no number."""
     if isinstance(value, torch.Tensor):
-        if hasattr(value, "to_local"):
-            value = value.to_local()  # anything else on a DTensor may start a collective, and only one rank is here
+        value = local_part(value)  # anything else on a DTensor may start a collective, and only one rank is here
         if value.numel() != 1:
             raise ValueError(f"a tensor of shape {tuple(value.shape)} is not one number: log its mean")
         if value.device.type == "cuda":

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from tula_agent.torch_private import local_part, nvml_device_index
+
 __all__ = [
     "Memory",
     "MemoryProbe",
@@ -43,7 +45,7 @@ class Memory:
 
 def _size(tensor: torch.Tensor) -> int:
     # FSDP2 and tensor parallelism hold a shard: count what this rank holds.
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = local_part(tensor)
     return int(local.numel() * local.element_size())
 
 
@@ -120,7 +122,7 @@ def _nvml_device(pynvml: Any, device: torch.device) -> Any:
     """NVML counts devices as the machine has them, torch as CUDA_VISIBLE_DEVICES leaves them: so, by name (UUID)."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:  # torch before 2.4
-        index = torch.cuda._get_nvml_device_index(device)
+        index = nvml_device_index(device)
         return pynvml.nvmlDeviceGetHandleByIndex(index)
     name = str(uuid)
     return pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")

@@ -6,8 +6,9 @@ from typing import Any
 
 from tula_agent.measure.no_sync import Alternation
 from tula_agent.measure.step_timer import StepTiming
-from tula_agent.measure.sync_split import DdpClock, Reading, ddp_models, sample_rate
+from tula_agent.measure.sync_split import DdpClock, Reading, sample_rate
 from tula_agent.ship.reporter import Reporter
+from tula_agent.torch_private import ddp_models
 
 __all__ = ["Splitting"]
 

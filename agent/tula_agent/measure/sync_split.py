@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
+from tula_agent.torch_private import ddp_statistics, has_ddp_statistics, set_ddp_statistics_interval
 from tula_agent.weakly import Weakly
 
-__all__ = ["DdpClock", "Reading", "Split", "ddp_models", "merge", "sample_rate"]
+__all__ = ["DdpClock", "Reading", "Split", "merge", "sample_rate"]
 
 TRAIN_RATE = 50
 """Steps between two readings in training; the first ten are always read."""
@@ -77,12 +76,6 @@ def sample_rate(models: list[Any], profiling: bool) -> int:
     return 1 if profiling else TRAIN_RATE
 
 
-def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
-    """The DistributedDataParallel modules among `models`, looked for under torch.compile's wrapper too."""
-    inner = [getattr(model, "_orig_mod", model) for model in models]
-    return [model for model in inner if isinstance(model, torch.nn.parallel.DistributedDataParallel)]
-
-
 class DdpClock:
     """Reads DDP's runtime statistics: private since torch 1.8 and still there in 2.13, hence feature-detected.
 
@@ -92,7 +85,7 @@ class DdpClock:
     """
 
     def __init__(self, models: list[Any], rate: int) -> None:
-        self._models = Weakly(m for m in models if hasattr(m, "_get_ddp_logging_data"))
+        self._models = Weakly(m for m in models if has_ddp_statistics(m))
         self._rate = rate
         self._iteration = -1
         self._synced_step: int | None = None
@@ -100,9 +93,7 @@ class DdpClock:
         self._per_step = 1.0
         self._fresh_at: tuple[int, int] | None = None
         for model in self._models:
-            setter = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
-            if setter is not None:
-                setter(rate)
+            set_ddp_statistics_interval(model, rate)
 
     @property
     def usable(self) -> bool:
@@ -117,7 +108,7 @@ class DdpClock:
         if self._wait > 0:
             self._wait -= 1
             return None
-        data = [model._get_ddp_logging_data() for model in self._models]
+        data = [ddp_statistics(model) for model in self._models]
         if not data:
             return None
         iteration = int(data[0].get("iteration", 0))

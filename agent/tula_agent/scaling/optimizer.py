@@ -18,7 +18,7 @@ from tula_agent.scaling.site import Policy, Site, Source
 from tula_agent.scaling.taps import GradientTap
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds
 from tula_agent.scaling.updates import ApplyTo, resolve_target
-from tula_agent.sharding import is_sharded
+from tula_agent.torch_private import is_sharded
 
 __all__ = ["TulaOptimizer"]
 

@@ -1,0 +1,162 @@
+"""Every private part of PyTorch that the agent uses, in one place: torch may change these without notice.
+
+Each function says why the public interface does not suffice. Its private names worked with torch 2.2.2, the oldest
+version that the agent supports, and with 2.13.0, unless it says otherwise. Where a name that may be missing is missing,
+a function answers None or False, and the agent measures less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Process groups.
+
+
+def default_store() -> Any | None:
+    """The key-value store of the default process group, to which there is no public function.
+
+    The ranks exchange the address of the agent's own store through it: any other way needs a port agreed beforehand.
+    """
+    getter = getattr(getattr(dist, "distributed_c10d", None), "_get_default_store", None)
+    try:
+        return getter() if getter is not None else None
+    except (RuntimeError, ValueError):  # there is no default process group
+        return None
+
+
+# DistributedDataParallel.
+
+
+def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
+    """The DistributedDataParallel modules among `models`, also inside the wrapper of `torch.compile` (`_orig_mod`)."""
+    inner = [getattr(model, "_orig_mod", model) for model in models]
+    return [model for model in inner if isinstance(model, torch.nn.parallel.DistributedDataParallel)]
+
+
+def has_ddp_statistics(model: Any) -> bool:
+    """True where DDP times its own reductions (`_get_ddp_logging_data`); there is no public way to those times."""
+    return hasattr(model, "_get_ddp_logging_data")
+
+
+def ddp_statistics(model: Any) -> Mapping[str, Any]:
+    """DDP's times of one iteration in nanoseconds: `iteration`, `backward_comm_time`, and what of it is hidden."""
+    statistics: Mapping[str, Any] = model._get_ddp_logging_data()
+    return statistics
+
+
+def set_ddp_statistics_interval(model: Any, steps: int) -> None:
+    """Let DDP time one iteration in `steps` (after its first ten, which it always times); its default is 100."""
+    setter = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
+    if setter is not None:
+        setter(steps)
+
+
+def ddp_model_in_forward() -> Any | None:
+    """The DDP module whose forward runs now; a framework that hides its DDP module offers no other way to it.
+
+    Seen in 2.13.0.
+    """
+    return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+# Sharded parameters (FSDP 1 and 2, tensor parallelism).
+
+
+def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module] = ()) -> bool:
+    """True for FSDP, either version, and tensor parallelism: no rank holds these parameters, or their gradients, whole.
+
+    Give `models` where they are at hand: FSDP 1 wraps modules. Classes are compared by name, since importing FSDP costs
+    a second; with `use_orig_params` FSDP 1 marks parameters by `_fsdp_flattened` only.
+    """
+    if any(
+        hasattr(parameter, "to_local")
+        or type(parameter).__name__ == "FlatParameter"
+        or getattr(parameter, "_fsdp_flattened", False)
+        for parameter in parameters
+    ):
+        return True
+    return any(type(module).__name__ == "FullyShardedDataParallel" for model in models for module in model.modules())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank holds, any other tensor as it is. Starts no collective.
+
+    `to_local` is public, the type is not everywhere: `torch.distributed._tensor` until 2.4, `.tensor` since.
+    """
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+# Operations on many tensors in one kernel.
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor in one kernel per device and type; one call per tensor costs some 5 us of the host.
+
+    `torch.nn.utils.get_total_norm` is public from 2.6 and answers the norm over all tensors only.
+    """
+    return list(torch._foreach_norm(list(tensors)))
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by `factor` (one element, on their device) in place, in one kernel."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+# State dictionaries.
+
+
+def has_own_loading(model: torch.nn.Module) -> bool:
+    """True when `model.load_state_dict` does more than torch's: it is replaced, hooked, or a part loads its own way."""
+    if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return True
+    return any(
+        getattr(part, "_load_state_dict_pre_hooks", None)
+        or getattr(part, "_load_state_dict_post_hooks", None)
+        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        for part in model.modules()
+    )
+
+
+def has_plain_loading(optimizer: Any) -> bool:
+    """True when `optimizer.load_state_dict` is torch's own without hooks."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+        return False
+    return getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
+
+
+# Tensors without data, and devices.
+
+
+@contextmanager
+def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside, tensors have shapes but no data; yields what converts a real tensor.
+
+    FakeTensorMode keeps the device of each tensor, which meta tensors (the fallback) do not; its module is private.
+    """
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    except (ImportError, TypeError):
+        yield lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        return
+    with mode:
+        yield lambda tensor: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, also where they have no data: `data_ptr()` raises for those."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def nvml_device_index(device: torch.device) -> int:
+    """The index that NVML gives to `device`; only needed before torch 2.4, whose properties have no UUID."""
+    return int(torch.cuda._get_nvml_device_index(device))
