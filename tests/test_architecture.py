@@ -30,7 +30,7 @@ HEAVY = {
     "tula_agent": ["torch", "pandas", "sklearn", "scipy", "fastapi", "sqlalchemy", "pydantic"],
     "tula_agent.session": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
     "tula_service.app": ["torch", "tula_client", "tula_agent", "sklearn", "kneed", "scipy.stats", "scipy.signal"],
-    "tula_service.perfmodel": ["torch", "fastapi", "sqlalchemy", "pydantic", "httpx"],
+    "tula_service.perfmodel.planner": ["torch", "fastapi", "sqlalchemy", "httpx", "sklearn", "scipy.stats", "kneed"],
 }
 ROUTES = sorted(name for name in vars(routes) if name.isupper() and name != "VERSION")  # VERSION is a prefix of paths
 

@@ -18,6 +18,7 @@ from scipy import special
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
+from tula_wire.memory import usable_bytes
 
 _ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
 _READING_NOISE, _GROWTH_NOISE = 0.002, 0.03  # of the whole; of what grows: static memory does not fluctuate
@@ -26,7 +27,6 @@ _JUMPS = ((0.0, 0.8), (0.08, 0.2))  # (of the reading, chance): it jumps with th
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space come on top of the bytes that one can count
 _POWER_CENTRE, _POWER_SD = 0.97, 0.03
 _PREDICTION_NOISE, _PREDICTION_DOF = 0.03, 4.0
-_ALLOCATOR_SLACK = 0.02
 _LARGEST_BATCH = 2**30
 _FALL = 0.05
 _DEFAULT_BATCH = 32.0
@@ -122,7 +122,7 @@ class MemoryModel:
         column("capacity_bytes", [capacity_bytes], above=0.0)
         if local_batch_size >= self.failed_from:
             return 0.0
-        usable = math.log(capacity_bytes * (1.0 - _ALLOCATOR_SLACK))
+        usable = math.log(usable_bytes(capacity_bytes))
         return float(self._below(np.array([local_batch_size]), np.array([usable]))[0])
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
@@ -210,7 +210,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
     if math.isfinite(failed_from) and observed.capacity_bytes is not None:
         needed = level + _log_growth(share, power, np.array([failed_from / smallest]))[:, 0]
         sd = np.sqrt(spread**2 + _PREDICTION_NOISE**2)
-        usable = math.log(observed.capacity_bytes * (1.0 - _ALLOCATOR_SLACK))
+        usable = math.log(usable_bytes(observed.capacity_bytes))
         log_weight = log_weight + np.asarray(special.log_ndtr((needed - usable) / sd))
     order = np.lexsort((peaks, batches))
     if bool((np.diff(peaks[order]) < -_FALL * peaks[order][:-1]).any()):

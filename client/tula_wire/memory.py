@@ -1,0 +1,73 @@
+"""Peak memory of one rank (equation 3), M(b) = M_static + A b at local batch b: the formula of agent and service.
+
+M_static is counted: parameters, gradients, optimizer state and what the process holds on the device beside them. A,
+the bytes of one more example (activations and batch), is measured. All amounts are bytes; pure arithmetic, no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = [
+    "ALLOCATOR_SLACK",
+    "bytes_per_sample",
+    "largest_local_batch_size",
+    "static_bytes",
+    "usable_bytes",
+]
+
+ALLOCATOR_SLACK: Final = 0.02
+"""Share of the capacity that stays free for the allocator's rounding."""
+
+
+def usable_bytes(capacity_bytes: float) -> float:
+    """Capacity without the share that the allocator needs."""
+    return capacity_bytes * (1.0 - ALLOCATOR_SLACK)
+
+
+def static_bytes(
+    parameter_bytes: float | None,
+    gradient_bytes: float | None,
+    optimizer_bytes: float | None,
+    *,
+    context_bytes: float | None = None,
+    fixed_bytes: float = 0.0,
+) -> float:
+    """M_static: what does not grow with the batch; None counts as 0.
+
+    `context_bytes` is what the process holds on the device outside the allocator, `fixed_bytes` what else is allocated
+    at every batch size (DDP's buckets).
+    """
+    counted = (parameter_bytes, gradient_bytes, optimizer_bytes, context_bytes)
+    return sum(part or 0.0 for part in counted) + fixed_bytes
+
+
+def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
+    """A: from peaks without M_static, by local batch size; None without a reading or where nothing grows.
+
+    From two batches or more, the slope between the smallest and the largest. From one, all of it is taken to grow, so
+    that the answer errs on the safe side by what is fixed in truth (work space of kernels).
+    """
+    if not growing_bytes:
+        return None
+    smallest, largest = min(growing_bytes), max(growing_bytes)
+    if smallest < largest:
+        slope = (growing_bytes[largest] - growing_bytes[smallest]) / (largest - smallest)
+    else:
+        slope = growing_bytes[largest] / largest
+    return slope if slope > 0.0 else None
+
+
+def largest_local_batch_size(capacity_bytes: float, static: float, growing_bytes: Mapping[int, float]) -> int | None:
+    """The largest batch with M(b) within the usable capacity, at least the largest that ran.
+
+    `growing_bytes` are measured peaks without `static`, by local batch size. None where `bytes_per_sample` is None.
+    """
+    slope = bytes_per_sample(growing_bytes)
+    if slope is None:
+        return None
+    measured = max(growing_bytes)
+    room = usable_bytes(capacity_bytes) - static - growing_bytes[measured]
+    return max(measured, measured + math.floor(room / slope))
