@@ -50,13 +50,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers in the measuring window."""
+    """Answers in the measuring window; `answered` also counts those of the warm-up."""
 
     requests: int
     seconds: float
     p50_ms: float
     p99_ms: float
     failed: int
+    answered: int
 
     @property
     def per_s(self) -> float:
@@ -67,7 +68,7 @@ class Measured:
 def drive(host: str, port: int, headers: str, requests: Sequence[Request], load: Load) -> Measured:
     """Send in a closed loop from `load.processes` processes; a request that is not answered 2xx counts as failed."""
     context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[list[float], int]] = context.Queue()
+    results: multiprocessing.Queue[tuple[list[float], int, int]] = context.Queue()
     begin = context.Barrier(load.processes + 1)
     clients = [
         context.Process(target=_client, args=(host, port, headers, requests, load, number, begin, results))
@@ -79,12 +80,13 @@ def drive(host: str, port: int, headers: str, requests: Sequence[Request], load:
     collected = [results.get() for _ in clients]
     for client in clients:
         client.join()
-    latencies = np.array([one for found, _ in collected for one in found])
-    failed = sum(number for _, number in collected)
+    latencies = np.array([one for found, _, _ in collected for one in found])
+    failed = sum(number for _, number, _ in collected)
+    answered = sum(number for _, _, number in collected)
     if not latencies.size:
-        return Measured(0, load.measure_s, float("nan"), float("nan"), failed)
+        return Measured(0, load.measure_s, float("nan"), float("nan"), failed, answered)
     p50, p99 = np.quantile(latencies, [0.5, 0.99]) * 1e3
-    return Measured(int(latencies.size), load.measure_s, float(p50), float(p99), failed)
+    return Measured(int(latencies.size), load.measure_s, float(p50), float(p99), failed, answered)
 
 
 def _client(
@@ -95,12 +97,13 @@ def _client(
     load: Load,
     number: int,
     begin: threading.Barrier,
-    results: multiprocessing.Queue[tuple[list[float], int]],
+    results: multiprocessing.Queue[tuple[list[float], int, int]],
 ) -> None:
     first = number * load.connections
     lines = [_Line(host, port, headers, requests, (first + which) << 32) for which in range(load.connections)]
     latencies: list[float] = []
     failures: list[int] = []
+    answered = 0
     ready = selectors.DefaultSelector()
     for line in lines:
         ready.register(line.wire, selectors.EVENT_READ, line)
@@ -121,6 +124,7 @@ def _client(
                 ready.modify(line.wire, line.waits_for(), line)
                 continue
             now = time.perf_counter()
+            answered += 200 <= status < 300
             if begins <= now < ends:
                 if 200 <= status < 300:
                     latencies.append(now - line.began)
@@ -132,7 +136,7 @@ def _client(
                 ready.unregister(line.wire)
                 line.wire.close()
                 working -= 1
-    results.put((latencies, len(failures)))
+    results.put((latencies, len(failures), answered))
 
 
 def _go_on(ready: selectors.BaseSelector, line: _Line) -> None:

@@ -3,7 +3,9 @@
 `open` is from asking for the page to its chart being drawn, with what the browser keeps of earlier pages; `again` the
 same steps asked for anew, as when values arrive; `zoom` a stretch of ten thousand steps.
 
-python -m benchmarks.dashboard [--json OUT]
+    python -m benchmarks.dashboard [--json OUT] [--smoke]
+
+`--smoke` draws each once: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ ZOOM = """() => {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--smoke", action="store_true", help="draw each once, to see that it works")
     options = parser.parse_args(arguments)
     path = chromium_path()
     if path is None:
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_id = a_million_steps(seed(server.url))
         page = playwright.chromium.launch(executable_path=path, args=FLAGS).new_page()
         taken: dict[str, list[float]] = {"open": [], "again": [], "zoom": []}
-        for _ in range(TIMES):
+        for _ in range(1 if options.smoke else TIMES):
             taken["open"].append(opened(page, f"{server.url}/runs/{run_id}"))
             taken["again"].append(drawn(page, "() => document.querySelector('#zoom').requestSubmit()"))
             taken["zoom"].append(drawn(page, ZOOM))

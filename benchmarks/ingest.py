@@ -1,10 +1,12 @@
 """Telemetry and samples through real HTTP with tokens and durable commits, beside the driver alone and MLflow.
 
-    python -m benchmarks.ingest [--json OUT] [--seconds 6] [--peer mlflow --peer-python PYTHON]
+    python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke] [--peer mlflow --peer-python PYTHON]
 
 A step value is one number of one column of one step. Load comes from separate processes on the same machine, so the
 service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk,
-before and after each case: a fraction is of the mean of both.
+before and after each case: a fraction is of the mean of both. `cpu_s_per_million` is user and system time of the
+service's processes per million step values, which other work on the machine changes less than it changes rates.
+`--smoke` runs every case for a fraction of a second: its figures only show that the benchmark works.
 The peer is MLflow's own server on SQLite, from an environment made for it; a metric there is a step value here.
 """
 
@@ -16,10 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
 import numpy as np
+import psutil
 import psycopg
 import sqlalchemy as sa
 
@@ -37,6 +42,7 @@ COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
 RUNS = 8
 SAMPLES = 500
+SMOKE = Load(processes=1, connections=2, warmup_s=0.5, measure_s=1.0)
 
 
 def series(steps: int, seed: int) -> np.ndarray:
@@ -58,7 +64,13 @@ def packed_requests(run_ids: list[str], steps: int) -> list[Request]:
     found = []
     for variant in range(VARIANTS):
         columns = dict(zip(COLUMNS, (one.tobytes() for one in series(steps, variant)), strict=True))
-        body = {"rank": 0, "steps": np.arange(steps).tobytes(), "columns": columns, "boot_id": "bench", "sequence": 0}
+        body = {
+            "rank": 0,
+            "steps": np.arange(steps).tobytes(),
+            "columns": columns,
+            "boot_id": f"bench-{steps}",
+            "sequence": 0,
+        }
         packed = msgpack.packb(body)
         head = packed[:-1] + b"\xcf"  # the sequence becomes a 64-bit number that the client counts up
         path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
@@ -104,16 +116,39 @@ def prepare(database: str) -> tuple[list[str], str]:
         new = NewRun(RunKind.TRAIN, Configuration(1, VARIANTS, 32), RunState.RUNNING)
         runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
     store.close()
-    return runs, f"Authorization: Bearer {make_token(database, '--scope', 'user')}\r\n"
+    return runs, f"Authorization: Bearer {make_token(database)}\r\n"
 
 
-def measure(database: str, workers: int, load: Load, kind: str, steps: int) -> Measured:
-    """Start the service on a prepared database and load it."""
-    runs, header = prepare(database)
-    make = {"packed": packed_requests, "json": json_requests}
-    requests = sample_requests(runs) if kind == "samples" else make[kind](runs, steps)
+@dataclass(frozen=True)
+class Service:
+    """A running service, the runs that take measurements, and the authorization header."""
+
+    server: Server
+    run_ids: list[str]
+    header: str
+
+
+@contextmanager
+def service(database: str, workers: int) -> Iterator[Service]:
+    """Start the service on a prepared database."""
+    run_ids, header = prepare(database)
     with Server(database, workers=workers, ingest_per_minute=10**9) as server:
-        return drive("127.0.0.1", server.port, header, requests, load)
+        yield Service(server, run_ids, header)
+
+
+def measure(on: Service, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
+    """Load the service; what was measured, and CPU seconds per request."""
+    make = {"packed": packed_requests, "json": json_requests}
+    requests = sample_requests(on.run_ids) if kind == "samples" else make[kind](on.run_ids, steps)
+    before = cpu_s(on.server)
+    found = drive("127.0.0.1", on.server.port, on.header, requests, load)
+    return found, (cpu_s(on.server) - before) / max(1, found.answered)
+
+
+def cpu_s(server: Server) -> float:
+    """User and system seconds of the processes that answer requests."""
+    times = [psutil.Process(each).cpu_times() for each in server.worker_ids()]
+    return sum(one.user + one.system for one in times)
 
 
 def raw_commits_per_s(database: str, steps: int, seconds: float) -> float:
@@ -168,18 +203,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--smoke", action="store_true", help="a fraction of a second per case, to see that it works")
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"])
     parser.add_argument("--peer", choices=["mlflow"])
     parser.add_argument("--peer-python", default="python3", help="interpreter of the environment that has the peer")
     wanted = parser.parse_args()
+    load = SMOKE if wanted.smoke else Load(measure_s=wanted.seconds)
     figures: dict[str, float] = {}
     rows: list[tuple[str, ...]] = []
     with databases() as fresh:
         for engine in wanted.engines:
-            _engine(engine, fresh[engine], wanted.seconds, figures, rows)
+            _engine(engine, fresh[engine], load, figures, rows)
     if wanted.peer:
-        _peer(wanted.peer_python, wanted.seconds, figures, rows)
-    print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed"), rows)
+        _peer(wanted.peer_python, load.measure_s, figures, rows)
+    print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
     for key, value in figures.items():
         print(f"{key} = {value:,.3f}")
     write_json(wanted.json, figures)
@@ -193,17 +230,24 @@ def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tup
     figures["mlflow.p50_ms"], figures["mlflow.p99_ms"] = found.p50_ms, found.p99_ms
     if "sqlite.step_values_per_s" in figures:
         figures["sqlite.over_mlflow"] = figures["sqlite.step_values_per_s"] / per_s
-    shown = (f"{found.per_s:,.0f}", f"{per_s:,.0f}", f"{found.p50_ms:.2f}", f"{found.p99_ms:.2f}", str(found.failed))
+    shown = (
+        f"{found.per_s:,.0f}",
+        f"{per_s:,.0f}",
+        f"{found.p50_ms:.2f}",
+        f"{found.p99_ms:.2f}",
+        str(found.failed),
+        "",
+    )
     rows.append((f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", *shown))
     print(" ", rows[-1], flush=True)
 
 
-def _engine(
-    engine: str, fresh: list[str], seconds: float, figures: dict[str, float], rows: list[tuple[str, ...]]
-) -> None:
-    def case(name: str, kind: str, steps: int, workers: int, load: Load) -> Measured:
-        found = measure(fresh.pop(), workers, load, kind, steps)
-        values = found.per_s * steps * (len(COLUMNS) if kind != "samples" else 1)
+def _engine(engine: str, fresh: list[str], load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]) -> None:
+    def case(on: Service, key: str, name: str, kind: str, steps: int) -> Measured:
+        found, cpu_s_per_request = measure(on, load, kind, steps)
+        values_per_request = steps * (len(COLUMNS) if kind != "samples" else 1)
+        values = found.per_s * values_per_request
+        figures[f"{key}.cpu_s_per_million"] = cpu_s_per_request / values_per_request * 1e6
         rows.append(
             (
                 f"{engine}, {name}",
@@ -212,32 +256,39 @@ def _engine(
                 f"{found.p50_ms:.2f}",
                 f"{found.p99_ms:.2f}",
                 str(found.failed),
+                f"{cpu_s_per_request * 1e6:,.0f}",
             )
         )
         print(" ", rows[-1], flush=True)
         return found
 
-    load = Load(measure_s=seconds)
-    raw = [raw_commits_per_s(fresh.pop(), 1000, seconds / 2)]
-    measured = {}
-    for workers in (1, 2):  # the raw limit between and around, since a machine's pace changes
-        measured[workers] = case(f"packed 1,000 x 4, {workers} worker(s)", "packed", 1000, workers, load)
-        raw.append(raw_commits_per_s(fresh.pop(), 1000, seconds / 2))
-    rows += [(f"{engine}, driver alone, 1,000 x 4", f"{one:,.0f}", f"{one * 4000:,.0f}", "", "", "") for one in raw]
-    for workers, found in measured.items():
-        prefix = engine if workers == 1 else f"{engine}.workers_2"
-        figures[f"{prefix}.step_values_per_s"] = found.per_s * 4000
-        figures[f"{prefix}.p50_ms"], figures[f"{prefix}.p99_ms"] = found.p50_ms, found.p99_ms
-        figures[f"{prefix}.fraction_of_raw"] = 2 * found.per_s / (raw[workers - 1] + raw[workers])
-    figures[f"{engine}.raw_step_values_per_s"] = sum(raw) / len(raw) * 4000
-    large = case("packed 10,000 x 4, 1 worker", "packed", 10_000, 1, load)
-    raw_large = raw_commits_per_s(fresh.pop(), 10_000, seconds / 2)
-    figures[f"{engine}.large.step_values_per_s"] = large.per_s * 40_000
-    figures[f"{engine}.large.fraction_of_raw"] = large.per_s / raw_large
-    plain = case("JSON 1,000 x 4, 1 worker", "json", 1000, 1, load)
-    figures[f"{engine}.json.step_values_per_s"], figures[f"{engine}.json.p99_ms"] = plain.per_s * 4000, plain.p99_ms
-    stored = case(f"samples, {SAMPLES} a request", "samples", SAMPLES, 1, load)
-    figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
+    def raw(steps: int = 1000) -> float:
+        return raw_commits_per_s(fresh.pop(), steps, load.measure_s / 2)
+
+    with service(fresh.pop(), 1) as one:
+        limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
+        measured = {engine: case(one, engine, "packed 1,000 x 4, 1 worker", "packed", 1000)}
+        limits.append(raw())
+        with service(fresh.pop(), 2) as two:
+            key = f"{engine}.workers_2"
+            measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
+        limits.append(raw())
+        rows += [
+            (f"{engine}, driver alone, 1,000 x 4", f"{each:,.0f}", f"{each * 4000:,.0f}", "", "", "", "")
+            for each in limits
+        ]
+        for (key, found), around in zip(measured.items(), pairwise(limits), strict=True):
+            figures[f"{key}.step_values_per_s"] = found.per_s * 4000
+            figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = found.p50_ms, found.p99_ms
+            figures[f"{key}.fraction_of_raw"] = 2 * found.per_s / sum(around)
+        figures[f"{engine}.raw_step_values_per_s"] = sum(limits) / len(limits) * 4000
+        large = case(one, f"{engine}.large", "packed 10,000 x 4, 1 worker", "packed", 10_000)
+        figures[f"{engine}.large.step_values_per_s"] = large.per_s * 40_000
+        figures[f"{engine}.large.fraction_of_raw"] = large.per_s / raw(10_000)
+        plain = case(one, f"{engine}.json", "JSON 1,000 x 4, 1 worker", "json", 1000)
+        figures[f"{engine}.json.step_values_per_s"], figures[f"{engine}.json.p99_ms"] = plain.per_s * 4000, plain.p99_ms
+        stored = case(one, f"{engine}.samples", f"samples, {SAMPLES} a request", "samples", SAMPLES)
+        figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
 
 
 if __name__ == "__main__":
