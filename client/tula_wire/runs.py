@@ -41,9 +41,18 @@ class Run(WireModel):
     kind: RunKind
     state: RunState
     configuration: Configuration
+    origin: Literal["plan", "user"] = Field("plan", description="Who asked for it: the profiling plan or the user.")
     purpose: str = Field("", description="Why the plan wants it.")
     instruction: Instruction | None = Field(None, description="Only for profiling runs.")
     message: str | None = Field(None, description="Why it failed, in one sentence.")
+    end_cause: Literal["vanished", "superseded", "no_samples"] | None = Field(
+        None,
+        description="Why the service ended it otherwise than its holder reported: its lease expired, another run "
+        "continued it, or it reported success without a sample.",
+    )
+    configuration_mismatch: str | None = Field(
+        None, description="One sentence, if the run's process saw another configuration than `configuration`."
+    )
     method: str | None = Field(None, description="Quality method: lbt, lrs, lars, post_local_sgd, ags, gain...")
     created_at: Timestamp
     started_at: Timestamp | None = None

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-__all__ = [
-    "DEFAULT_INSTANCE_TYPE",
-    "Basis",
-    "Collective",
-    "Configuration",
-    "Objective",
-    "RunKind",
-    "RunState",
-    "Search",
-]
+from typing import Final
 
 DEFAULT_INSTANCE_TYPE = "default"
 
@@ -61,7 +52,7 @@ class RunKind(str, Enum):
 
 
 class RunState(str, Enum):
-    """Life of a run: pending -> claimed -> running -> one of the final states."""
+    """Life of a run: pending -> claimed -> running -> one of the final states. See `RUN_TRANSITIONS`."""
 
     PENDING = "pending"
     CLAIMED = "claimed"
@@ -75,6 +66,39 @@ class RunState(str, Enum):
     def is_final(self) -> bool:
         """True when no transition leaves this state."""
         return self in (RunState.SUCCEEDED, RunState.OUT_OF_MEMORY, RunState.FAILED, RunState.CANCELLED)
+
+
+class RunOrigin(str, Enum):
+    """Who asked for a run: the profiling plan, or the user."""
+
+    PLAN = "plan"
+    USER = "user"
+
+
+class EndCause(str, Enum):
+    """Why the service ended a run otherwise than its holder reported; a run that ended as reported has none.
+
+    VANISHED: the lease of a training expired. SUPERSEDED: another training continued it before it reported its end.
+    NO_SAMPLES: a profiling run reported success without a single sample.
+    """
+
+    VANISHED = "vanished"
+    SUPERSEDED = "superseded"
+    NO_SAMPLES = "no_samples"
+
+
+_ANY_BUT_CLAIMED: Final = frozenset(set(RunState) - {RunState.CLAIMED})
+RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunState]]] = {
+    (RunState.PENDING, None): frozenset({RunState.CANCELLED}),
+    (RunState.CLAIMED, None): _ANY_BUT_CLAIMED,
+    (RunState.RUNNING, None): _ANY_BUT_CLAIMED,
+    (RunState.FAILED, EndCause.VANISHED): _ANY_BUT_CLAIMED - {RunState.FAILED},
+}
+"""Where a report may move a run, by its state and end cause; a combination that is not listed is final.
+
+A report is a PATCH by the run's holder. A vanished training was alive after all when it reports. Two transitions need
+no report: a claim moves PENDING to CLAIMED, and the expired lease of a profiling run moves it back to PENDING.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -96,3 +120,24 @@ class Configuration:
     def global_batch_size(self) -> int:
         """Examples per optimizer step, B."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
+
+
+def configuration_mismatch(
+    run_id: str,
+    planned: Configuration,
+    *,
+    world_size: int | None,
+    local_batch_size: int | None,
+    grad_accum_steps: int | None,
+) -> str | None:
+    """A sentence for the user if a run's process saw another configuration than planned (None: not reported)."""
+    world = world_size or planned.world_size
+    batch = local_batch_size or planned.local_batch_size
+    steps = grad_accum_steps or planned.grad_accum_steps
+    if (batch, steps, world) == (planned.local_batch_size, planned.grad_accum_steps, planned.world_size):
+        return None
+    return (
+        f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
+        f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: check that the "
+        "command passes the placeholders on."
+    )

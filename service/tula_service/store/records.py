@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.domain import Configuration, EndCause, RunKind, RunOrigin, RunState
 
 __all__ = [
     "AuditRecord",
@@ -109,6 +109,7 @@ class NewRun:
     kind: RunKind
     configuration: Configuration
     state: RunState = RunState.PENDING
+    origin: RunOrigin = RunOrigin.PLAN
     purpose: str = ""
     instruction: JsonObject | None = None
     method: str | None = None
@@ -121,7 +122,11 @@ class NewRun:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run; `key` is the integer by which samples and chunks refer to it. `step_time_s` is the last summary's."""
+    """A run; `key` is the integer by which samples and chunks refer to it.
+
+    `step_time_s` and the `observed_*` figures come from the last summary: the latter are what the run's process saw of
+    its configuration, None where it did not report them.
+    """
 
     key: int
     id: str
@@ -130,9 +135,11 @@ class RunRecord:
     kind: RunKind
     state: RunState
     configuration: Configuration
+    origin: RunOrigin
     purpose: str
     instruction: JsonObject | None
     message: str | None
+    end_cause: EndCause | None
     method: str | None
     position: int
     holder: str | None
@@ -150,6 +157,9 @@ class RunRecord:
     drifted: bool
     drift_state: JsonObject | None
     step_time_s: float | None = None
+    observed_world_size: int | None = None
+    observed_local_batch_size: int | None = None
+    observed_grad_accum_steps: int | None = None
 
 
 @dataclass(frozen=True)

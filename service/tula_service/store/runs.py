@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
 from tula_service.store.records import NewRun, RunRecord
@@ -36,7 +36,10 @@ _UPDATABLE = frozenset(
         "lease_expires_at",
     }
 )
-_SELECT = sa.select(runs, run_summaries.c.step_time_s).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
+_OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
+_SELECT = sa.select(
+    runs, run_summaries.c.step_time_s, *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED)
+).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
 
 
 class Runs(Repository):
@@ -57,6 +60,7 @@ class Runs(Repository):
                 kind=run.kind.value,
                 state=run.state.value,
                 **configuration_values(run.configuration),
+                origin=run.origin.value,
                 purpose=run.purpose,
                 instruction=run.instruction,
                 method=run.method,
@@ -162,17 +166,27 @@ class Runs(Repository):
         )
         return self._connection.execute(statement).rowcount == 1
 
-    def transition(self, run_id: str, *, expected: Collection[RunState], to: RunState, **values: Any) -> bool:
+    def transition(
+        self,
+        run_id: str,
+        *,
+        expected: Collection[RunState],
+        to: RunState,
+        end_cause: EndCause | None = None,
+        **values: Any,
+    ) -> bool:
         """Move a run from one of `expected` to `to`; False, and nothing changed, when it is in another state by now.
 
-        Stamps `started_at` and `finished_at`, ends the lease of a final state, and moves the job's data version.
+        Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version.
         """
         self._check(values)
         now = self._now()
+        values |= {"end_cause": None if end_cause is None else end_cause.value}
         if to is RunState.RUNNING:
             values["started_at"] = sa.func.coalesce(runs.c.started_at, sa.literal(now, runs.c.started_at.type))
+        values["finished_at"] = now if to.is_final else None
         if to.is_final:
-            values |= {"finished_at": now, "lease_expires_at": None}
+            values["lease_expires_at"] = None
         if to is RunState.PENDING:
             values |= {"holder": None, "lease_s": None, "lease_expires_at": None}
         changed = self._connection.execute(
@@ -239,9 +253,11 @@ def _record(row: RowMap) -> RunRecord:
         kind=RunKind(row["kind"]),
         state=RunState(row["state"]),
         configuration=configuration_from(row),
+        origin=RunOrigin(row["origin"]),
         purpose=row["purpose"],
         instruction=row["instruction"],
         message=row["message"],
+        end_cause=None if row["end_cause"] is None else EndCause(row["end_cause"]),
         method=row["method"],
         position=row["position"],
         holder=row["holder"],
@@ -259,4 +275,5 @@ def _record(row: RowMap) -> RunRecord:
         drifted=row["drifted"],
         drift_state=row["drift_state"],
         step_time_s=row["step_time_s"],
+        **{f"observed_{name}": row[f"observed_{name}"] for name in _OBSERVED},
     )

@@ -125,6 +125,8 @@ runs = sa.Table(
     sa.Column("grad_accum_steps", sa.Integer, nullable=False),
     sa.Column("instance_type", sa.Text, nullable=False),
     sa.Column("purpose", sa.Text, nullable=False),
+    sa.Column("origin", sa.Text, nullable=False, server_default="plan"),  # domain.RunOrigin
+    sa.Column("end_cause", sa.Text),  # domain.EndCause
     sa.Column("instruction", JSON),
     sa.Column("message", sa.Text),
     sa.Column("method", sa.Text),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Collective, Configuration, RunKind, RunState
+from tula_service.domain import Collective, Configuration, RunKind, RunState, configuration_mismatch
 from tula_service.perfmodel.intervals import Interval, calibrate_intervals
 from tula_service.perfmodel.memory_model import MemoryModel
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
@@ -167,16 +167,14 @@ def fit(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence)
 def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     """The configuration that really ran, as its process saw it, and what was odd about it."""
     planned = summary.configuration
-    batch = summary.local_batch_size or planned.local_batch_size
-    steps = summary.grad_accum_steps or planned.grad_accum_steps
-    world = summary.world_size or planned.world_size
-    if (batch, steps, world) == (planned.local_batch_size, planned.grad_accum_steps, planned.world_size):
-        return planned, None
-    sentence = (
-        f"Run {summary.run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} "
-        f"accumulation step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: "
-        "check that the command passes the placeholders on."
+    world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
+    sentence = configuration_mismatch(
+        summary.run_id, planned, world_size=world, local_batch_size=batch, grad_accum_steps=steps
     )
+    if sentence is None:
+        return planned, None
+    batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
+    world = world or planned.world_size
     nodes = planned.num_nodes
     if world % nodes:
         return None, sentence

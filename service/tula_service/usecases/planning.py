@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import tula_wire as wire
-from tula_service.domain import Collective, Objective, RunKind, RunState, Search
+from tula_service.domain import Collective, Objective, RunKind, RunOrigin, RunState, Search
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.recommend import Goal
@@ -15,10 +15,7 @@ from tula_service.store import JobRecord, NewRun, RunRecord, Transaction
 from tula_service.usecases import cold_start, convert, fitting, validation
 from tula_service.usecases.lessons import lessons_of, remember
 
-__all__ = ["OWN_CHOICE", "Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
-
-OWN_CHOICE = "Asked for by the user."
-"""The purpose of a run outside the plan."""
+__all__ = ["Draft", "commit", "draft", "goal_of", "instruction_of", "is_due", "mark_due"]
 
 _DEFAULT_MOST_RUNS = 8
 _ACTIVE = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
@@ -116,7 +113,7 @@ def _measured_outside(runs: Sequence[RunRecord], evidence: fitting.Evidence, *, 
     """True when a run of the user's own choice measured something that these, where they wait, were planned without."""
     measured = {run_id for _, run_id in evidence.rows}
     planned = min((run.key for run in since if run.state is RunState.PENDING), default=None)
-    own = [run for run in runs if run.purpose == OWN_CHOICE and run.id in measured]
+    own = [run for run in runs if run.origin is RunOrigin.USER and run.id in measured]
     return planned is not None and any(run.key > planned for run in own)
 
 

@@ -13,7 +13,7 @@ from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, NewJob, Store, Transaction
 from tula_service.usecases import convert, fitting, planning, shown
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.runs import give_up_vanished, parse_cursor
+from tula_service.usecases.runs import fail_vanished, parse_cursor
 from tula_service.usecases.settle import settle
 
 __all__ = ["change", "get", "list_jobs", "register"]
@@ -59,7 +59,7 @@ def register(
             job = tx.jobs.update(job.id, state="planning")
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         tx.jobs.lock(job.id)
-        give_up_vanished(tx, job.id)
+        fail_vanished(tx, job.id)
         planning.mark_due(tx, job.id)
     recommendation = wire.read(wire.Recommendation, settle(store, job.id, retry_failed=True))
     with store.reading() as tx:

@@ -6,31 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.domain import RUN_TRANSITIONS, Configuration, EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import convert, fitting, ledger, passes, planning, recommend, shown, watch
+from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.settle import settle
 
-__all__ = ["TRANSITIONS", "claim", "create", "get", "give_up_vanished", "list_runs", "parse_cursor", "patch"]
-
-TRANSITIONS: dict[RunState, frozenset[RunState]] = {
-    RunState.PENDING: frozenset({RunState.CANCELLED}),
-    RunState.CLAIMED: frozenset(set(RunState) - {RunState.CLAIMED}),
-    RunState.RUNNING: frozenset(set(RunState) - {RunState.CLAIMED}),
-}
-"""Where a run may go from each state that is not final; nothing leaves a final state."""
-
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
-_VANISHED = "Nothing was heard of this training since its lease ran out."
-_AFTER_MEMORY = "A run has just run out of memory: the plan is being made anew."
-_CONTINUED = "It ended without saying so: another run went on from it."
-_NEVER_CALLED = (
-    "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training script "
-    "and loop over run.steps(loader)."
-)
+_AMISS = 1.5
+_MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
+_MESSAGES = {
+    EndCause.VANISHED: "No report or sample of this training arrived before its lease expired.",
+    EndCause.SUPERSEDED: "Superseded: another run continued it before it reported its end.",
+    EndCause.NO_SAMPLES: (
+        "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training "
+        "script and loop over run.steps(loader)."
+    ),
+}
 
 
 def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest) -> wire.RunClaimed:
@@ -54,7 +48,7 @@ def _claimed(
             raise Conflict("This job is archived: un-archive it before profiling.")
         if planning.is_due(tx, job_id, memory=True):
             # What waits may not fit either: nobody gets it before the plan has been looked through.
-            return wire.RunClaimed(run=None, reason=_AFTER_MEMORY, retry_after_s=_RETRY_AFTER_S) if settled else None
+            return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if settled else None
         run = tx.runs.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
@@ -72,15 +66,21 @@ def _claimed(
     return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
 
 
-def give_up_vanished(tx: Transaction, job_id: str) -> None:
-    """Fail training runs of which nothing was heard since their lease ran out; one that speaks again goes on."""
+def fail_vanished(tx: Transaction, job_id: str) -> None:
+    """Fail training runs whose lease has expired; a later report of such a run reopens it."""
     now = tx.now()
     for run in tx.runs.list(job_id, kind=RunKind.TRAIN, states=(RunState.CLAIMED, RunState.RUNNING)):
         if run.lease_expires_at is not None and run.lease_expires_at < now:
-            tx.runs.transition(run.id, expected=[run.state], to=RunState.FAILED, message=_VANISHED)
+            _end(tx, run, RunState.FAILED, EndCause.VANISHED)
             tx.runs.update(run.id, finished_at=run.lease_expires_at)
-            tx.events.append(job_id, "run", run_id=run.id, data={"state": "failed", "message": _VANISHED})
-            _training_moved(tx, tx.runs.get(run.id))
+            _update_job_state(tx, tx.runs.get(run.id))
+
+
+def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None:
+    """End a run that did not report its end."""
+    message = _MESSAGES[cause]
+    tx.runs.transition(run.id, expected=[run.state], to=to, end_cause=cause, message=message)
+    tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to.value, "message": message})
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
@@ -96,15 +96,16 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 field="configuration.instance_type",
             )
         # Fitted while only reading, so that nobody who writes waits for it.
-        expected, undrifted = _expected(tx, job, configuration, _gone_on_from(tx, job_id, request))
+        expected, undrifted = _expected(tx, job, configuration, _continued_run(tx, job_id, request))
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
-        give_up_vanished(tx, job_id)
-        before = _gone_on_from(tx, job_id, request)
+        fail_vanished(tx, job_id)
+        before = _continued_run(tx, job_id, request)
         if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
             expected, undrifted = _expected(tx, now, configuration, before)
         if before is not None and not before.state.is_final:
-            _end_for_another(tx, before)
+            to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
+            _end(tx, before, to, EndCause.SUPERSEDED)
         profile = request.kind == "profile"
         run = tx.runs.create(
             job_id,
@@ -112,7 +113,8 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 RunKind(request.kind),
                 configuration,
                 state=RunState.CLAIMED,
-                purpose=planning.OWN_CHOICE if profile else "Training.",
+                origin=RunOrigin.USER,
+                purpose="Asked for by the user." if profile else "Training.",
                 instruction=planning.instruction_of(spec) if profile else None,
                 method=request.method,
                 predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
@@ -136,7 +138,7 @@ def _expected(
     return expected, recommend.expectation(tx, job, configuration, as_profiled=True) if drifted else None
 
 
-def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
+def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
     """The training run that a new one continues. Raises InvalidInput when it is none."""
     if request.continues is None:
         return None
@@ -150,12 +152,6 @@ def _gone_on_from(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunR
             field="continues",
         )
     return before
-
-
-def _end_for_another(tx: Transaction, run: RunRecord) -> None:
-    to = RunState.CANCELLED if run.state is RunState.PENDING else RunState.FAILED
-    tx.runs.transition(run.id, expected=[run.state], to=to, message=_CONTINUED)
-    tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to.value, "message": _CONTINUED})
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
@@ -223,24 +219,22 @@ def patch(
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
     wanted = RunState(request.state)
     run = tx.runs.get(run_id)
-    if run.message == _VANISHED and run.state is RunState.FAILED and wanted is not RunState.FAILED:
-        # It was alive after all; a service that was away must not fail a training that went on.
-        tx.runs.transition(run_id, expected=[RunState.FAILED], to=RunState.RUNNING, message=None, finished_at=None)
-        run = tx.runs.get(run_id)
-        _training_moved(tx, run)
-    if run.state.is_final and (wanted is run.state or _is_same_end(run, wanted)):
+    allowed = RUN_TRANSITIONS.get((run.state, run.end_cause), frozenset())
+    if run.state.is_final and wanted not in allowed and _repeats(run, wanted):
         return _noted(tx, run, request)
     _check_holder(run, request)
-    if wanted is run.state and wanted is RunState.RUNNING:
+    if wanted is run.state is RunState.RUNNING:
         tx.runs.renew(run_id, lease_s=request.lease_s)
         return _noted(tx, run, request)
-    if wanted not in TRANSITIONS.get(run.state, frozenset()):
-        raise Conflict(_refusal(run, wanted), field="state")
+    if wanted not in allowed:
+        raise Conflict(_refusal(run, wanted, allowed), field="state")
     return _move(tx, run, wanted, request)
 
 
-def _is_same_end(run: RunRecord, wanted: RunState) -> bool:
-    return run.state is RunState.FAILED and wanted is RunState.SUCCEEDED and run.message == _NEVER_CALLED
+def _repeats(run: RunRecord, wanted: RunState) -> bool:
+    """True if this report has been received before: launcher and agent may both report the end of a run."""
+    reported = RunState.SUCCEEDED if run.end_cause is EndCause.NO_SAMPLES else run.state
+    return wanted in (run.state, reported)
 
 
 def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
@@ -256,11 +250,11 @@ def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
         )
 
 
-def _refusal(run: RunRecord, wanted: RunState) -> str:
+def _refusal(run: RunRecord, wanted: RunState, allowed: frozenset[RunState]) -> str:
     if run.state.is_final:
         return f"The run is already {run.state.value} and stays so: register a new run instead of {wanted.value}."
-    allowed = ", ".join(sorted(state.value for state in TRANSITIONS.get(run.state, frozenset())))
-    return f"A run that is {run.state.value} cannot become {wanted.value}: it can become {allowed}."
+    names = ", ".join(sorted(state.value for state in allowed))
+    return f"A run that is {run.state.value} cannot become {wanted.value}: it can become {names}."
 
 
 def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord:
@@ -270,19 +264,20 @@ def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord
 
 
 def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPatch) -> RunRecord:
-    message = request.message
+    message, cause = request.message, None
     if wanted is RunState.SUCCEEDED and run.num_samples == 0 and run.kind is RunKind.PROFILE:
-        wanted, message = RunState.FAILED, _NEVER_CALLED
+        wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
+        message = _MESSAGES[cause]
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
-        message = passes.told_otherwise(tx, run, fitting.spec_of(tx.jobs.get(run.job_id)))
+        message = _epoch_mismatch_warning(tx, run, fitting.spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}
-    if message is not None:
+    if message is not None or run.end_cause is EndCause.VANISHED:
         values["message"] = message
     if request.dropped is not None:
         values["dropped"] = max(request.dropped, run.dropped)
     if wanted is RunState.OUT_OF_MEMORY:
         values["failed_local_batch_size"] = request.failed_local_batch_size or run.configuration.local_batch_size
-    if not tx.runs.transition(run.id, expected=[run.state], to=wanted, **values):
+    if not tx.runs.transition(run.id, expected=[run.state], to=wanted, end_cause=cause, **values):
         raise Conflict("The run moved on in the meantime: look at its state and decide again.", field="state")
     if wanted is RunState.RUNNING:
         tx.runs.renew(run.id, lease_s=request.lease_s)
@@ -290,16 +285,40 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     moved = tx.runs.get(run.id)
     data = {"state": wanted.value, "message": message, "step_time_s": moved.step_time_s}
     tx.events.append(run.job_id, "run", run_id=run.id, data={k: v for k, v in data.items() if v is not None})
-    if run.kind is RunKind.TRAIN:
-        _training_moved(tx, moved)
-    if wanted.is_final and (run.kind is RunKind.PROFILE or wanted is RunState.OUT_OF_MEMORY):
-        planning.mark_due(tx, run.job_id, memory=wanted is RunState.OUT_OF_MEMORY)
-    if wanted.is_final and run.kind is RunKind.TRAIN:
-        ledger.record_outcome(tx, moved)
+    _after_move(tx, moved)
     return moved
 
 
-def _training_moved(tx: Transaction, run: RunRecord) -> None:
+def _after_move(tx: Transaction, run: RunRecord) -> None:
+    """Update what depends on a run's state: its job's state, its plan and its ledger entry."""
+    if run.kind is RunKind.TRAIN:
+        _update_job_state(tx, run)
+    if run.state.is_final and (run.kind is RunKind.PROFILE or run.state is RunState.OUT_OF_MEMORY):
+        planning.mark_due(tx, run.job_id, memory=run.state is RunState.OUT_OF_MEMORY)
+    if run.state.is_final and run.kind is RunKind.TRAIN:
+        ledger.record_outcome(tx, run)
+
+
+def _epoch_mismatch_warning(tx: Transaction, run: RunRecord, spec: wire.JobSpec) -> str | None:
+    """A warning if a training read far more or far fewer examples than `epochs * dataset.size`.
+
+    A training that continued a checkpoint may rightly be short, so only a job's first training is warned of that.
+    """
+    last = tx.samples.recent(run.key, limit=1, rank=0).step
+    if last.size == 0:
+        return None
+    epochs = (int(last[-1]) + 1) * run.configuration.global_batch_size / spec.dataset.size
+    short = epochs * _AMISS < spec.epochs and len(tx.runs.list(run.job_id, kind=RunKind.TRAIN, limit=2)) == 1
+    if not short and epochs < _AMISS * spec.epochs:
+        return None
+    return (
+        f"Training ended after {epochs:.3g} epochs of the {spec.dataset.size} examples in dataset.size, but the job "
+        f"says {spec.epochs:g} epochs, on which time and cost estimates are based. Fix `epochs`, `dataset.size` or the "
+        "training command."
+    )
+
+
+def _update_job_state(tx: Transaction, run: RunRecord) -> None:
     job = tx.jobs.get(run.job_id)
     if job.state == "archived":
         return

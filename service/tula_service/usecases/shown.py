@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tula_wire as wire
+from tula_service.domain import configuration_mismatch
 from tula_service.store import EventRecord, JobRecord, RunRecord
 from tula_service.usecases import convert
 from tula_service.usecases.fitting import spec_of
@@ -12,6 +13,13 @@ __all__ = ["event", "job", "job_summary", "run"]
 
 def run(record: RunRecord) -> wire.Run:
     """A run as everybody sees it."""
+    mismatch = configuration_mismatch(
+        record.id,
+        record.configuration,
+        world_size=record.observed_world_size,
+        local_batch_size=record.observed_local_batch_size,
+        grad_accum_steps=record.observed_grad_accum_steps,
+    )
     instruction = None if record.instruction is None else wire.read(wire.Instruction, record.instruction)
     return wire.Run(
         id=record.id,
@@ -19,9 +27,12 @@ def run(record: RunRecord) -> wire.Run:
         kind=record.kind.value,
         state=record.state.value,
         configuration=convert.wire_configuration(record.configuration),
+        origin=record.origin.value,
         purpose=record.purpose,
         instruction=instruction,
         message=record.message,
+        end_cause=None if record.end_cause is None else record.end_cause.value,
+        configuration_mismatch=mismatch,
         method=record.method,
         created_at=record.created_at,
         started_at=record.started_at,

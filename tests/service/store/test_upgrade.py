@@ -79,6 +79,41 @@ def holds_the_examples(engine: sa.Engine) -> None:
     store.close()
 
 
+def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
+    """0004: origin and end cause are read from purpose and message once, by the migration."""
+    engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
+    rows = {
+        "planned": ("profile", "succeeded", "Largest cluster.", None),
+        "own": ("profile", "pending", "Asked for by the user.", None),
+        "lost": ("train", "failed", "Training.", "Nothing was heard of this training since its lease ran out."),
+        "next": ("train", "cancelled", "Training.", "It ended without saying so: another run went on from it."),
+        "mute": ("profile", "failed", "", "No sample arrived: the command ended without calling the agent. Call x."),
+        "spoken": ("train", "failed", "Training.", "No sample arrived at the tape station."),
+    }
+    with engine.begin() as opened:
+        (name,) = opened.exec_driver_sql("SELECT job_id FROM runs").one()
+        for run_id, (kind, state, purpose, message) in rows.items():
+            opened.exec_driver_sql(
+                "INSERT INTO runs (id, job_id, project_id, kind, state, num_nodes, ranks_per_node, local_batch_size, "
+                "grad_accum_steps, instance_type, purpose, message, position, created_at, num_samples, dropped, "
+                "drifted) "
+                "VALUES (?, ?, 'default', ?, ?, 1, 1, 1, 1, 'default', ?, ?, 0, '2026-01-01 00:00:00', 0, 0, 0)",
+                (run_id, name, kind, state, purpose, message),
+            )
+    upgrade_schema(engine)
+    with Store(engine).reading() as tx:
+        found = {run.id: (run.origin.value, run.end_cause and run.end_cause.value) for run in tx.runs.list(name)}
+    engine.dispose()
+    assert {run_id: found[run_id] for run_id in rows} == {
+        "planned": ("plan", None),
+        "own": ("user", None),
+        "lost": ("user", "vanished"),
+        "next": ("user", "superseded"),
+        "mute": ("plan", "no_samples"),
+        "spoken": ("user", None),
+    }
+
+
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:
     """A new migration comes with a stored database, so that the next one is tested on it."""
     for engine in ("sqlite", "postgres"):

@@ -100,7 +100,7 @@ def test_a_run_that_another_goes_on_from_has_ended(cluster: Cluster) -> None:
         ended = tx.runs.get(first.id)
     assert (ended.state.value, ended.message) == (
         "failed",
-        "It ended without saying so: another run went on from it.",
+        "Superseded: another run continued it before it reported its end.",
     )
     assert cluster.job(job_id).state == "training"
 

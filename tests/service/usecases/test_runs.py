@@ -9,11 +9,14 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.clock import ManualClock
-from tula_service.domain import RunState
+from tula_service.domain import RUN_TRANSITIONS, RunState
 from tula_service.errors import Conflict, InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import runs
 from tula_service.usecases.access import ANONYMOUS
+
+SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
+"""256 examples a step."""
 
 
 def claim(cluster: Cluster, job_id: str, holder: str = "launcher", **more: object) -> wire.RunClaimed:
@@ -31,7 +34,7 @@ def claimed(cluster: Cluster, **more: object) -> wire.Run:
 
 def test_every_transition_is_allowed_by_the_table_or_refused_with_a_sentence(cluster: Cluster) -> None:
     finals = {"succeeded", "out_of_memory", "failed", "cancelled"}
-    assert all(runs.TRANSITIONS.get(RunState(state)) is None for state in finals)
+    assert all((RunState(state), None) not in RUN_TRANSITIONS for state in finals)
     for number, state in enumerate(sorted(finals)):
         run = claim(cluster, cluster.register(spec(epochs=number + 1)).job.id).run
         assert run is not None
@@ -121,6 +124,7 @@ def test_a_command_that_never_calls_the_agent_fails_with_the_remedy(cluster: Clu
     assert ended.state == "failed"
     assert ended.message is not None
     assert "tula_agent.init" in ended.message
+    assert ended.end_cause == "no_samples"
     assert cluster.patch(run.id, "succeeded").state == "failed", "the second reporter sees the same"
 
 
@@ -188,9 +192,10 @@ def test_a_training_that_vanished_is_given_up_and_goes_on_when_it_speaks_again(
     cluster.register()
     gone = runs.get(cluster.store, ANONYMOUS, run.id)
     assert gone.state == "failed"
-    assert "Nothing was heard" in (gone.message or "")
+    assert gone.end_cause == "vanished"
+    assert "lease expired" in (gone.message or "")
     back = cluster.patch(run.id, "running")
-    assert (back.state, back.message, back.finished_at) == ("running", None, None)
+    assert (back.state, back.message, back.end_cause, back.finished_at) == ("running", None, None, None)
     assert cluster.job(job_id).state == "training"
 
 
@@ -208,3 +213,63 @@ def test_a_training_that_ended_well_after_it_was_given_up_counts_as_ended_once(
         request = wire.RunPatch(state="succeeded", holder="launcher")
         runs.patch(cluster.store, ANONYMOUS, run.id, request, on_end=lambda one: ended.append(one.state))
     assert ended == ["succeeded"]
+
+
+def test_a_run_says_who_asked_for_it(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    request = wire.RunCreate(kind="profile", configuration=SMALL)
+    assert runs.create(cluster.store, ANONYMOUS, job_id, request).origin == "user"
+    assert cluster.train(job_id, SMALL).origin == "user"
+    assert claimed(cluster).origin == "plan"
+
+
+def test_a_run_whose_process_saw_another_configuration_says_so(cluster: Cluster) -> None:
+    run = claimed(cluster)
+    cluster.patch(run.id, "running")
+    cluster.send(run, [0.1] * 20, world_size=run.configuration.world_size, local_batch_size=3)
+    ended = cluster.patch(run.id, "succeeded")
+    assert "its process saw 3, 1" in (ended.configuration_mismatch or "")
+    as_planned = cluster.execute(claimed(cluster))
+    assert as_planned.configuration_mismatch is None
+
+
+@pytest.mark.parametrize(
+    ("size", "epochs", "warning"),
+    [(2560, 2, None), (2560, 3, None), (2560, 4, "2 epochs"), (2560, 1, "2 epochs"), (100_000, 10, "0.0512 epochs")],
+)
+def test_a_training_that_read_another_number_of_examples_than_its_job_says_is_warned_of(
+    cluster: Cluster, size: int, epochs: float, warning: str | None
+) -> None:
+    job_id = cluster.register(spec(dataset={"size": size}, epochs=epochs)).job.id
+    run = cluster.train(job_id, SMALL)
+    cluster.send(run, [0.1] * 20)
+    message = cluster.patch(run.id, "succeeded").message
+    if warning is None:
+        assert message is None
+    else:
+        assert warning in (message or "")
+        assert f"{epochs:g} epochs" in (message or "")
+        assert "Fix `epochs`" in (message or "")
+
+
+def test_a_training_that_may_continue_a_checkpoint_may_be_short_but_not_long(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(dataset={"size": 2560}, epochs=4)).job.id
+    first = cluster.train(job_id, SMALL)
+    cluster.send(first, [0.1] * 20)
+    cluster.patch(first.id, "failed", message="It was killed.")
+    second = cluster.train(job_id, SMALL)
+    cluster.send(second, [0.1] * 20)
+    assert cluster.patch(second.id, "succeeded").message is None
+    third = cluster.train(job_id, SMALL)
+    cluster.sequence = 0
+    cluster.send(third, [0.1] * 200)
+    assert "20 epochs" in (cluster.patch(third.id, "succeeded").message or "")
+
+
+def test_the_epoch_warning_replaces_no_message_and_needs_samples(cluster: Cluster) -> None:
+    job_id = cluster.register(spec()).job.id
+    run = cluster.train(job_id, SMALL)
+    assert cluster.patch(run.id, "succeeded").message is None
+    reported = cluster.train(job_id, SMALL)
+    cluster.send(reported, [0.1] * 3)
+    assert cluster.patch(reported.id, "succeeded", message="As wanted.").message == "As wanted."
