@@ -8,26 +8,22 @@ from tula_agent.session import Run, init
 
 if TYPE_CHECKING:
     from tula_agent.measure.estimate import MemoryEstimate, estimate_memory
-    from tula_agent.scaling import LargeBatch, ScalingThresholds, TulaOptimizer, large_batch
+    from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 
 __all__ = [
-    "LargeBatch",
     "MemoryEstimate",
     "Run",
     "ScalingThresholds",
     "TulaOptimizer",
     "estimate_memory",
     "init",
-    "large_batch",
 ]
 
 _LAZY = {
-    "LargeBatch": "tula_agent.scaling",
     "MemoryEstimate": "tula_agent.measure.estimate",
     "estimate_memory": "tula_agent.measure.estimate",
     "ScalingThresholds": "tula_agent.scaling",
     "TulaOptimizer": "tula_agent.scaling",
-    "large_batch": "tula_agent.scaling",
 }
 
 

@@ -1,17 +1,8 @@
-"""Gradient scaling for large batches: the optimizer wrapper, its thresholds, and the baselines it is compared with."""
+"""Gradient scaling for large batches: the optimizer wrapper, its options and its thresholds."""
 
 from __future__ import annotations
 
-from tula_agent.scaling.large_batch import LargeBatch, Method, large_batch
 from tula_agent.scaling.optimizer import TulaOptimizer
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds
 
-__all__ = [
-    "Granularity",
-    "LargeBatch",
-    "Method",
-    "PolicyName",
-    "ScalingThresholds",
-    "TulaOptimizer",
-    "large_batch",
-]
+__all__ = ["Granularity", "PolicyName", "ScalingThresholds", "TulaOptimizer"]

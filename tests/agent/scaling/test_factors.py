@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
 from tula_agent.scaling import ScalingThresholds
 from tula_agent.scaling.ags import Gate
 from tula_agent.scaling.factors import apply_to_gradients, apply_to_updates, factor_from_squares, norm_squared, squares
 from tula_agent.scaling.policy import gradient_variability, noise_gain, noise_moments, paper_s_max
 from tula_agent.scaling.ranks import owners, to_host
-from tula_agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
 
 GRANULARITIES = ("tensor", "channel", "element")
 POSITIVE = st.floats(1e-6, 1e6)

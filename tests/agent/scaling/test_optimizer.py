@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.agent.scaling.reference import gain_of_parts
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
-from tula_agent.scaling.reference import gain_of_parts
 
 
 def network(seed: int = 0) -> nn.Module:

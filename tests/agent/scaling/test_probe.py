@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.agent.scaling.reference import ags_factor
 from tests.agent.scaling.test_optimizer import batches, loss_of, network, sgd, train
 from tula_agent.scaling import TulaOptimizer
-from tula_agent.scaling.reference import ags_factor
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "element"])

@@ -71,7 +71,7 @@ _FROM: Final = {
     "step_time": "The agent reports every step once training runs.",
     "memory": "The agent reports each rank's peak within the first steps.",
     "gradient": "run.watch(model, optimizer) lets the agent measure it.",
-    "scale": "An optimizer made by tula_agent.large_batch or TulaOptimizer reports it.",
+    "scale": "A TulaOptimizer reports it.",
     "loss": "run.log(loss=...) in the training script reports it.",
     "accuracy": "run.log(validation_accuracy=...) in the training script reports it.",
 }
