@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tula_service.domain import Configuration
 from tula_service.perfmodel.points import StepTimeObservations
+from tula_wire import Configuration
 
 __all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_rows", "read_step_time"]
 
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, kw_only=True)
 class Placement(Configuration):
     """A configuration whose ranks need not be spread evenly over its nodes (12 GPUs on 5 nodes)."""
 
@@ -70,7 +70,12 @@ def read_step_time(path: Path) -> list[Workload]:
     about: dict[str, tuple[str, str]] = {}
     for row in read_rows(path):
         nodes, ranks = int(float(row["num_nodes"])), int(float(row["world_size"]))
-        placement = Placement(nodes, max(1, ranks // nodes), int(float(row["local_batch_size"])), ranks=ranks)
+        placement = Placement(
+            num_nodes=nodes,
+            ranks_per_node=max(1, ranks // nodes),
+            local_batch_size=int(float(row["local_batch_size"])),
+            ranks=ranks,
+        )
         about[row["workload"]] = (row["source"], row["grid"])
         times = measured.setdefault(row["workload"], {})
         times.setdefault(placement, []).append(float(row["step_time_s"]))

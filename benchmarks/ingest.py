@@ -33,10 +33,11 @@ from benchmarks._mlflow import METRICS, measure_mlflow
 from benchmarks._report import print_table, write_json
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import Server, make_token
-from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
 from tula_service.store.chunks import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_service.store.schema import upgrade_schema
+from tula_wire import Configuration
 
 COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
@@ -113,7 +114,9 @@ def prepare(database: str) -> tuple[list[str], str]:
     upgrade_schema(store.engine)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
-        new = NewRun(RunKind.TRAIN, Configuration(1, VARIANTS, 32), RunState.RUNNING)
+        new = NewRun(
+            RunKind.TRAIN, Configuration(num_nodes=1, ranks_per_node=VARIANTS, local_batch_size=32), RunState.RUNNING
+        )
         runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
     store.close()
     return runs, f"Authorization: Bearer {make_token(database)}\r\n"

@@ -23,10 +23,10 @@ import sqlalchemy as sa
 
 from benchmarks._report import percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token
-from tula_service.domain import Configuration, RunKind, RunState
+from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
 from tula_service.store.schema import upgrade_schema
-from tula_wire import JobSpec, routes
+from tula_wire import Configuration, JobSpec, routes
 
 FEW = 100
 FLAT = ("cached", "fresh", "list", "job page", "front page")
@@ -38,7 +38,10 @@ INSERT_SAMPLES = (
     "INSERT INTO step_samples (source_key, sequence, run_key, rank, step, warmup, step_time_s)"
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
-CONFIGURATIONS = [Configuration(nodes, 4, batch) for nodes, batch in ((1, 32), (1, 256), (8, 32), (8, 256), (4, 128))]
+CONFIGURATIONS = [
+    Configuration(num_nodes=nodes, ranks_per_node=4, local_batch_size=batch)
+    for nodes, batch in ((1, 32), (1, 256), (8, 32), (8, 256), (4, 128))
+]
 
 
 def spec(name: str) -> JobSpec:

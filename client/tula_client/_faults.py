@@ -53,8 +53,9 @@ def _remedy(error: Mapping[str, Any], model: type[BaseModel]) -> str:
         "string_too_short": f"is shorter than {context.get('min_length')} characters; give it a value.",
         "string_pattern_mismatch": "holds characters that are not allowed; use printable ones, as documented.",
         "model_type": "must be a table of fields; give it as one.",
+        "dataclass_type": "must be a table of fields; give it as one.",
     }
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"is not known; {_meant(error['loc'], model)}"
     if kind in sentences:
         return sentences[kind]

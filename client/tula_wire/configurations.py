@@ -1,18 +1,29 @@
-"""A configuration: the one thing that Tula chooses."""
+"""A configuration: how many nodes and which batch, the one thing that Tula chooses."""
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Final
 
-from tula_wire._base import Count, Name, WireModel
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import deprecated
+
+from tula_wire._base import Count, Name
 
 __all__ = ["DEFAULT_INSTANCE_TYPE", "Configuration"]
 
 DEFAULT_INSTANCE_TYPE: Final = "default"
 
 
-class Configuration(WireModel):
-    """One way to run a job; global batch = local batch x accumulation x world size."""
+@dataclass(frozen=True, order=True, kw_only=True)
+class Configuration:
+    """One way to run a job; global batch = local batch x accumulation x world size.
+
+    Creating one checks nothing, because the service creates and hashes thousands. Pydantic checks it where it is a
+    field of a model, for example of `RunCreate`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
 
     num_nodes: Count
     ranks_per_node: Count = 1
@@ -29,3 +40,19 @@ class Configuration(WireModel):
     def global_batch_size(self) -> int:
         """Examples per optimizer step."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
+
+    @deprecated("use dataclasses.asdict(configuration)")
+    def model_dump(self) -> dict[str, Any]:
+        """The fields as a dictionary."""
+        return asdict(self)
+
+    @deprecated("use dataclasses.replace(configuration, ...)")
+    def model_copy(self, *, update: dict[str, Any] | None = None) -> Configuration:
+        """A copy with the fields in `update` changed."""
+        return replace(self, **(update or {}))
+
+    @classmethod
+    @deprecated("use pydantic.TypeAdapter(Configuration).validate_python(fields)")
+    def model_validate(cls, fields: Any) -> Configuration:
+        """Check `fields` and create a configuration. Raises `pydantic.ValidationError`."""
+        return TypeAdapter(cls).validate_python(fields)

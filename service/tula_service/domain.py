@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-DEFAULT_INSTANCE_TYPE = "default"
+from tula_wire.configurations import Configuration
 
 
 class Objective(str, Enum):
@@ -99,27 +98,6 @@ RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunSt
 A report is a PATCH by the run's holder. A vanished training was alive after all when it reports. Two transitions need
 no report: a claim moves PENDING to CLAIMED, and the expired lease of a profiling run moves it back to PENDING.
 """
-
-
-@dataclass(frozen=True, order=True)
-class Configuration:
-    """One way to run a job; global batch B = local batch x accumulation x world size."""
-
-    num_nodes: int
-    ranks_per_node: int
-    local_batch_size: int
-    grad_accum_steps: int = 1
-    instance_type: str = DEFAULT_INSTANCE_TYPE
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, N."""
-        return self.num_nodes * self.ranks_per_node
-
-    @property
-    def global_batch_size(self) -> int:
-        """Examples per optimizer step, B."""
-        return self.local_batch_size * self.grad_accum_steps * self.world_size
 
 
 def configuration_mismatch(

@@ -9,11 +9,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tula_client import AsyncClient, Client, ProblemError, TulaError, UnexpectedAnswerError, _calls
 from tula_client._calls import Answer
 from tula_client._errors import from_problem
-from tula_wire import JobPatch, JobSpec, Problem, ProblemType, routes
+from tula_wire import Configuration, JobPatch, JobSpec, Problem, ProblemType, RunCreate, routes
 
 PROBLEM_TYPES = [value for name, value in vars(ProblemType).items() if name.isupper()]
 
@@ -126,3 +127,16 @@ def test_requests_are_values() -> None:
     request = _calls.jobs(limit=2).request
     assert request == dataclasses.replace(request)
     assert request.query == (("limit", "2"),)
+
+
+def test_a_configuration_is_checked_as_a_field_and_keeps_the_methods_of_a_model_for_one_release() -> None:
+    unchecked = Configuration(num_nodes=0, local_batch_size=32)
+    with pytest.raises(ValidationError, match=r"configuration\.num_nodes"):
+        RunCreate(kind="train", configuration=unchecked)
+    with pytest.warns(DeprecationWarning, match="replace"):
+        valid = unchecked.model_copy(update={"num_nodes": 2})
+    with pytest.warns(DeprecationWarning, match="asdict"):
+        fields = valid.model_dump()
+    assert fields == RunCreate(kind="train", configuration=valid).model_dump()["configuration"]
+    with pytest.warns(DeprecationWarning, match="TypeAdapter"):
+        assert Configuration.model_validate(fields) == valid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -53,7 +54,7 @@ def test_a_brief_configuration_says_what_sets_it_apart() -> None:
 def test_candidates_on_several_instance_types_say_which() -> None:
     answer = models.recommendation()
     (one, *others) = answer.candidates
-    typed = one.model_copy(update={"configuration": one.configuration.model_copy(update={"instance_type": "g5.12xl"})})
+    typed = one.model_copy(update={"configuration": replace(one.configuration, instance_type="g5.12xl")})
     for candidates, heading in (([one, typed], True), ([one, *others], False), ([typed, typed], False)):
         out = StringIO()
         shown = answer.model_copy(update={"candidates": candidates})

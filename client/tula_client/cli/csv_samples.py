@@ -6,10 +6,10 @@ import csv
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tula_client._faults import faults
 from tula_client.cli.exits import UsageError
@@ -32,6 +32,7 @@ OPTIONAL: Final = {
     "peak_bytes": "peak memory of a rank, in bytes",
 }
 COLUMNS: Final = REQUIRED | OPTIONAL
+_FIELDS: Final = [one.name for one in fields(Configuration)]
 _REMEDY: Final = ": mend the line or remove it"
 TIMES: Final = ("compute_time_s", "exposed_comm_time_s", "input_time_s")
 
@@ -163,9 +164,9 @@ def _meant(name: str) -> str:
 
 
 def _configuration(row: Mapping[str, str], line: int) -> Configuration:
-    given = {name: row[name].strip() for name in Configuration.model_fields if row.get(name, "").strip()}
+    given = {name: row[name].strip() for name in _FIELDS if row.get(name, "").strip()}
     try:
-        return Configuration.model_validate_strings(given)
+        return TypeAdapter(Configuration).validate_strings(given)
     except ValidationError as error:
         place, said = faults(error)[0]
         raise UsageError(f"line {line}: {place[0]}: {said.rstrip('.')}, or remove the line") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from tula_wire import Configuration
@@ -38,14 +38,14 @@ def next_smaller(
         per_rank = failed.local_batch_size * failed.grad_accum_steps
         for local in _divisors_below(per_rank, bound):
             if local >= min_local_batch_size:
-                smaller = failed.model_copy(update={"local_batch_size": local, "grad_accum_steps": per_rank // local})
+                smaller = replace(failed, local_batch_size=local, grad_accum_steps=per_rank // local)
                 return Fallback(smaller, True, _same(failed, smaller))
     local = failed.local_batch_size // 2
     while local > bound:
         local //= 2
     if local < max(1, min_local_batch_size):
         return None
-    smaller = failed.model_copy(update={"local_batch_size": local})
+    smaller = replace(failed, local_batch_size=local)
     return Fallback(smaller, False, _smaller(failed, smaller))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from tula_client._errors import InvalidInputError
 from tula_client.launch._errors import LaunchError
@@ -70,7 +72,7 @@ class _State:
 
     def save(self, work: WorkDir) -> None:
         state = {
-            "configuration": self.configuration.model_dump(),
+            "configuration": asdict(self.configuration),
             "training": self.training,
             "restart": self.restart,
             "run_id": self.run_id,
@@ -192,7 +194,7 @@ def _load(work: WorkDir) -> _State | None:
     if state is None:
         return None
     try:
-        configuration = Configuration.model_validate(state["configuration"])
+        configuration = TypeAdapter(Configuration).validate_python(state["configuration"])
         return _State(configuration, int(state.get("training", 1)), int(state["restart"]), state.get("run_id"))
     except (KeyError, TypeError, ValueError):
         return None

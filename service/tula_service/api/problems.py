@@ -185,6 +185,7 @@ def _remedy(error: Mapping[str, Any]) -> str:
     sentences = {
         "missing": "is required; add it.",
         "extra_forbidden": "is not known; check its spelling or leave it out.",
+        "unexpected_keyword_argument": "is not known; check its spelling or leave it out.",
         "finite_number": "is NaN or infinite; send a finite number, or null where nothing was measured.",
         "greater_than_equal": f"must be at least {context.get('ge')}; send a larger value.",
         "greater_than": f"must be above {context.get('gt')}; send a larger value.",

@@ -41,7 +41,7 @@ def _sentence(event: Event) -> str:
         return str(told["sentence"])
     if event.kind == "recommendation":
         chosen = told.get("configuration")
-        name = configuration_name(Configuration.model_validate(chosen)) if isinstance(chosen, dict) else "nothing"
+        name = configuration_name(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
         return f"Recommends {name} ({words(str(told.get('objective', '')))}, {told.get('basis', '')})."
     state = words(str(told.get("state", "changed")))
     noun = "Job" if event.kind == "job" else "Run" if event.kind == "run" else "Thresholds of gradient scaling"

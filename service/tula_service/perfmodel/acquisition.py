@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import special
 
-from tula_service.domain import Configuration, Objective
+from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
 from tula_service.perfmodel.pricing import Estimate, spot_slowdown
 from tula_service.perfmodel.recommend import Goal
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire.configurations import Configuration
 
 _FORBIDDEN = 50.0
 _WIDEST = 0.4

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_service.domain import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_service.perfmodel.points import ObservationError
+from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 _MOST_CANDIDATES = 4096
 
@@ -86,7 +86,13 @@ def enumerate_candidates(space: SearchSpace) -> tuple[Configuration, ...]:
                 found.update(_at_global_batch(space, nodes, ranks, largest_batch, instance_type))
                 continue
             for batch in powers_of_two(space.min_local_batch_size, largest_batch):
-                configuration = Configuration(nodes, ranks, batch, 1, instance_type)
+                configuration = Configuration(
+                    num_nodes=nodes,
+                    ranks_per_node=ranks,
+                    local_batch_size=batch,
+                    grad_accum_steps=1,
+                    instance_type=instance_type,
+                )
                 limit = space.max_global_batch_size
                 if limit is None or configuration.global_batch_size <= limit:
                     found.add(configuration)
@@ -115,7 +121,13 @@ def _at_global_batch(
         return ()
     per_rank = wanted // world
     fitting = [
-        Configuration(nodes, ranks, per_rank // steps, steps, instance_type)
+        Configuration(
+            num_nodes=nodes,
+            ranks_per_node=ranks,
+            local_batch_size=per_rank // steps,
+            grad_accum_steps=steps,
+            instance_type=instance_type,
+        )
         for steps in _divisors(per_rank)
         if per_rank // steps <= largest_batch
     ]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tula_service.domain import Configuration
 from tula_service.perfmodel.points import FloatArray, Points
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire.configurations import Configuration
 
 
 def uncertainty(model: StepTimeModel, candidates: Sequence[Configuration]) -> FloatArray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tula_service.domain import Collective, Configuration, Objective, Search
+from tula_service.domain import Collective, Objective, Search
 from tula_service.perfmodel.acquisition import Doubt, hopes, log_value
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.memory_model import MemoryModel
@@ -18,6 +18,7 @@ from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.residual_gp import HYPOTHESES, SURPRISING, Hypothesis
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
+from tula_wire.configurations import Configuration
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_service.domain import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
+from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 _SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_service.domain import Basis, Configuration, Objective
+from tula_service.domain import Basis, Objective
 from tula_service.perfmodel.choice import Choice, Limits, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.knee import KneeFinding, dense_batches, find_knee
@@ -15,6 +15,7 @@ from tula_service.perfmodel.memory_model import MemoryModel
 from tula_service.perfmodel.points import FloatArray, Points
 from tula_service.perfmodel.pricing import Estimate, Offer, Training, price, spot_slowdown
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire.configurations import Configuration
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import Basis, Collective, Configuration
+from tula_service.domain import Basis, Collective
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import Posterior, fit_posterior, merge_repeats, prior_posterior, statements
 from tula_service.perfmodel.paper_form import BaselineFit, fit_baseline
@@ -17,6 +17,7 @@ from tula_service.perfmodel.points import FloatArray, ObservationError, Points, 
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_service.perfmodel.residual_gp import HYPOTHESES, Hypothesis
 from tula_service.perfmodel.step_time_form import PARAMETERS, log_terms
+from tula_wire.configurations import Configuration
 
 _RANGE_TOLERANCE = 1.05
 

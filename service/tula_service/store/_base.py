@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
-from tula_service.domain import Configuration
+from tula_wire import Configuration
 
-__all__ = ["Clock", "Repository", "RowMap", "configuration_from", "configuration_values", "new_id"]
+__all__ = ["Clock", "Repository", "RowMap", "configuration_from", "new_id"]
 
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
@@ -50,19 +50,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(8)}"
 
 
-def configuration_values(configuration: Configuration) -> dict[str, Any]:
-    """The columns, or the JSON object, of a configuration."""
-    return {
-        "num_nodes": configuration.num_nodes,
-        "ranks_per_node": configuration.ranks_per_node,
-        "local_batch_size": configuration.local_batch_size,
-        "grad_accum_steps": configuration.grad_accum_steps,
-        "instance_type": configuration.instance_type,
-    }
-
-
-def configuration_from(row: RowMap | dict[str, Any]) -> Configuration:
-    """The inverse of `configuration_values`."""
+def configuration_from(row: RowMap) -> Configuration:
+    """The configuration in the columns of a run or a summary."""
     return Configuration(
         num_nodes=row["num_nodes"],
         ranks_per_node=row["ranks_per_node"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -10,9 +11,10 @@ import sqlalchemy as sa
 
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
+from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.records import JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
+from tula_wire import Configuration
 
 __all__ = ["Jobs"]
 
@@ -168,13 +170,13 @@ class Jobs(Repository):
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
 
-        `recommended` takes a domain Configuration or None. Raises NotFound; TypeError for an unknown column.
+        `recommended` takes a Configuration or None. Raises NotFound; TypeError for an unknown column.
         """
         unknown = set(values) - _UPDATABLE
         if unknown:
             raise TypeError(f"jobs have no such column to update: {sorted(unknown)}")
         if values.get("recommended") is not None:
-            values["recommended"] = configuration_values(values["recommended"])
+            values["recommended"] = asdict(values["recommended"])
         if bump:
             values["data_version"] = jobs.c.data_version + 1
         statement = (
@@ -241,7 +243,7 @@ class Jobs(Repository):
             plan_reason=row["plan_reason"],
             created_at=row["created_at"],
             updated_at=row["updated_at"],
-            recommended=None if row["recommended"] is None else configuration_from(row["recommended"]),
+            recommended=None if row["recommended"] is None else Configuration(**row["recommended"]),
             predicted_time_s=row["predicted_time_s"],
             predicted_cost_usd=row["predicted_cost_usd"],
             saving_vs_smallest_batch=row["saving_vs_smallest_batch"],

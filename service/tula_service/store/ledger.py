@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import sqlalchemy as sa
 
-from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
+from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.records import LedgerRecord, Outcome
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
+from tula_wire import Configuration
 
 __all__ = ["Ledger"]
 
@@ -27,7 +29,7 @@ class Ledger(Repository):
                 created_at=entry.created_at or self._now(),
                 objective=entry.objective,
                 basis=entry.basis,
-                configuration=None if entry.configuration is None else configuration_values(entry.configuration),
+                configuration=None if entry.configuration is None else asdict(entry.configuration),
                 prices=dict(entry.prices),
                 model_version=entry.model_version,
                 data_version=entry.data_version,
@@ -123,7 +125,7 @@ def _record(row: RowMap, outcome: Outcome | None) -> LedgerRecord:
         job_id=row["job_id"],
         objective=row["objective"],
         basis=row["basis"],
-        configuration=None if row["configuration"] is None else configuration_from(row["configuration"]),
+        configuration=None if row["configuration"] is None else Configuration(**row["configuration"]),
         prices=row["prices"],
         model_version=row["model_version"],
         data_version=row["data_version"],

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import Configuration, EndCause, RunKind, RunOrigin, RunState
+from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
+from tula_wire import Configuration
 
 __all__ = [
     "AuditRecord",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import sqlalchemy as sa
 
 from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import NotFound
-from tula_service.store._base import Repository, RowMap, configuration_from, configuration_values, new_id
+from tula_service.store._base import Repository, RowMap, configuration_from, new_id
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_summaries, runs
 
@@ -59,7 +60,7 @@ class Runs(Repository):
                 project_id=project_id,
                 kind=run.kind.value,
                 state=run.state.value,
-                **configuration_values(run.configuration),
+                **asdict(run.configuration),
                 origin=run.origin.value,
                 purpose=run.purpose,
                 instruction=run.instruction,

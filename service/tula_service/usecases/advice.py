@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import tula_wire as wire
 from tula_service.domain import Objective
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, RunRecord, Transaction
-from tula_service.usecases import choosing, convert, fitting, sentences
+from tula_service.usecases import choosing, fitting, sentences
 from tula_service.usecases.remaining import usd_per_s
 
 __all__ = ["Progress", "mind_limits", "reconfigure"]
@@ -61,8 +61,8 @@ def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -
     return {
         "kind": "reconfigure" if pays else "stay",
         "step": at.step,
-        "from": convert.wire_configuration(run.configuration).model_dump(),
-        "to": convert.wire_configuration(chosen.configuration).model_dump(),
+        "from": asdict(run.configuration),
+        "to": asdict(chosen.configuration),
         "remaining_examples": at.examples_left,
         "step_time_s": at.step_time_s,
         "predicted_step_time_s": chosen.step_time_s.mean,

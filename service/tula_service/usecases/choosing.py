@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tula_wire as wire
-from tula_service.domain import Configuration, Objective
+from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Choice, choose
 from tula_service.perfmodel.knee import KneeFinding, find_knee
 from tula_service.perfmodel.pricing import Estimate, price
@@ -15,6 +15,7 @@ from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import convert, fitting, memory_bounds, planning, quality
 from tula_service.usecases.fitting import Evidence
 from tula_service.usecases.quality import Efficiency
+from tula_wire import Configuration
 
 __all__ = ["Answer", "answer", "priced"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import tula_wire as wire
-from tula_service.domain import Basis, Collective, Configuration
+from tula_service.domain import Basis, Collective
 from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
@@ -21,6 +21,7 @@ from tula_service.perfmodel.priors import (
 )
 from tula_service.usecases.devices import KNOWN_DEVICES, device_of, hardware_of
 from tula_service.usecases.lessons import Lessons, Speed
+from tula_wire import Configuration
 
 __all__ = ["prior_of", "warnings_of"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import tula_wire as wire
-from tula_service import domain
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
 from tula_service.perfmodel.choice import Limits
 from tula_service.perfmodel.intervals import Interval
@@ -14,7 +13,6 @@ from tula_service.perfmodel.pricing import Offer, Spot, Training
 
 __all__ = [
     "candidates_of",
-    "domain_configuration",
     "has_prices",
     "interval",
     "is_priced",
@@ -24,34 +22,11 @@ __all__ = [
     "spot_offers_of",
     "training_of",
     "unbounded_types",
-    "wire_configuration",
     "wire_estimate",
 ]
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _MOST_DOUBLINGS = 12
-
-
-def domain_configuration(configuration: wire.Configuration) -> domain.Configuration:
-    """The wire's configuration as the domain's."""
-    return domain.Configuration(
-        num_nodes=configuration.num_nodes,
-        ranks_per_node=configuration.ranks_per_node,
-        local_batch_size=configuration.local_batch_size,
-        grad_accum_steps=configuration.grad_accum_steps,
-        instance_type=configuration.instance_type,
-    )
-
-
-def wire_configuration(configuration: domain.Configuration) -> wire.Configuration:
-    """The domain's configuration as the wire's."""
-    return wire.Configuration(
-        num_nodes=configuration.num_nodes,
-        ranks_per_node=configuration.ranks_per_node,
-        local_batch_size=configuration.local_batch_size,
-        grad_accum_steps=configuration.grad_accum_steps,
-        instance_type=configuration.instance_type,
-    )
 
 
 def wire_estimate(value: Interval) -> wire.Estimate:
@@ -132,14 +107,14 @@ def unbounded_types(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> list
     return [cluster.instance_type for cluster in spec.cluster if cluster.instance_type not in memory_bound]
 
 
-def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[domain.Configuration, ...]:
+def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[wire.Configuration, ...]:
     """Every configuration that may be chosen, sorted.
 
     `memory_bound` is the largest local batch by instance type, where the memory model knows one; it is rounded down to
     a power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without any bound,
     five doublings are tried. A global batch never exceeds the data set. Raises ObservationError when nothing is left.
     """
-    found: set[domain.Configuration] = set()
+    found: set[wire.Configuration] = set()
     problem = ""
     for cluster in spec.cluster:
         name = cluster.instance_type

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tula_service.domain import Configuration
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire import Configuration
 
 __all__ = ["Slowdown", "attribute", "ratios"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Collective, Configuration, RunKind, RunState, configuration_mismatch
+from tula_service.domain import Collective, RunKind, RunState, configuration_mismatch
 from tula_service.perfmodel.intervals import Interval, calibrate_intervals
 from tula_service.perfmodel.memory_model import MemoryModel
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
@@ -18,6 +18,7 @@ from tula_service.store import JobRecord, RunSummary, Transaction
 from tula_service.usecases import cold_start, convert, memory_bounds
 from tula_service.usecases.lessons import Lessons, lessons_of
 from tula_service.usecases.out_of_memory import Failures, failures_of
+from tula_wire import Configuration
 
 __all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import tula_wire as wire
@@ -93,7 +93,7 @@ def _entered(tx: Transaction, job: JobRecord, entry: LedgerRecord) -> LedgerReco
     if entry.objective == job.objective:
         data: dict[str, Any] = {"recommendation_id": kept.id, "basis": entry.basis, "objective": entry.objective}
         if entry.configuration is not None:
-            data["configuration"] = convert.wire_configuration(entry.configuration).model_dump()
+            data["configuration"] = asdict(entry.configuration)
         tx.events.append(job.id, "recommendation", data=data)
     return kept
 
@@ -116,7 +116,7 @@ def _shown(entry: LedgerRecord) -> wire.LedgerEntry:
             "created_at": entry.created_at,
             "objective": entry.objective,
             "basis": entry.basis,
-            "configuration": None if entry.configuration is None else convert.wire_configuration(entry.configuration),
+            "configuration": entry.configuration,
             "prices": dict(entry.prices),
             "model_version": entry.model_version,
             "predicted_step_time_s": _estimate(entry.predicted_step_time_s),

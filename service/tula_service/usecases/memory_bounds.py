@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Configuration
 from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError
 from tula_service.store import MemoryReading, RunSummary
 from tula_service.usecases.out_of_memory import batch_of, named
+from tula_wire import Configuration
 
 __all__ = ["fitted", "nothing_fits", "safety_of", "why_not"]
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_service.domain import Configuration, RunState
+from tula_service.domain import RunState
 from tula_service.store import RunSummary
+from tula_wire import Configuration
 
 __all__ = ["Contradiction", "Failures", "batch_of", "failures_of", "named"]
 

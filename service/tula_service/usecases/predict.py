@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tula_wire as wire
-from tula_service.domain import Basis, Configuration
+from tula_service.domain import Basis
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.choice import choose
 from tula_service.store import Store
 from tula_service.usecases import choosing, cold_start, convert, fitting, planning, rendering, sentences
 from tula_service.usecases.access import Principal, visible_job
+from tula_wire import Configuration
 
 __all__ = ["MOST_CONFIGURATIONS", "WhatIf", "predictions"]
 
@@ -106,7 +107,17 @@ def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: Wh
                 found.update(c for c in own if c.num_nodes == nodes)
                 if question.num_nodes:
                     batches = sorted({c.local_batch_size for c in own if c.grad_accum_steps == 1})
-            found.update(Configuration(nodes, ranks, batch, 1, name) for batch in batches if batch >= 1)
+            found.update(
+                Configuration(
+                    num_nodes=nodes,
+                    ranks_per_node=ranks,
+                    local_batch_size=batch,
+                    grad_accum_steps=1,
+                    instance_type=name,
+                )
+                for batch in batches
+                if batch >= 1
+            )
             if len(found) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_service.domain import Configuration
 from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import thresholds
+from tula_wire import Configuration
 
 __all__ = ["Efficiency", "efficiency_of"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import Basis, Configuration, Objective
+from tula_service.domain import Basis, Objective
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
@@ -15,7 +15,6 @@ from tula_service.store import JobRecord, LedgerRecord, Store, Transaction
 from tula_service.usecases import (
     choosing,
     cold_start,
-    convert,
     fitting,
     ledger,
     planning,
@@ -26,6 +25,7 @@ from tula_service.usecases import (
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.choosing import Answer
 from tula_service.usecases.fitting import MODEL_VERSION
+from tula_wire import Configuration
 
 __all__ = ["Expectation", "at_least", "body_of", "compute", "expectation", "get", "publish", "publish_as_of"]
 
@@ -203,13 +203,13 @@ def _render(
         least_cost=show.optional(choice.least_cost),
         knee=wire.Knee(
             found=knee is not None,
-            configuration=None if knee is None else convert.wire_configuration(knee.configuration),
+            configuration=None if knee is None else knee.configuration,
             global_batch_size=choice.knee_finding.global_batch_size,
             reason=choice.knee_finding.reason,
         ),
         why=sentences.why(found.spec, found.model.basis, choice, efficiency=found.efficiency),
         candidates=[show.candidate(estimate) for estimate in (*found.estimates, *excluded)],
-        frontier=[convert.wire_configuration(estimate.configuration) for estimate in choice.frontier],
+        frontier=[estimate.configuration for estimate in choice.frontier],
         max_local_batch_size=evidence.memory_bound,
         max_sensible_batch_size=None if found.efficiency is None else found.efficiency.max_sensible_batch_size,
         model=rendering.model_report(
@@ -222,7 +222,7 @@ def _show_in_lists(tx: Transaction, job: JobRecord, recommendation: wire.Recomme
     chosen = recommendation.chosen
     smallest, largest = sentences.savings(recommendation)
     values: dict[str, Any] = {
-        "recommended": None if chosen is None else convert.domain_configuration(chosen.configuration),
+        "recommended": None if chosen is None else chosen.configuration,
         "predicted_time_s": None if chosen is None else chosen.total_time_s.value,
         "predicted_cost_usd": None if chosen is None or chosen.cost_usd is None else chosen.cost_usd.value,
         "saving_vs_smallest_batch": smallest,

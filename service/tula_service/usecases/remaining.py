@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Configuration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Training, price
 from tula_service.store import NewSamples
 from tula_service.usecases import convert
+from tula_wire import Configuration
 
 __all__ = ["epochs_done", "examples_left", "usd_per_s"]
 

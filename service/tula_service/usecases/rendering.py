@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import tula_wire as wire
-from tula_service.domain import Configuration
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.usecases import convert
 from tula_service.usecases.fitting import MODEL_VERSION, Evidence
 from tula_service.usecases.quality import Efficiency
+from tula_wire import Configuration
 
 __all__ = ["Renderer", "model_report"]
 
@@ -50,7 +50,7 @@ class Renderer:
         if excluded is None and c in self._evidence.unavailable:
             excluded = "its profiling run failed; fix the cause and register the job again to retry it."
         return wire.Candidate(
-            configuration=convert.wire_configuration(c),
+            configuration=c,
             global_batch_size=c.global_batch_size,
             step_time_s=convert.wire_estimate(estimate.step_time_s),
             epoch_time_s=convert.wire_estimate(estimate.epoch_time_s),

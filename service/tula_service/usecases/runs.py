@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import RUN_TRANSITIONS, Configuration, EndCause, RunKind, RunOrigin, RunState
+from tula_service.domain import RUN_TRANSITIONS, EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import convert, fitting, ledger, planning, recommend, shown, watch
+from tula_service.usecases import fitting, ledger, planning, recommend, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.settle import settle
+from tula_wire import Configuration
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
@@ -88,7 +89,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
     with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
         spec = fitting.spec_of(job)
-        configuration = convert.domain_configuration(request.configuration)
+        configuration = request.configuration
         known = [cluster.instance_type for cluster in spec.cluster]
         if configuration.instance_type not in known:
             raise InvalidInput(

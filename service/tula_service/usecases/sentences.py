@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import tula_wire as wire
-from tula_service.domain import Basis, Configuration, Objective
+from tula_service.domain import Basis, Objective
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.usecases import convert
 from tula_service.usecases.fitting import Evidence
 from tula_service.usecases.quality import Efficiency
+from tula_wire import Configuration
 
 __all__ = ["name_of", "savings", "warnings", "why"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tula_wire as wire
 from tula_service.domain import configuration_mismatch
 from tula_service.store import EventRecord, JobRecord, RunRecord
-from tula_service.usecases import convert
 from tula_service.usecases.fitting import spec_of
 
 __all__ = ["event", "job", "job_summary", "run"]
@@ -26,7 +25,7 @@ def run(record: RunRecord) -> wire.Run:
         job_id=record.job_id,
         kind=record.kind.value,
         state=record.state.value,
-        configuration=convert.wire_configuration(record.configuration),
+        configuration=record.configuration,
         origin=record.origin.value,
         purpose=record.purpose,
         instruction=instruction,
@@ -83,7 +82,7 @@ def _summary(record: JobRecord) -> dict[str, object]:
         "created_at": record.created_at,
         "runs_done": record.runs_done,
         "runs_planned": record.runs_planned,
-        "recommended": None if record.recommended is None else convert.wire_configuration(record.recommended),
+        "recommended": record.recommended,
         "predicted_time_s": record.predicted_time_s,
         "predicted_cost_usd": record.predicted_cost_usd,
         "saving_vs_smallest_batch": record.saving_vs_smallest_batch,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.support.server import make_token
-from tula_service.domain import Configuration, RunKind, RunState
+from tests.support.configurations import make_configuration
+from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
 
 # One statement, so one snapshot: between two, a server may commit.
@@ -41,7 +42,7 @@ class Prepared:
 def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
     """Register a job with a training run of 256 ranks, and pending profiling runs."""
     store = Store.open(database)
-    configuration = Configuration(1, 256, 32)
+    configuration = make_configuration(1, 256, 32)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
         run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, configuration, RunState.RUNNING))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
 import typing
@@ -36,6 +37,10 @@ def numbers(kind: Any, at: Path = ()) -> Iterator[tuple[Path, str]]:
     elif isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             yield from numbers(field.annotation, (*at, name))
+    elif dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            yield from numbers(hints[field.name], (*at, field.name))
 
 
 def holding(at: Path, value: float) -> Any:

@@ -86,7 +86,7 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
 
 def test_pollux_s_form_as_we_fit_it_recovers_its_own_data():
     at = [
-        Placement(nodes, 4, batch, ranks=nodes * ranks)
+        Placement(num_nodes=nodes, ranks_per_node=4, local_batch_size=batch, ranks=nodes * ranks)
         for nodes, ranks in ((1, 1), (1, 2), (1, 4), (2, 4), (4, 4))
         for batch in (8, 32, 128)
     ]
@@ -116,7 +116,8 @@ def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
 
 
 def test_searches_that_know_nothing_choose_the_best_of_what_they_ran():
-    at = [Placement(nodes, 1, batch, ranks=nodes) for nodes in (1, 2, 4) for batch in (8, 16, 32, 64)]
+    placed = [(nodes, batch) for nodes in (1, 2, 4) for batch in (8, 16, 32, 64)]
+    at = [Placement(num_nodes=nodes, local_batch_size=batch, ranks=nodes) for nodes, batch in placed]
     times = {c: 1.0 / c.world_size + 1.0 / c.local_batch_size for c in at}
     few = dict(list(times.items())[:5])
     assert black_box.drawn(few, few, np.inf, random.Random(1)) == min(few, key=lambda c: few[c])

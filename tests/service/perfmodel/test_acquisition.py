@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tula_service.domain import Configuration, Objective, Search
+from tests.support.configurations import make_configuration
+from tula_service.domain import Objective, Search
 from tula_service.perfmodel.acquisition import Doubt, hopes
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
@@ -16,8 +17,9 @@ from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.recommend import Goal, recommend
 from tula_service.perfmodel.residual_gp import SURPRISING
 from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_wire import Configuration
 
-GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
+GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 OFFERS = {"default": Offer(usd_per_node_hour=12.0)}
 TIME, COST = (Goal(objective, Training(1e6), OFFERS) for objective in (Objective.TIME, Objective.COST))
 
@@ -106,7 +108,7 @@ def test_a_cheap_run_that_fails_counts_as_one():
 
 
 def test_where_every_run_is_dear_predictions_stay_wide():
-    dear = [Configuration(8, 4, batch) for batch in (16, 32, 64, 128, 256, 512)]
+    dear = [make_configuration(8, 4, batch) for batch in (16, 32, 64, 128, 256, 512)]
 
     def much_at_any_batch(c: Configuration) -> float:
         return 1.0 + 0.02 * (c.local_batch_size % 7)
@@ -117,7 +119,7 @@ def test_where_every_run_is_dear_predictions_stay_wide():
 
 
 def test_where_little_is_uncertain_three_runs_are_enough():
-    alike = [Configuration(1, 4, batch) for batch in (128, 160, 192, 256)]
+    alike = [make_configuration(1, 4, batch) for batch in (128, 160, 192, 256)]
     done = designed(alike, TIME)
     assert len(done) == 3
     assert "stable" in str(following(done, alike, TIME, time=mostly_launches).stop_reason)
@@ -133,7 +135,7 @@ def test_a_doubt_adds_a_tenth_of_what_it_promises():
     free = Interval(0.0, 0.0, 0.0)
     known, dear = Interval(1.0, 1.0, 1.0), Interval(3.0, 2.99, 3.01)
     measured, other = (
-        Estimate(Configuration(1, 1, batch), value, value, free, value, None, False, seen, {})
+        Estimate(make_configuration(1, 1, batch), value, value, free, value, None, False, seen, {})
         for batch, value, seen in ((1, known, True), (2, dear, False))
     )
     choice = choose(Objective.TIME, [measured, other])
@@ -150,9 +152,9 @@ def test_a_doubt_adds_a_tenth_of_what_it_promises():
 
 
 def test_a_job_that_strays_is_least_sure_of_clusters_that_were_not_run():
-    done = [Configuration(8, 4, 256), Configuration(8, 4, 64), Configuration(1, 4, 256)]
+    done = [make_configuration(8, 4, 256), make_configuration(8, 4, 64), make_configuration(1, 4, 256)]
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
-    seen, unseen = Configuration(8, 4, 128), Configuration(2, 4, 256)
+    seen, unseen = make_configuration(8, 4, 128), make_configuration(2, 4, 256)
     usual, surprising = (
         fit_step_time(observed, candidates=GRID, **beliefs).predict([seen, unseen]).log_sd
         for beliefs in ({}, {"hypotheses": (SURPRISING,)})

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tula_service.domain import Configuration, Objective
+from tests.support.configurations import make_configuration
+from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Limits, choose, pareto_frontier
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.knee import find_knee
@@ -23,7 +24,7 @@ SPREAD = 1.2
 
 def estimates(rows, offer=None, **options):
     """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
-    configurations = [Configuration(nodes, 1, batch) for nodes, batch, _ in rows]
+    configurations = [make_configuration(nodes, 1, batch) for nodes, batch, _ in rows]
     intervals = [Interval(t, t / SPREAD, t * SPREAD) for _, _, t in rows]
     offers = {"default": offer or Offer(usd_per_node_hour=3.6)}
     return price(configurations, intervals, Training(1000, 2), offers, **options)
@@ -44,7 +45,7 @@ def test_memory_prices_count_every_ranks_peak_in_gigabytes():
     with pytest.raises(ObservationError, match="needs predicted memory"):
         estimates([(4, 25, 0.5)], offer)
     with pytest.raises(ObservationError, match="no price for instance type"):
-        price([Configuration(1, 1, 1, 1, "x")], [Interval(1, 1, 1)], Training(1), {})
+        price([make_configuration(1, 1, 1, 1, "x")], [Interval(1, 1, 1)], Training(1), {})
 
 
 def test_spot_interruptions_lose_the_work_since_the_checkpoint():
@@ -130,7 +131,7 @@ def test_prices_add_up_and_scale_cost_but_never_time(offer, factor, nodes):
 
 
 def test_candidates_of_several_types_are_priced_by_their_own_offer_and_compete():
-    small, large = Configuration(2, 1, 25, 1, "small"), Configuration(1, 4, 25, 1, "large")
+    small, large = make_configuration(2, 1, 25, 1, "small"), make_configuration(1, 4, 25, 1, "large")
     offers = {"small": Offer("small", 1.0), "large": Offer("large", 6.0, spot=Spot(0.1))}
     found = price([small, large], [Interval(0.4, 0.3, 0.5), Interval(0.2, 0.1, 0.3)], Training(1000), offers)
     assert found[0].cost_usd.mean == pytest.approx(1000 / 50 * 0.4 * 2 * 1.0 / 3600)

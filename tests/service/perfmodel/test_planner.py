@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_service.domain import Configuration, Objective, Search
+from tests.support.configurations import make_configuration
+from tula_service.domain import Objective, Search
 from tula_service.perfmodel.acquisition import hopes, log_value
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates, powers_of_two
 from tula_service.perfmodel.choice import Limits, choose
@@ -23,8 +24,9 @@ from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.recommend import Goal, recommend
 from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise_steps
 from tula_service.perfmodel.step_time_model import fit_step_time, unmeasured_model
+from tula_wire import Configuration
 
-GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
+GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
 KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
 
@@ -63,7 +65,7 @@ def test_candidates_span_nodes_batches_and_types():
         max_global_batch_size=2400,
     )
     found = enumerate_candidates(space)
-    assert Configuration(6, 4, 100, 1, "a") in found
+    assert make_configuration(6, 4, 100, 1, "a") in found
     assert {c.num_nodes for c in found} == {1, 2, 4, 6}
     assert {c.local_batch_size for c in found if c.instance_type == "b"} == {32, 64}
     assert all(c.global_batch_size <= 2400 for c in found)
@@ -95,7 +97,7 @@ def test_full_search_profiles_everything_once():
 
 def test_partial_search_profiles_the_four_corners():
     done, reason = work_through(Search.PARTIAL, GRID)
-    assert set(done) == {Configuration(n, 4, b) for n in (1, 8) for b in (32, 256)}
+    assert set(done) == {make_configuration(n, 4, b) for n in (1, 8) for b in (32, 256)}
     assert "corner" in str(reason)
 
 
@@ -127,7 +129,7 @@ def test_towards_a_goal_the_largest_cluster_first_runs_what_would_be_chosen_ther
     limit = None if most is None else 8 * 4 * most
     goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
     first = plan(Search.ADAPTIVE, GRID, goal=goal).runs[0].configuration
-    assert first == Configuration(8, 4, most or 256)
+    assert first == make_configuration(8, 4, most or 256)
     per_gb = Goal(Objective.COST, Training(1e6), {"default": Offer(usd_per_gb_hour=0.1)})
     assert plan(Search.ADAPTIVE, GRID, goal=per_gb).runs[0].configuration.num_nodes == 8, "before memory is known"
 
@@ -154,7 +156,7 @@ def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
         value = Interval(mean, mean / spread, mean * spread)
         free = Interval(0.0, 0.0, 0.0)
         chosen, other = (
-            Estimate(Configuration(1, 1, batch), known, known, free, known, None, False, measured, {})
+            Estimate(make_configuration(1, 1, batch), known, known, free, known, None, False, measured, {})
             for batch, known, measured in ((1, Interval(1.0, 1.0, 1.0), True), (2, value, False))
         )
         choice = choose(Objective.TIME, [chosen, other])
@@ -216,7 +218,7 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     slow = [c for c in GRID if c.num_nodes == 1]
     observed = StepTimeObservations.at(slow, [step_time(c) for c in slow])
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
-    left = [*slow, Configuration(2, 4, 32), Configuration(8, 4, 256)]
+    left = [*slow, make_configuration(2, 4, 32), make_configuration(8, 4, 256)]
     goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
     step = plan(Search.ADAPTIVE, left, observed, goal=goal, budget=budget)
     assert step.runs == ()
@@ -224,7 +226,7 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
 
 
 def test_every_instance_type_gets_its_largest_cluster():
-    both = [*GRID, *(Configuration(c.num_nodes, 8, c.local_batch_size, 1, "big") for c in GRID)]
+    both = [*GRID, *(make_configuration(c.num_nodes, 8, c.local_batch_size, 1, "big") for c in GRID)]
     goal = Goal(Objective.TIME, Training(1e6), {"default": Offer(), "big": Offer("big")})
     first = plan(Search.ADAPTIVE, both, goal=goal, budget=PlanBudget(max_runs=10))
     assert {c.configuration.instance_type for c in first.runs[:2]} == {"default", "big"}
@@ -232,7 +234,7 @@ def test_every_instance_type_gets_its_largest_cluster():
 
 
 def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
-    both = [*GRID, *(Configuration(c.num_nodes, 4, c.local_batch_size, 1, "free") for c in GRID)]
+    both = [*GRID, *(make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "free") for c in GRID)]
     offers = {"default": Offer(usd_per_node_hour=1.0), "free": Offer("free")}
     goal = Goal(Objective.COST, Training(1e6), offers)
     done, reason = work_through(Search.ADAPTIVE, both, goal, PlanBudget(max_runs=9))

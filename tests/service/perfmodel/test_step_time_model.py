@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_service.domain import Basis, Collective, Configuration
+from tests.support.configurations import make_configuration
+from tula_service.domain import Basis, Collective
 from tula_service.perfmodel.points import ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware, prior_from_jobs
 from tula_service.perfmodel.step_time_model import Form, fit_step_time
+from tula_wire import Configuration
 
-GRID = [Configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]
+GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]
 PLANNED = [GRID[i] for i in (0, 4, 7, 11, 15, 19)]
 
 
@@ -77,8 +79,8 @@ def test_terms_add_up_and_communication_falls_with_the_batch():
 
 def test_accumulated_micro_steps_cost_compute_only():
     model = fit_step_time(observe(GRID), candidates=GRID)
-    one, eight = model.predict([Configuration(8, 4, 32, 1), Configuration(8, 4, 32, 8)]).mean_s
-    truth = overlap_time(Configuration(8, 4, 32, 8))
+    one, eight = model.predict([make_configuration(8, 4, 32, 1), make_configuration(8, 4, 32, 8)]).mean_s
+    truth = overlap_time(make_configuration(8, 4, 32, 8))
     assert eight < 8 * one
     assert eight == pytest.approx(truth, rel=0.15)
 
@@ -91,7 +93,7 @@ def test_more_runs_narrow_the_intervals():
 
 def test_what_lies_outside_the_measured_range_is_flagged_and_uncertain():
     model = fit_step_time(observe([c for c in PLANNED if c.num_nodes <= 4]), candidates=GRID)
-    inside, beyond = model.predict([Configuration(4, 4, 128), Configuration(32, 4, 128)]), None
+    inside, beyond = model.predict([make_configuration(4, 4, 128), make_configuration(32, 4, 128)]), None
     beyond = inside.extrapolated[1]
     assert beyond
     assert not inside.extrapolated[0]
@@ -111,20 +113,20 @@ def test_one_bad_run_does_not_bend_the_rest():
     ("slow", "fast", "said"),
     [
         (
-            Configuration(1, 4, 128),
-            Configuration(4, 4, 128),
+            make_configuration(1, 4, 128),
+            make_configuration(4, 4, 128),
             "A step of 1 node at local batch 128 took 5 times as long",
         ),
         (
-            Configuration(2, 4, 8),
-            Configuration(2, 4, 128),
+            make_configuration(2, 4, 8),
+            make_configuration(2, 4, 128),
             "as one of 2 nodes at local batch 128, which has more to do",
         ),
-        (Configuration(4, 4, 128), Configuration(1, 4, 128), None),
-        (Configuration(1, 4, 128), Configuration(4, 2, 128), None),
-        (Configuration(1, 4, 128), Configuration(4, 4, 64), None),
-        (Configuration(1, 4, 128, 2), Configuration(4, 4, 128, 1), None),
-        (Configuration(1, 4, 128, 1, "old"), Configuration(4, 4, 128, 1, "new"), None),
+        (make_configuration(4, 4, 128), make_configuration(1, 4, 128), None),
+        (make_configuration(1, 4, 128), make_configuration(4, 2, 128), None),
+        (make_configuration(1, 4, 128), make_configuration(4, 4, 64), None),
+        (make_configuration(1, 4, 128, 2), make_configuration(4, 4, 128, 1), None),
+        (make_configuration(1, 4, 128, 1, "old"), make_configuration(4, 4, 128, 1, "new"), None),
     ],
 )
 def test_less_work_that_took_far_longer_is_said_to_have_run_under_other_conditions(slow, fast, said):
@@ -185,7 +187,7 @@ def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
     facts = ModelFacts(parameter_count=25.6e6, flops_per_sample=4.1e9)
     hardware = Hardware(peak_tflops=15.7, inter_node_gbps=25.0, intra_node_gbps=1200.0)
     model = fit_step_time(None, prior=prior_from_hardware(facts, hardware, reference_batch_size=128))
-    predicted = model.predict([Configuration(1, 8, 128)])
+    predicted = model.predict([make_configuration(1, 8, 128)])
     assert model.basis is Basis.PRIOR
     # ResNet-50 at fp32 trains at 300-400 images/s on this device: 128 take about 0.35 s.
     assert predicted.low_s[0] < 0.35 < predicted.high_s[0]
@@ -212,7 +214,7 @@ def test_earlier_jobs_on_the_same_hardware_sharpen_the_first_guess():
 
 def test_an_instance_type_that_was_not_profiled_borrows_the_shape_of_one_that_was():
     model = fit_step_time(observe(GRID), candidates=GRID)
-    other = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "faster") for c in GRID]
+    other = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "faster") for c in GRID]
     predicted = model.predict(other)
     assert predicted.extrapolated.all()
     assert predicted.log_sd.min() > 0.3
@@ -228,8 +230,8 @@ T4 = Hardware(peak_tflops=8.1, inter_node_gbps=25.0, memory_gb_per_s=320.0)
 
 def test_what_one_instance_type_showed_is_moved_to_another_by_what_their_hardware_differs_in():
     slower = 900.0 / 320.0
-    other = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "t4") for c in GRID]
-    seen = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
+    other = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "t4") for c in GRID]
+    seen = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
     observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
 
     def missed(**hardware):
@@ -253,15 +255,15 @@ def test_each_instance_type_starts_from_its_own_prior():
         for name, hardware in {"v100": V100, "t4": T4}.items()
     }
     model = fit_step_time(None, prior=Priors(believed))
-    fast, slow = model.predict([Configuration(1, 1, 128, 1, name) for name in ("v100", "t4")]).mean_s
+    fast, slow = model.predict([make_configuration(1, 1, 128, 1, name) for name in ("v100", "t4")]).mean_s
     assert model.basis is Basis.PRIOR
     assert slow / fast == pytest.approx((15.7 * 900 / (8.1 * 320)) ** 0.5, rel=0.05)
     # ResNet-50 at fp32 trains at 300-400 images/s on the first and at 110-140 on the second.
-    predicted = model.predict([Configuration(1, 1, 128, 1, name) for name in ("v100", "t4")])
+    predicted = model.predict([make_configuration(1, 1, 128, 1, name) for name in ("v100", "t4")])
     assert np.all(predicted.low_s < [0.37, 1.0])
     assert np.all(predicted.high_s > [0.37, 1.0])
     with pytest.raises(ObservationError, match="'tpu'"):
-        model.predict([Configuration(1, 1, 128, 1, "tpu")])
+        model.predict([make_configuration(1, 1, 128, 1, "tpu")])
 
 
 def test_hardware_that_nobody_knows_is_guessed_and_said_to_be_uncertain():
@@ -272,7 +274,7 @@ def test_hardware_that_nobody_knows_is_guessed_and_said_to_be_uncertain():
 
 
 def test_a_prior_of_earlier_jobs_goes_before_what_is_carried_over_when_it_knows_the_scale_better():
-    seen = [Configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
+    seen = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
     observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
     earlier = fit_step_time(observe(GRID, lambda c: overlap_time(c, speed=5.0)), candidates=GRID).posterior("default")
     sharp = replace(prior_from_jobs([earlier]), sd=np.full(10, 0.1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_service.domain import Configuration, RunKind
+from tula_service.domain import RunKind
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
     JobRecord,
@@ -18,6 +18,7 @@ from tula_service.store import (
     SampleColumns,
     Store,
 )
+from tula_wire import Configuration
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, samples
 from tests.support.clock import ManualClock
-from tula_service.domain import Configuration, RunKind, RunState
+from tests.support.configurations import make_configuration
+from tula_service.domain import RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
@@ -136,8 +137,8 @@ class TestRuns:
 
     def test_a_claim_passes_over_runs_that_need_too_many_nodes(self, store: Store) -> None:
         job = a_job(store)
-        a_run(store, job.id, position=0, configuration=Configuration(8, 1, 32))
-        small = a_run(store, job.id, position=1, configuration=Configuration(2, 1, 32))
+        a_run(store, job.id, position=0, configuration=make_configuration(8, 1, 32))
+        small = a_run(store, job.id, position=1, configuration=make_configuration(2, 1, 32))
         with store.transaction() as tx:
             claimed = tx.runs.claim(job.id, holder="h", lease_s=60, max_nodes=4)
         assert claimed is not None

@@ -9,7 +9,7 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
-from tula_service.domain import Configuration
+from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
@@ -17,7 +17,9 @@ from tula_service.usecases import cold_start, fitting, lessons
 from tula_service.usecases.devices import described_alike, device_of, hardware_of
 
 MODEL = fit_step_time(
-    StepTimeObservations.at([Configuration(1, 2, 32, 1, "node"), Configuration(1, 2, 256, 1, "node")], [0.1, 0.5])
+    StepTimeObservations.at(
+        [make_configuration(1, 2, 32, 1, "node"), make_configuration(1, 2, 256, 1, "node")], [0.1, 0.5]
+    )
 )
 
 
@@ -80,7 +82,7 @@ def test_what_a_network_did_on_a_processor_tells_less_of_an_accelerator_than_oth
     remember(cluster, asked("net", "CPU"))
     assert 0.5 < step_s("net") / step_s("other") < 2.0, "the data sheet of the A100 tells more"
     remember(cluster, asked("net", "V100"), asked("net", "CPU", epochs=2))
-    from_v100 = MODEL.predict([Configuration(1, 2, 256, 1, "node")]).mean_s[0] * 900.0 / 1555.0
+    from_v100 = MODEL.predict([make_configuration(1, 2, 256, 1, "node")]).mean_s[0] * 900.0 / 1555.0
     answer = cluster.register(asked("net", "A100", epochs=3)).recommendation
     at = {c.configuration: c.step_time_s.value for c in answer.candidates}
     found = at[wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=256, instance_type="node")]
@@ -95,7 +97,9 @@ LEARNT = MODEL.posterior("node")
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
     speeds = tuple(lessons.Speed(model, one("V100"), learnt) for model, learnt in earlier)
     heard_of = lessons.Lessons(same={}, related={}, elsewhere=(), speeds=speeds, pairs=())
-    return cold_start.prior_of(heard_of, wanted, [Configuration(1, 2, 256, 1, "node")], measured=False).believed["node"]
+    return cold_start.prior_of(heard_of, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed[
+        "node"
+    ]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:

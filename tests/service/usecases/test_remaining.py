@@ -12,7 +12,6 @@ from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tests.service.usecases.test_watch import feed
 from tests.support.clock import ManualClock
 from tula_service.errors import InvalidInput
-from tula_service.usecases.convert import domain_configuration
 from tula_service.usecases.remaining import usd_per_s
 
 SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
@@ -146,7 +145,7 @@ def test_what_drifted_before_a_restart_has_drifted_after_it(cluster: Cluster) ->
 
 def test_a_second_costs_nodes_and_the_memory_they_use() -> None:
     priced = spec(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.5}})
-    where = domain_configuration(wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=32))
+    where = wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=32)
     assert usd_per_s(priced, where, 10e9) == pytest.approx(4 * 2 * 10 * 0.5 / 3600)
     assert usd_per_s(priced, where, None) is None
     spot = {"usd_per_node_hour": 1.8, "interruptions_per_node_hour": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -265,7 +266,7 @@ def test_a_training_that_was_started_again_recovers_to_what_was_predicted_before
     feed(cluster, first, 50)
     chosen = first.configuration
     if local_batch_size is not None:
-        chosen = chosen.model_copy(update={"local_batch_size": local_batch_size})
+        chosen = replace(chosen, local_batch_size=local_batch_size)
     second = cluster.train(job_id, chosen, continues=first.id)
     feed(cluster, second, 50)
     assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower"]

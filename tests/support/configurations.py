@@ -1,0 +1,18 @@
+"""Short way to write a configuration in a test."""
+
+from __future__ import annotations
+
+from tula_wire import DEFAULT_INSTANCE_TYPE, Configuration
+
+
+def make_configuration(
+    nodes: int, ranks: int, batch: int, accumulation: int = 1, instance_type: str = DEFAULT_INSTANCE_TYPE
+) -> Configuration:
+    """`nodes` nodes with `ranks` ranks each, `batch` examples per rank and micro-step."""
+    return Configuration(
+        num_nodes=nodes,
+        ranks_per_node=ranks,
+        local_batch_size=batch,
+        grad_accum_steps=accumulation,
+        instance_type=instance_type,
+    )
