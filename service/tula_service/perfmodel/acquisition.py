@@ -66,11 +66,11 @@ def hopes(
     """
     if choice.objective is Objective.KNEE:
         return []
-    hard = {f.estimate.configuration for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
+    hard = {f.estimate.key for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
     best = None if choice.chosen is None else _value(choice.chosen, choice.objective).mean
     found = []
     for estimate in estimates:
-        if estimate.measured or estimate.configuration in hard or (best is not None and best <= 0.0):
+        if estimate.measured or estimate.key in hard or (best is not None and best <= 0.0):
             continue
         chance = _chance_below(estimate.time_s, goal.limits.deadline_s)
         chance = min(chance, _chance_below(estimate.cost_usd, goal.limits.budget_usd))

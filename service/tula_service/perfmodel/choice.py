@@ -94,8 +94,8 @@ def choose(
     limits = limits or Limits()
     finding = knee or KneeFinding(None, "no knee: no trade-off curve was given.")
     excluded = tuple(found for estimate in estimates if (found := _excluded(estimate, limits)) is not None)
-    out = {id(found.estimate) for found in excluded}
-    allowed = [estimate for estimate in estimates if id(estimate) not in out]
+    out = {found.estimate.key for found in excluded}
+    allowed = [estimate for estimate in estimates if estimate.key not in out]
     likely = bool(allowed)
     if not allowed:
         hopeful = [found.estimate for found in excluded if not found.certain]

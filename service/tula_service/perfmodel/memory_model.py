@@ -9,7 +9,7 @@ posterior is a weighted grid over the share of M that grows with the batch, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,9 @@ import numpy.typing as npt
 from scipy import special
 
 from tula_service.domain import Basis
+from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
+from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
 
 _ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
@@ -170,6 +172,19 @@ class MemoryModel:
             np.exp(middle - np.hypot(middle - low, reach)),
             np.exp(middle + np.hypot(high - middle, reach)),
         )
+
+
+def predict_peaks(
+    models: Mapping[str, MemoryModel], configurations: Sequence[Configuration], *, level: float = 0.9
+) -> list[Interval | None]:
+    """Peak bytes of a rank of each configuration; None where its instance type has no memory model."""
+    found: dict[tuple[str, int], Interval] = {}
+    for name, model in models.items():
+        batches = sorted({c.local_batch_size for c in configurations if c.instance_type == name})
+        predicted = model.predict([float(batch) for batch in batches], level=level)
+        rows = zip(batches, predicted.mean_bytes, predicted.low_bytes, predicted.high_bytes, strict=True)
+        found |= {(name, batch): Interval(float(mean), float(low), float(high)) for batch, mean, low, high in rows}
+    return [found.get((c.instance_type, c.local_batch_size)) for c in configurations]
 
 
 def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | None = None) -> MemoryModel:

@@ -67,7 +67,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds."""
+    """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
+
+    A candidate has one estimate on demand and one on interruptible capacity (`spot`), where both have a price.
+    """
 
     configuration: Configuration
     step_time_s: Interval
@@ -78,7 +81,12 @@ class Estimate:
     extrapolated: bool
     measured: bool
     terms: Mapping[str, float]
-    spot_slowdown: float = 1.0
+    spot: bool = False
+
+    @property
+    def key(self) -> tuple[Configuration, bool]:
+        """What tells the estimates of one choice apart."""
+        return self.configuration, self.spot
 
 
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
@@ -144,7 +152,7 @@ def price(
                 extrapolated=bool(extrapolated[row]) if extrapolated is not None else False,
                 measured=bool(measured[row]) if measured is not None else False,
                 terms=dict(terms[row]) if terms is not None else {},
-                spot_slowdown=slowdown,
+                spot=offer.spot is not None,
             )
         )
     return tuple(estimates)

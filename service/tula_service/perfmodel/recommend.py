@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_service.domain import Basis, Objective
+from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Choice, Limits, choose
-from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.knee import KneeFinding, dense_batches, find_knee
-from tula_service.perfmodel.memory_model import MemoryModel
-from tula_service.perfmodel.points import FloatArray, Points
+from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
+from tula_service.perfmodel.points import FloatArray, ObservationError, Points
 from tula_service.perfmodel.pricing import Estimate, Offer, Training, price, spot_slowdown
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration
@@ -20,13 +19,23 @@ from tula_wire.configurations import Configuration
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be chosen: for which training, at which prices (by instance type), within which limits."""
+    """What is to be chosen: for which training, at which prices, within which limits.
+
+    `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
+    instance type needs one of the two.
+    """
 
     objective: Objective
     training: Training
     offers: Mapping[str, Offer]
     limits: Limits = field(default_factory=Limits)
     level: float = 0.9
+    spot_offers: Mapping[str, Offer] = field(default_factory=dict)
+
+    @property
+    def offers_of_curve(self) -> Mapping[str, Offer]:
+        """One offer for each instance type: on demand where it has such a price."""
+        return {**self.spot_offers, **self.offers}
 
 
 @dataclass(frozen=True)
@@ -35,18 +44,19 @@ class Curve:
 
     global_batch_size: FloatArray
     time_s: FloatArray
-    cost_usd: FloatArray
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Every candidate's estimate in the order given, the curve, and the choice with its reasons."""
+    """The estimates (on demand in the order of the candidates, then on spot), the curve, and the choice with reasons.
 
-    basis: Basis
+    `ineligible` candidates have estimates but could not be chosen.
+    """
+
     estimates: tuple[Estimate, ...]
     curve: Curve
     choice: Choice
-    notes: tuple[str, ...]
+    ineligible: frozenset[Configuration] = frozenset()
 
 
 def recommend(
@@ -55,53 +65,88 @@ def recommend(
     goal: Goal,
     *,
     memory: Mapping[str, MemoryModel] | None = None,
-    steps_factor: Sequence[float] | None = None,
+    steps_factor: Mapping[Configuration, float] | None = None,
+    unavailable: Collection[Configuration] = (),
+    doubtful: Collection[Configuration] = (),
 ) -> Recommendation:
-    """Predict, price and choose among the candidates.
+    """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
 
-    `memory` is per instance type and is needed under per-GB prices. `steps_factor` (one per candidate) multiplies the
-    number of steps, for an objective of time to quality. Raises ObservationError when a price is missing.
+    `memory` is by instance type and is needed under per-GB prices. `steps_factor` multiplies a candidate's number of
+    steps, for an objective of time to quality. `unavailable` candidates failed to run and `doubtful` ones may not fit
+    into memory: the choice takes a doubtful one only where nothing else is left, and an unavailable one only where
+    everything is. Raises ObservationError when a price is missing.
     """
-    predicted = model.predict(candidates, level=goal.level)
-    estimates = price(
-        candidates,
-        predicted.intervals(),
-        goal.training,
-        goal.offers,
-        peak_bytes=_peaks(candidates, memory, goal.level) if memory else None,
-        extrapolated=predicted.extrapolated.tolist(),
-        measured=predicted.measured.tolist(),
-        terms=predicted.terms(),
-        steps_factor=steps_factor,
-    )
+    estimates = price_candidates(candidates, model, goal, memory=memory, steps_factor=steps_factor)
     curve = tradeoff_curve(candidates, model, goal)
     if curve.global_batch_size.size:
         knee = find_knee(curve.global_batch_size, curve.time_s)
     else:
         knee = KneeFinding(None, "no knee: every candidate has the same global batch.")
-    choice = choose(goal.objective, estimates, limits=goal.limits, knee=knee)
-    return Recommendation(model.basis, estimates, curve, choice, model.notes)
+    ineligible, eligible = _eligible(estimates, frozenset(unavailable), frozenset(doubtful))
+    choice = choose(goal.objective, eligible, limits=goal.limits, knee=knee)
+    return Recommendation(estimates, curve, choice, ineligible)
+
+
+def _eligible(
+    estimates: Sequence[Estimate], unavailable: frozenset[Configuration], doubtful: frozenset[Configuration]
+) -> tuple[frozenset[Configuration], list[Estimate]]:
+    """The configurations that the choice leaves out, and the estimates of the others: at least one."""
+    for ineligible in (unavailable | doubtful, unavailable):
+        eligible = [estimate for estimate in estimates if estimate.configuration not in ineligible]
+        if eligible:
+            return ineligible, eligible
+    return frozenset(), list(estimates)
+
+
+def price_candidates(
+    candidates: Sequence[Configuration],
+    model: StepTimeModel,
+    goal: Goal,
+    *,
+    memory: Mapping[str, MemoryModel] | None = None,
+    steps_factor: Mapping[Configuration, float] | None = None,
+) -> tuple[Estimate, ...]:
+    """Time and cost of every candidate, on demand and then on interruptible capacity; arguments as in `recommend`."""
+    offered = {*goal.offers, *goal.spot_offers}
+    if missing := sorted({c.instance_type for c in candidates} - offered):
+        raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
+    estimates: list[Estimate] = []
+    for offers in (goal.offers, goal.spot_offers):
+        rows = [c for c in candidates if c.instance_type in offers]
+        if not rows:
+            continue
+        predicted = model.predict(rows, level=goal.level)
+        estimates += price(
+            rows,
+            predicted.intervals(),
+            goal.training,
+            offers,
+            peak_bytes=predict_peaks(memory, rows, level=goal.level) if memory else None,
+            extrapolated=predicted.extrapolated.tolist(),
+            measured=predicted.measured.tolist(),
+            terms=predicted.terms(),
+            steps_factor=None if steps_factor is None else [steps_factor[c] for c in rows],
+        )
+    return tuple(estimates)
 
 
 def tradeoff_curve(candidates: Sequence[Configuration], model: StepTimeModel, goal: Goal) -> Curve:
-    """Time and cost of the fastest cluster at every global batch on a dense log grid; empty when there is one batch.
-
-    Cost here counts nodes and ranks, with spot interruptions; per-GB prices belong to candidates, not to the curve.
-    """
+    """Time of the fastest cluster at every global batch on a dense log grid; empty when there is one batch."""
     batches = np.array([c.global_batch_size for c in candidates], dtype=np.float64)
     if batches.max() <= batches.min():
         none = np.zeros(0)
-        return Curve(none, none, none)
+        return Curve(none, none)
     grid = dense_batches(float(batches.min()), float(batches.max()))
     clusters: dict[tuple[int, int, str, int], list[Configuration]] = {}
     for c in candidates:
         clusters.setdefault((c.num_nodes, c.world_size, c.instance_type, c.grad_accum_steps), []).append(c)
-    time_s, cost_usd = np.full(grid.size, np.inf), np.full(grid.size, np.inf)
+    offers = goal.offers_of_curve
+    time_s = np.full(grid.size, np.inf)
     for key, members in sorted(clusters.items()):
         nodes, world, name, steps = key
         sizes = [c.global_batch_size for c in members]
         inside = np.flatnonzero((grid >= min(sizes) * (1 - 1e-9)) & (grid <= max(sizes) * (1 + 1e-9)))
-        slowdown = spot_slowdown(goal.offers[name].spot, nodes)
+        slowdown = spot_slowdown(offers[name].spot, nodes)
         if not inside.size or not np.isfinite(slowdown):
             continue
         local = np.maximum(grid[inside] / (world * steps), 1.0)
@@ -116,20 +161,6 @@ def tradeoff_curve(candidates: Sequence[Configuration], model: StepTimeModel, go
         total = (
             goal.training.epochs * goal.training.dataset_size / grid[inside] * model.predict(points).mean_s * slowdown
         )
-        cost = total * goal.offers[name].usd_per_s(members[0])
-        faster = total < time_s[inside]
-        time_s[inside[faster]], cost_usd[inside[faster]] = total[faster], cost[faster]
+        time_s[inside] = np.minimum(time_s[inside], total)
     known = np.isfinite(time_s)
-    return Curve(grid[known], time_s[known], cost_usd[known])
-
-
-def _peaks(
-    candidates: Sequence[Configuration], memory: Mapping[str, MemoryModel], level: float
-) -> list[Interval | None]:
-    peaks: list[Interval | None] = [None] * len(candidates)
-    for name, model in memory.items():
-        rows = [row for row, candidate in enumerate(candidates) if candidate.instance_type == name]
-        found = model.predict([float(candidates[row].local_batch_size) for row in rows], level=level)
-        for row, mean, low, high in zip(rows, found.mean_bytes, found.low_bytes, found.high_bytes, strict=True):
-            peaks[row] = Interval(float(mean), float(low), float(high))
-    return peaks
+    return Curve(grid[known], time_s[known])
