@@ -7,13 +7,15 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypedDict, TypeVar
+from datetime import datetime, timezone
+from typing import Final, TypedDict, TypeVar
 
 import httpx
 
 from tula_client._calls import Answer, Call, Request, parse_error
 from tula_client._errors import ServiceUnreachableError, TulaError, UnexpectedAnswerError
-from tula_client._retry import Outcome, RetryPolicy, retry_after_s
+from tula_client._retry import Outcome, RetryPolicy
+from tula_wire.retry import retry_after_s
 
 __all__ = ["AsyncTransport", "Attempts", "SyncTransport"]
 
@@ -41,13 +43,12 @@ class Attempts:
 
     def after_answer(self, answer: Answer) -> float | None:
         """Seconds to wait before another attempt, or None when `answer` is final."""
-        header = answer.headers.get("retry-after")
-        return self._wait_s(Outcome(status=answer.status, retry_after_s=retry_after_s(header)))
+        asked = retry_after_s(answer.headers.get("retry-after"), datetime.now(timezone.utc))
+        return self._wait_s(Outcome(status=answer.status, retry_after_s=asked))
 
     def after_failure(self, error: httpx.TransportError) -> float:
         """Seconds to wait before another attempt; raises `ServiceUnreachableError` when there is none left."""
-        trouble: Literal["not_sent", "lost"] = "not_sent" if isinstance(error, NOT_SENT) else "lost"
-        wait = self._wait_s(Outcome(trouble=trouble))
+        wait = self._wait_s(Outcome(failure="not_sent" if isinstance(error, NOT_SENT) else "lost"))
         if wait is None:
             raise unreachable(self.url, error) from error
         return wait

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_client import NO_RETRY, RetryPolicy
-from tula_client._retry import Outcome, retry_after_s
+from tula_client._retry import Outcome
+from tula_wire.retry import retry_after_s
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 outcomes = st.one_of(
     st.builds(Outcome, status=st.integers(400, 599), retry_after_s=st.none() | st.floats(0, 100)),
-    st.builds(Outcome, trouble=st.sampled_from(["not_sent", "lost"])),
+    st.builds(Outcome, failure=st.sampled_from(["not_sent", "lost"])),
 )
 policies = st.builds(
     RetryPolicy,
@@ -43,14 +44,14 @@ def test_waits_stay_within_the_budget_and_attempts_within_their_number(
     assert waited <= policy.budget_s
 
 
-@pytest.mark.parametrize("outcome", [Outcome(trouble="lost"), Outcome(status=502), Outcome(status=504)])
+@pytest.mark.parametrize("outcome", [Outcome(failure="lost"), Outcome(status=502), Outcome(status=504)])
 def test_what_may_have_been_done_is_repeated_only_where_that_is_harmless(outcome: Outcome) -> None:
     policy = RetryPolicy()
     assert policy.wait_s(outcome, attempt=1, waited_s=0, idempotent=False, dice=0.5) is None
     assert policy.wait_s(outcome, attempt=1, waited_s=0, idempotent=True, dice=0.5) is not None
 
 
-@pytest.mark.parametrize("outcome", [Outcome(trouble="not_sent"), Outcome(status=429), Outcome(status=503)])
+@pytest.mark.parametrize("outcome", [Outcome(failure="not_sent"), Outcome(status=429), Outcome(status=503)])
 def test_what_was_certainly_not_done_is_always_worth_repeating(outcome: Outcome) -> None:
     assert RetryPolicy().wait_s(outcome, attempt=1, waited_s=0, idempotent=False, dice=0.0) == 0.0
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from tula_service import errors
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
+from tula_wire.remedies import remedy
 
 __all__ = ["CHALLENGE", "answer_to", "field_errors", "install", "problem_response"]
 
@@ -84,7 +85,7 @@ def problem_response(
 def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
     """Pydantic's errors as field and remedy, without ever repeating the input (it may hold a secret, or NaN)."""
     return [
-        FieldError(field=_dotted(error.get("loc", ())), message=_remedy(error)) for error in list(found)[:_MOST_ERRORS]
+        FieldError(field=_dotted(error.get("loc", ())), message=remedy(error)) for error in list(found)[:_MOST_ERRORS]
     ]
 
 
@@ -177,31 +178,3 @@ def _dotted(location: Sequence[Any]) -> str:
     if parts and parts[0] in ("body", "query", "path", "header"):
         parts = parts[1:]
     return ".".join(parts) or "body"
-
-
-def _remedy(error: Mapping[str, Any]) -> str:
-    kind, context = str(error.get("type", "")), error.get("ctx") or {}
-    said = str(error.get("msg", "is not valid")).removeprefix("Value error, ")
-    sentences = {
-        "missing": "is required; add it.",
-        "extra_forbidden": "is not known; check its spelling or leave it out.",
-        "unexpected_keyword_argument": "is not known; check its spelling or leave it out.",
-        "finite_number": "is NaN or infinite; send a finite number, or null where nothing was measured.",
-        "greater_than_equal": f"must be at least {context.get('ge')}; send a larger value.",
-        "greater_than": f"must be above {context.get('gt')}; send a larger value.",
-        "less_than_equal": f"must be at most {context.get('le')}; send a smaller value.",
-        "less_than": f"must be below {context.get('lt')}; send a smaller value.",
-        "literal_error": f"must be one of {context.get('expected')}; choose one.",
-        "json_invalid": "is not valid JSON; check commas, quotes and brackets.",
-        "too_long": f"has more than {context.get('max_length')} entries; send smaller batches.",
-        "too_short": f"has fewer than {context.get('min_length')} entries; send at least that many.",
-        "string_too_long": f"is longer than {context.get('max_length')} characters; shorten it.",
-        "string_too_short": f"is shorter than {context.get('min_length')} characters; give it a value.",
-        "string_pattern_mismatch": "holds characters that are not allowed; use printable ones, as documented.",
-        "timezone_aware": "has no time zone; add one, such as Z.",
-    }
-    if kind in sentences:
-        return sentences[kind]
-    if kind == "value_error":
-        return said
-    return f"{said[:1].lower()}{said[1:]}; correct it and send again."

@@ -1,0 +1,37 @@
+"""How long to wait before a request is sent again. Pure: the clock and the random number are arguments."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+
+__all__ = ["backoff_s", "retry_after_s"]
+
+
+def backoff_s(failures: int, jitter: float, *, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
+    """Seconds to wait after `failures` attempts (from 1): exponential backoff with full jitter.
+
+    The wait is uniform in [0, min(cap_s, base_s * 2**(failures - 1))], as `jitter` is in [0, 1), and is added to
+    `asked_s`, the seconds that `Retry-After` asks for (RFC 9110, section 10.2.3).
+    """
+    doublings = min(failures - 1, 60)  # beyond it, 2**doublings overflows
+    return jitter * min(cap_s, base_s * 2.0**doublings) + (asked_s or 0.0)
+
+
+def retry_after_s(header: str | None, now: datetime) -> float | None:
+    """Seconds that a `Retry-After` header asks for, from seconds or an HTTP date; None when absent or unreadable.
+
+    `now` has a time zone.
+    """
+    if not header:
+        return None
+    text = header.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        when = parsedate_to_datetime(text)
+    except (TypeError, ValueError):
+        return None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=timezone.utc)
+    return max(0.0, (when - now).total_seconds())
