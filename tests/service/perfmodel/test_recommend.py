@@ -12,7 +12,11 @@ from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
 
-GRID = [Configuration(nodes, 2, batch) for nodes in (1, 2, 4) for batch in (32, 64, 128)]
+GRID = [
+    Configuration(num_nodes=nodes, ranks_per_node=2, local_batch_size=batch)
+    for nodes in (1, 2, 4)
+    for batch in (32, 64, 128)
+]
 
 
 def model() -> StepTimeModel:
@@ -65,7 +69,7 @@ def test_estimates_carry_the_peaks_that_the_memory_model_predicts() -> None:
     memory = {"default": fit_memory(None, prior=MemoryPrior(bytes_per_sample=1e7, static_bytes=1e9))}
     found = cheapest(memory=memory)
     assert [e.peak_bytes for e in found.estimates] == predict_peaks(memory, GRID) * 2
-    assert predict_peaks(memory, [Configuration(1, 1, 1, 1, "other")]) == [None]
+    assert predict_peaks(memory, [Configuration(num_nodes=1, local_batch_size=1, instance_type="other")]) == [None]
 
 
 def test_an_instance_type_without_a_price_is_named() -> None:
