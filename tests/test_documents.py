@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.postgres import PostgresServer
-from benchmarks.support.server import Server
+from tests.support.server import Server
 from tula_wire import JobSpec
 
 if sys.version_info >= (3, 11):

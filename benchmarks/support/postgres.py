@@ -59,7 +59,7 @@ class PostgresServer:
 
     def _execute(self, statement: str) -> None:
         with psycopg.connect(self.uri, autocommit=True) as connection:
-            connection.execute(statement)  # type: ignore[arg-type]
+            connection.execute(statement.encode())
 
     def _control(self, *arguments: str) -> None:
         pgexec(

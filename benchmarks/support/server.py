@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import httpx
 import psutil
+from typing_extensions import Self
 
 from tula_service.store import Store
 from tula_service.usecases.access import ANONYMOUS, issue_token
@@ -24,27 +25,44 @@ from tula_service.usecases.access import ANONYMOUS, issue_token
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a server needs."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+
+
 class Server:
-    """`tula serve` on a free port; started at once, stopped with the block."""
+    """`tula serve` on a free port, in its own process; stopped at the end of the `with` block."""
 
     def __init__(
         self, database: str, *, workers: int = 1, port: int = 0, python: str = sys.executable, **settings: object
     ) -> None:
         self.database = database
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="tula-serve-", suffix=".log", delete=False)  # noqa: SIM115
+        descriptor, self.log_file = tempfile.mkstemp(prefix="tula-serve-", suffix=".log")
+        os.close(descriptor)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
         environment |= {f"TULA_{name.upper()}": str(value) for name, value in settings.items()}
         environment["OMP_NUM_THREADS"] = "1"
-        command = [python, "-m", "tula_service", "serve", "--database", database]
-        self.process = subprocess.Popen(
-            [*command, "--port", str(port), "--workers", str(workers)],
-            stdout=subprocess.DEVNULL,
-            stderr=self._log,
-            env=environment,
-            start_new_session=True,
-        )
-        self._log.close()
+        arguments = ["serve", "--database", database, "--port", str(port), "--workers", str(workers)]
+        self.process = self.start_process(python, arguments, environment)
         self.url = self._wait_for_address()
+
+    def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        """Start `python -m tula_service ARGUMENTS` in a session separate, with its log in `log_file`."""
+        with Path(self.log_file).open("a") as log:
+            return subprocess.Popen(
+                [python, "-m", "tula_service", *arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
 
     @property
     def port(self) -> int:
@@ -53,7 +71,7 @@ class Server:
 
     def log(self) -> str:
         """Everything it has logged so far."""
-        return Path(self._log.name).read_text(encoding="utf-8")
+        return Path(self.log_file).read_text(encoding="utf-8")
 
     def worker_ids(self) -> list[int]:
         """Process ids that answer requests: the workers, or the one process."""
@@ -65,7 +83,7 @@ class Server:
         """As an out-of-memory killer does it: the whole group, without warning."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
-        Path(self._log.name).unlink(missing_ok=True)
+        Path(self.log_file).unlink(missing_ok=True)
 
     def stop(self) -> int:
         """Ask it to stop, as an orchestrator does; its exit status."""
@@ -75,10 +93,10 @@ class Server:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
-        Path(self._log.name).unlink(missing_ok=True)
-        return self.process.returncode
+        Path(self.log_file).unlink(missing_ok=True)
+        return self.process.wait(0)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from benchmarks.support.chromium import FLAGS, chromium_path
 from benchmarks.support.seed import Seeded, seed
-from benchmarks.support.server import Server
+from tests.support.server import Server
 
 ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts" / "screenshots"
 

@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from benchmarks.support.seed import Seeded, a_million_steps, specification
-from benchmarks.support.server import Server
 from tests.browser.conftest import picture
+from tests.support.server import Server
 from tula_wire import routes
 
 Visit = Callable[..., Page]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.server import Server
+from tests.support.server import Server
 from tula_client import Client
 from tula_client.launch import load_spec
 from tula_wire import Run

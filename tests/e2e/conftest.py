@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.support import cluster
-from benchmarks.support.server import Server, serving
 from tests.e2e import memory_limit, slurm
 from tests.e2e.command import started
+from tests.support.server import Server, serving
 
 REASONS = {
     "namespaces": cluster.why_not,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.server import Server, serving
 from tests.e2e.command import BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
+from tests.support.server import Server, serving
 
 
 def test_kill_9_leaves_no_process_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:

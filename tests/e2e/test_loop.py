@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.server import Server, serving
+from tests.support.server import Server, serving
 from tula_client import Client
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_ddp.py"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.support.server import Server
 from tests.e2e.command import BATCH, TORCHRUN, Tula
+from tests.support.server import Server
 
 
 def test_two_runs_go_at_once_on_the_nodes_there_are(server: Server, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.support.server import Server, serving
+from tests.support.server import Server, serving
 from tula_client import Client
 from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import httpx
 
 from benchmarks.support.postgres import PostgresServer
-from benchmarks.support.server import Server, serving
+from benchmarks.support.server import Server as StartedServer
 from tests.conftest import migrate
 from tests.service.api.prepared import prepare
 from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
+from tests.support.server import Server, serving
 from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes
@@ -203,7 +204,7 @@ def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
 def test_shutdown_finishes_what_was_accepted(sqlite_url: str) -> None:
     """SIGTERM under load: every acknowledged batch is there, and the process ends by itself."""
     prepared = prepare(sqlite_url)
-    server = Server(sqlite_url)
+    server = StartedServer(sqlite_url)
     with sending(prepared, lambda: server.url) as senders:
         progressed(senders, by=5)
         server.process.terminate()

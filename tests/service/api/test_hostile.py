@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.support.server import Server, serving
 from tests.conftest import migrate
 from tests.service.api.prepared import Prepared, prepare
+from tests.support.server import Server, serving
 from tula_wire import routes
 
 

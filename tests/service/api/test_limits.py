@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.support.server import make_token, serving
+from benchmarks.support.server import make_token
 from tests.service.api.conftest import HOST, Service
+from tests.support.server import serving
 from tula_service.api.security import limiter
 from tula_service.api.security.counts import SharedCounts
 from tula_service.api.security.limiter import INGEST_BLOCK, Limiter

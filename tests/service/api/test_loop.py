@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import tula_wire as wire
-from benchmarks.support.server import serving
+from tests.support.server import serving
 
 SPEC: dict[str, Any] = {
     "name": "loop",

@@ -12,8 +12,9 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from benchmarks.support.server import Server, make_token
+from benchmarks.support.server import make_token
 from tests.conftest import migrate
+from tests.support.server import Server
 
 TOKEN: list[str] = []
 

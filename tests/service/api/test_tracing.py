@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from benchmarks.support.server import make_token, serving
+from benchmarks.support.server import make_token
+from tests.support.server import serving
 from tula_wire import routes
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.support.server import serving
 from tests.conftest import migrate
+from tests.support.server import serving
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "wire.md"
 ROUTE = re.compile(r"^### `([A-Z]+) ([^`]+)`$", re.MULTILINE)

@@ -1,0 +1,37 @@
+"""`tula serve` for tests: forked where the claim is not about how the service starts."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.support import server
+from tests.support.fork_server import ForkServer
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """One for all tests of this process, since importing the service takes seconds."""
+    made = ForkServer()
+    atexit.register(made.close)
+    return made
+
+
+class Server(server.Server):
+    """A service in a process of its own; forked, unless it has several workers or another interpreter."""
+
+    def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
+        """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
+        if python != sys.executable or arguments[-1] != "1":
+            return super().start_process(python, arguments, environment)
+        return fork_server().start(arguments, environment, self.log_file)
+
+
+@contextmanager
+def serving(database: str, **options: object) -> Iterator[Server]:
+    """A server for the length of a block."""
+    with Server(database, **options) as made:  # type: ignore[arg-type]
+        yield made
