@@ -35,8 +35,8 @@ from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import Server, make_token
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
-from tula_service.store.chunks import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
-from tula_service.store.schema import upgrade_schema
+from tula_service.store.migrations import upgrade_schema
+from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
 
 COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")

@@ -25,7 +25,7 @@ from benchmarks._report import percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
-from tula_service.store.schema import upgrade_schema
+from tula_service.store.migrations import upgrade_schema
 from tula_wire import Configuration, JobSpec, routes
 
 FEW = 100

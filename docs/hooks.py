@@ -78,7 +78,7 @@ def routes() -> str:
     from tula_service.app import create_app
     from tula_service.settings import Settings
     from tula_service.store import Store
-    from tula_service.store.schema import upgrade_schema
+    from tula_service.store.migrations import upgrade_schema
 
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "tula.db")

@@ -1,4 +1,4 @@
-"""Runs the migrations; Alembic finds this folder through `[tool.alembic]` or `tula_service.store.schema`."""
+"""Runs the migrations; Alembic finds this folder through `[tool.alembic]` or `tula_service.store.migrations`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from alembic import context
 
-from tula_service.store.engine import open_engine
+from tula_service.store.database import open_engine
 from tula_service.store.tables import METADATA
 
 

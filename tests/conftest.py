@@ -14,7 +14,7 @@ import pytest
 from benchmarks.support.postgres import PostgresServer
 from tests.support.clock import ManualClock
 from tula_service.store import Store
-from tula_service.store.schema import upgrade_schema
+from tula_service.store.migrations import upgrade_schema
 
 os.environ.pop("COLUMNS", None)  # commands would print for the width of whose terminal runs the tests
 

@@ -37,7 +37,7 @@ from tula_service.api.security import tokens
 from tula_service.api.security.limiter import Limiter
 from tula_service.settings import Settings
 from tula_service.store import Store
-from tula_service.store.schema import check_schema
+from tula_service.store.migrations import check_schema
 from tula_service.usecases import watch
 from tula_service.usecases.access import Access
 from tula_service.usecases.ingest import Ingest

@@ -1,24 +1,22 @@
-"""Durable state on SQLite or Postgres, behind one face.
+"""Rows of the service's database, on SQLite or Postgres behind one interface. Locking rules: see `database.py`.
 
-    store = Store.open("tula.db")                  # or postgresql+psycopg://...; schema: store/schema.py
+    store = Store.open("tula.db")                  # or postgresql+psycopg://...; schema: store/migrations.py
     with store.transaction() as tx:                # commits at the end of the block, rolls back on an exception
         job, created = tx.jobs.create(NewJob(...))
         run = tx.runs.create(job.id, NewRun(...))
-    with store.reading() as tx:                    # never writes, waits for nobody
+    with store.reading() as tx:                    # never writes
         page = tx.jobs.list(project_id=..., limit=50)
-        summaries = tx.samples.summaries(job.id)   # what a fit needs, one record per run
+        summaries = tx.samples.summaries(job.id)   # what a fit reads, one record per run
 
-Repositories: tx.jobs, tx.runs, tx.samples, tx.sample_pages, tx.chunks, tx.ledger, tx.fits, tx.scaling, tx.events,
-tx.projects, tx.tokens, tx.audit. They take and give the frozen records of `store/records.py`, and raise
-`errors.NotFound` and `errors.Conflict`. Creating a run, moving its state or storing a sample bumps the job's
-`data_version` by itself.
+A transaction has one repository for each noun (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories take and
+return the frozen records of `store/records.py`, and raise `errors.NotFound` and `errors.Conflict`. Creating a run,
+changing its state and storing a sample increment the job's `data_version`, which keys every cached answer.
 """
 
-from tula_service.store.access import DEFAULT_PROJECT_ID
-from tula_service.store.engine import open_engine
+from tula_service.store.auth import DEFAULT_PROJECT_ID
+from tula_service.store.database import Store, Transaction, open_engine, utc_now
 from tula_service.store.records import (
     AuditRecord,
-    ChunkRecord,
     EventRecord,
     JobPage,
     JobRecord,
@@ -37,12 +35,10 @@ from tula_service.store.records import (
     Stored,
     TokenRecord,
 )
-from tula_service.store.store import Store, Transaction, utc_now
 
 __all__ = [
     "DEFAULT_PROJECT_ID",
     "AuditRecord",
-    "ChunkRecord",
     "EventRecord",
     "JobPage",
     "JobRecord",

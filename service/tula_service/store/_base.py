@@ -11,8 +11,6 @@ import sqlalchemy as sa
 
 from tula_wire import Configuration
 
-__all__ = ["Clock", "Repository", "RowMap", "configuration_from", "new_id"]
-
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
 

@@ -11,8 +11,6 @@ from tula_service.store._base import Repository
 from tula_service.store.records import EventRecord, JsonObject
 from tula_service.store.tables import events
 
-__all__ = ["Events"]
-
 
 class Events(Repository):
     """Append, and read on after the last id seen."""

@@ -18,8 +18,6 @@ from tula_wire import Configuration
 
 __all__ = ["Jobs"]
 
-"""A list's total is exact below this; where it is reached there may be more."""
-
 _UPDATABLE = frozenset(
     {
         "name",

@@ -12,8 +12,6 @@ from tula_service.store.records import LedgerRecord, Outcome
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
 
-__all__ = ["Ledger"]
-
 
 class Ledger(Repository):
     """Recommendations given, and their outcomes; the database itself refuses to update an entry."""

@@ -15,7 +15,6 @@ from tula_wire import Configuration
 
 __all__ = [
     "AuditRecord",
-    "ChunkRecord",
     "EventRecord",
     "FloatArray",
     "IntArray",
@@ -263,15 +262,6 @@ class NewChunk:
     sequence: int
     steps: IntArray
     names: Sequence[str]
-    values: FloatArray
-
-
-@dataclass(frozen=True)
-class ChunkRecord:
-    """One stored chunk, narrowed to one column."""
-
-    rank: int
-    steps: IntArray
     values: FloatArray
 
 

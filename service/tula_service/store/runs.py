@@ -15,8 +15,6 @@ from tula_service.store._base import Repository, RowMap, configuration_from, new
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_summaries, runs
 
-__all__ = ["Runs"]
-
 _HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
 _UPDATABLE = frozenset(
     {

@@ -23,8 +23,6 @@ from tula_service.store.records import (
 from tula_service.store.summary import summarise
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 
-__all__ = ["SUMMARY_ROWS", "Samples"]
-
 SUMMARY_ROWS = 4096
 """A summary rests on the last so many measuring rows (by step), so that it costs the same after a million."""
 
@@ -82,7 +80,7 @@ class Samples(Repository):
         if batch.memory is not None:
             self._remember(source, run_key, batch.memory)
         if stored or batch.memory is not None:
-            # The job before its run, as whoever locks the job takes them: otherwise each could wait for the other.
+            # The job's row before its run's: see the order of locks in store/database.py.
             self._connection.execute(
                 sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
             )
@@ -189,12 +187,6 @@ class Samples(Repository):
         row = self._row(sa.select(runs.c.key, runs.c.num_samples).where(runs.c.key == run_key))
         if row is not None and row["num_samples"]:
             self._compute(run_key, row["num_samples"])
-
-    def total(self) -> int:
-        """Samples stored by all runs together, from their counters."""
-        return int(
-            self._connection.execute(sa.select(sa.func.coalesce(sa.func.sum(runs.c.num_samples), 0))).scalar_one()
-        )
 
     def count_processes(self) -> int:
         """How many processes have sent samples of runs that are running now."""

@@ -8,8 +8,6 @@ import numpy as np
 
 from tula_service.store.records import FloatArray, SampleColumns
 
-__all__ = ["TRIM", "StepTimeSummary", "summarise", "trimmed_mean"]
-
 TRIM = 0.1
 """Share cut from each end: a stray checkpoint or collector pause must not move a step time."""
 

@@ -8,25 +8,6 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
-__all__ = [
-    "METADATA",
-    "audit_log",
-    "events",
-    "fits",
-    "jobs",
-    "ledger",
-    "ledger_outcomes",
-    "memory_readings",
-    "projects",
-    "run_summaries",
-    "runs",
-    "sample_sources",
-    "scaling_versions",
-    "step_samples",
-    "telemetry_chunks",
-    "tokens",
-]
-
 
 class UtcTime(sa.types.TypeDecorator[datetime]):
     """Aware times only: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time type."""
@@ -231,7 +212,7 @@ telemetry_chunks = sa.Table(
     sa.Column("last_step", sa.BigInteger, nullable=False),
     sa.Column("num_steps", sa.Integer, nullable=False),
     sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
-    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/packing.py
+    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry_codec.py
 )
 
 ledger = sa.Table(

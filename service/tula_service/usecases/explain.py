@@ -25,7 +25,7 @@ def explain(store: Store, run_id: str) -> None:
 
 
 def _explain(store: Store, run_id: str) -> None:
-    with store.computing() as tx:
+    with store.compute_slot() as tx:
         run = tx.runs.get(run_id)
         alarm = _alarm_of(run)
         if alarm is None or alarm.explained:
@@ -39,7 +39,7 @@ def _explain(store: Store, run_id: str) -> None:
 
 
 def _advise(store: Store, run_id: str) -> None:
-    with store.computing() as tx:
+    with store.compute_slot() as tx:
         run = tx.runs.get(run_id)
         watched = _watched(run)
         alarm = watched.alarm

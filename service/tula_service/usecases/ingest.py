@@ -17,9 +17,9 @@ from tula_service.domain import RunKind, RunState
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
-from tula_service.store.chunk_writer import ChunkWriter
-from tula_service.store.chunks import chunk_row
 from tula_service.store.records import FloatArray, IntArray
+from tula_service.store.telemetry import chunk_row
+from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.access import Principal
 from tula_service.usecases.later import Later, Work
 from tula_wire import SampleBatch, SamplesAccepted, TelemetryAccepted, TelemetryChunk
@@ -49,7 +49,7 @@ class Ingest:
         self._later = later or Later(store)
         self._threads = threads
         self._observers = tuple(observers)
-        self._writer = ChunkWriter(store)
+        self._writer = TelemetryWriter(store)
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, tuple[int, str, str]] = OrderedDict()
         self._announced: OrderedDict[str, float] = OrderedDict()
@@ -109,7 +109,7 @@ class Ingest:
 
     def _learn(self, run_id: str) -> tuple[int, str, str]:
         with self._store.reading() as tx:
-            known = tx.chunks.run_key(run_id)
+            known = tx.telemetry.run_key(run_id)
         with self._lock:
             self._runs[run_id] = known
             while len(self._runs) > KNOWN_RUNS:

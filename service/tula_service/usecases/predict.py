@@ -38,7 +38,7 @@ class WhatIf:
 
 def predictions(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
     """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
-    with store.computing() as tx:
+    with store.compute_slot() as tx:
         job = visible_job(tx, principal, job_id)
         spec = _at(fitting.spec_of(job), question)
         evidence = fitting.evidence_of(tx, job, spec)

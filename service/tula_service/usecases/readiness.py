@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from tula_service.errors import StoreUnavailable
 from tula_service.store import Store
-from tula_service.store.schema import check_schema
+from tula_service.store.migrations import check_schema
 
 __all__ = ["check_ready"]
 

@@ -48,10 +48,10 @@ def get(
     if kept is not None:
         return kept
     on_miss()
-    with store.alone(job_id):
+    with store.job_lock(job_id):
         while True:
             # Fitted while only reading, so that nobody who writes waits for it.
-            with store.computing() as tx:
+            with store.compute_slot() as tx:
                 job = visible_job(tx, principal, job_id)
                 wanted = _wanted(job, objective)
                 kept = _kept(tx, job, wanted)

@@ -63,7 +63,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
                 break
     while True:
         with store.transaction() as tx:
-            if tx.chunks.purge(job_id, limit=PIECE // 50) < PIECE // 50:
+            if tx.telemetry.purge(job_id, limit=PIECE // 50) < PIECE // 50:
                 break
     with store.transaction() as tx:
         tx.jobs.delete(job_id)

@@ -7,7 +7,7 @@ from typing import Final
 
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.store.sample_pages import SampleCursor, SampleFilter
+from tula_service.store.sample_reader import SampleCursor, SampleFilter
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import SamplePage, StepSample
 
@@ -31,7 +31,7 @@ def list_samples(
         raise InvalidInput("run_id holds characters that no id has: use one of the job's runs.", field="run_id")
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        rows, following = tx.sample_pages.page(job_id, wanted, cursor=after, limit=limit)
+        rows, following = tx.sample_reader.page(job_id, wanted, cursor=after, limit=limit)
     samples = [StepSample(**{name: row[name] for name in StepSample.model_fields}) for row in rows]
     return SamplePage(samples=samples, next_cursor=None if following is None else f"{following[0]}-{following[1]}")
 

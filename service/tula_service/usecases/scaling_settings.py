@@ -87,7 +87,7 @@ def _scripted_bounds(tx: Transaction, job_id: str) -> dict[str, float]:
     newest = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)
     found: dict[str, float] = {}
     for name in ("s_min", "s_max") if newest else ():
-        _, values = tx.chunks.read(newest[0].key, f"scripted_{name}")
+        _, values = tx.telemetry.read(newest[0].key, f"scripted_{name}")
         known = values[values > 0.0]  # neither NaN nor what no bound can be
         if known.size:
             found[name] = float(known[-1])

@@ -21,7 +21,7 @@ def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
-    with store.alone(job_id):
+    with store.job_lock(job_id):
         if not retry_failed:  # what failed is tried again by nobody else
             with store.reading() as tx:
                 job = tx.jobs.get(job_id)
@@ -33,7 +33,7 @@ def settle(store: Store, job_id: str, *, retry_failed: bool = False) -> str:
 
 def _settle(store: Store, job_id: str, *, retry_failed: bool) -> str:
     for _ in range(_ATTEMPTS):
-        with store.computing() as tx:
+        with store.compute_slot() as tx:
             job = tx.jobs.get(job_id)
             facts = _facts(tx, job)
             decided = planning.draft(tx, job, retry_failed=retry_failed)

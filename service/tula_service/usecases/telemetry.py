@@ -99,8 +99,8 @@ def _read(
 ) -> _Column:
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
-        available = tx.chunks.columns(run.key)
-        steps, values = tx.chunks.read(run.key, column, rank=rank, first_step=first_step, last_step=last_step)
+        available = tx.telemetry.columns(run.key)
+        steps, values = tx.telemetry.read(run.key, column, rank=rank, first_step=first_step, last_step=last_step)
         if column == _STEP_TIME and column not in available and run.num_samples:
             steps, values = tx.samples.step_times(
                 run.key, rank=rank, first_step=first_step, last_step=last_step, limit=_MOST_SAMPLES

@@ -85,15 +85,15 @@ class _Seen:
 
 def _look(tx: Transaction, run: RunRecord) -> _Seen | None:
     """Look at a run's telemetry for something worth publishing; None before there is any. Only reads."""
-    last_step = tx.chunks.last_step(run.key)
+    last_step = tx.telemetry.last_step(run.key)
     if last_step is None:
         return None
     history = tx.scaling.history(run.job_id)
     body = dict(history[-1].body) if history else first_body()
     settings: dict[str, Any] = {name: dict(values) for name, values in body["policies"].items()}
     first = max(0, last_step - _LOOK_BACK_STEPS)
-    _, noise_column = tx.chunks.read(run.key, "gradient_noise_scale", first_step=first)
-    _, variability = tx.chunks.read(run.key, "gradient_variability", first_step=first)
+    _, noise_column = tx.telemetry.read(run.key, "gradient_noise_scale", first_step=first)
+    _, variability = tx.telemetry.read(run.key, "gradient_variability", first_step=first)
     noise = estimate_noise_scale(noise_column) if noise_column.size else None
     reasons = []
     taken_back = _take_back(tx, run, history, settings)
@@ -137,7 +137,7 @@ def _training(tx: Transaction, job_id: str) -> RunRecord | None:
 
 
 def _is_due(tx: Transaction, run: RunRecord) -> bool:
-    last_step = tx.chunks.last_step(run.key)
+    last_step = tx.telemetry.last_step(run.key)
     if last_step is None:
         return False
     kept = tx.fits.get(run.job_id, _MARK, data_version=0, model_version="1")
@@ -181,7 +181,7 @@ def _tuned(
 
 def _last(tx: Transaction, run: RunRecord, column: str) -> float | None:
     """The newest usable value that the run reported; agents send these columns only where they change."""
-    _, values = tx.chunks.read(run.key, column)
+    _, values = tx.telemetry.read(run.key, column)
     known = values[values > 0.0]  # neither NaN nor what no threshold can be
     return float(known[-1]) if known.size else None
 
@@ -192,7 +192,7 @@ def _take_back(
     """Return to the settings before the newest ones when validation accuracy fell under those; once a run at most."""
     if all(settings[policy].get("settled_by") == run.id for policy in TUNED_POLICIES):
         return None
-    steps, accuracy = tx.chunks.read(run.key, "validation_accuracy")
+    steps, accuracy = tx.telemetry.read(run.key, "validation_accuracy")
     known = np.isfinite(accuracy)
     steps, accuracy = steps[known], accuracy[known]
     if not steps.size:
@@ -234,7 +234,7 @@ def _switches(tx: Transaction, run: RunRecord, history: Sequence[ScalingRecord])
 
     Only of versions that exist: what an agent reports may be any number.
     """
-    steps, versions = tx.chunks.read(run.key, "thresholds_version")
+    steps, versions = tx.telemetry.read(run.key, "thresholds_version")
     known = np.isfinite(versions)
     steps, newest = steps[known], np.maximum.accumulate(versions[known])
     found = {record.version: int(np.searchsorted(newest, record.version)) for record in history}

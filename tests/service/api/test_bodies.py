@@ -128,5 +128,5 @@ def test_what_a_deleted_run_sends_is_404_and_reaches_no_other_run(
     assert [answer.status_code for answer in send(2)] == [404, 404]
     with service.store.reading() as tx:
         run = tx.runs.get(blue.run_id)
-        assert tx.chunks.columns(run.key) == {}
+        assert tx.telemetry.columns(run.key) == {}
         assert run.num_samples == 0

@@ -300,7 +300,7 @@ def test_any_finite_number_survives_every_encoding(service: Service, red: Tenant
             assert answer.status_code == 202, answer.text
     with service.store.transaction() as tx:
         key = tx.runs.get(red.run_id).key
-        found = [tx.chunks.read(key, "loss", rank=rank)[1] for rank in range(3)]
+        found = [tx.telemetry.read(key, "loss", rank=rank)[1] for rank in range(3)]
         tx.connection.exec_driver_sql("DELETE FROM telemetry_chunks")
     for stored in found:
         np.testing.assert_array_equal(stored, values)

@@ -15,7 +15,7 @@ import pytest
 from tests.service.api.conftest import HOST, SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
 from tula_service.store import NewJob
-from tula_service.store.store import COMPUTING_AT_ONCE
+from tula_service.store.database import COMPUTE_SLOTS
 from tula_service.usecases import recommend
 from tula_wire import routes
 
@@ -30,7 +30,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def held(*arguments):  # type: ignore[no-untyped-def]
         at_work.append(1)
-        assert len(at_work) <= COMPUTING_AT_ONCE
+        assert len(at_work) <= COMPUTE_SLOTS
         released.wait()
         at_work.pop()
         return compute(*arguments)

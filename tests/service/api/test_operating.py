@@ -15,7 +15,7 @@ from tests.service.store.test_upgrade import ASSETS, restored
 from tula_service.__main__ import app
 from tula_service.dashboard.session import COOKIE
 from tula_service.store import Store
-from tula_service.store.schema import head_revision
+from tula_service.store.migrations import head_revision
 from tula_wire import routes
 
 

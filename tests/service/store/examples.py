@@ -17,7 +17,9 @@ from tula_service.store import (
     RunRecord,
     SampleColumns,
     Store,
+    Transaction,
 )
+from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
@@ -71,3 +73,10 @@ def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 
     """A chunk of two columns that follows on from chunk `sequence` - 1."""
     numbers = np.arange(sequence * steps, (sequence + 1) * steps)
     return NewChunk(0, boot_id, sequence, numbers, ["loss", "grad_norm"], np.stack([np.sqrt(numbers) + shift, numbers]))
+
+
+def add_chunk(tx: Transaction, run_key: int, chunk: NewChunk) -> bool:
+    """Store a chunk in this transaction, as the telemetry writer does in its own; False if it was stored before."""
+    postgres = tx.connection.dialect.name == "postgresql"
+    statement = INSERT_POSTGRES if postgres else INSERT_SQLITE
+    return tx.connection.exec_driver_sql(statement, chunk_row(run_key, chunk)).rowcount == 1

@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from benchmarks.support.postgres import PostgresServer
-from tests.service.store.examples import a_chunk, a_job, a_run, samples
+from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tula_service.store import LedgerRecord, Store
-from tula_service.store.schema import head_revision, upgrade_schema
+from tula_service.store.migrations import head_revision, upgrade_schema
 
 ASSETS = Path(__file__).parent / "assets"
 SEPARATOR = ";\n-- next\n"
@@ -30,7 +30,7 @@ def fill(store: Store) -> None:
     with store.transaction() as tx:
         tx.samples.add(run.key, job.id, samples(20))
         tx.samples.refresh(run.key)
-        tx.chunks.add(run.key, a_chunk(0, 10))
+        add_chunk(tx, run.key, a_chunk(0, 10))
         tx.fits.put(job.id, "kept", data_version=1, model_version="1", body="{}")
         entry = LedgerRecord("", job.id, "knee", "profiled", None, {}, "1", 1, (0.5, 0.4, 0.6), None)
         tx.ledger.append(entry)

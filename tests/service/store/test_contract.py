@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, samples
+from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
 from tula_service.domain import RunKind, RunState
@@ -360,7 +360,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
     with store.transaction() as tx:
         tx.samples.add(run.key, job.id, samples(5, memory=MemoryReading("peak_rss", 1)))
         tx.samples.refresh(run.key)
-        tx.chunks.add(run.key, a_chunk(0, 5))
+        add_chunk(tx, run.key, a_chunk(0, 5))
         tx.events.append(job.id, "job")
         tx.fits.put(job.id, "x", data_version=1, model_version="1", body="{}")
         tx.scaling.publish(job.id, {}, after=0)

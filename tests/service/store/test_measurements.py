@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from tests.service.store.examples import a_chunk, a_job, a_run, samples
+from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tula_service.domain import RunState
 from tula_service.store import MemoryReading, Store
 
@@ -113,9 +113,9 @@ class TestChunks:
         run = a_run(store, job.id)
         chunk = a_chunk(0, 100)
         with store.transaction() as tx:
-            assert tx.chunks.add(run.key, chunk)
-            assert not tx.chunks.add(run.key, chunk)
-            steps, values = tx.chunks.read(run.key, "loss")
+            assert add_chunk(tx, run.key, chunk)
+            assert not add_chunk(tx, run.key, chunk)
+            steps, values = tx.telemetry.read(run.key, "loss")
         np.testing.assert_array_equal(steps, chunk.steps)
         np.testing.assert_array_equal(values, chunk.values[0])
 
@@ -124,10 +124,10 @@ class TestChunks:
         run = a_run(store, job.id)
         with store.transaction() as tx:
             for sequence in (2, 0, 1):
-                tx.chunks.add(run.key, a_chunk(sequence, 50))
-            steps, _ = tx.chunks.read(run.key, "loss")
-            some, _ = tx.chunks.read(run.key, "loss", first_step=40, last_step=60)
-            assert tx.chunks.columns(run.key) == {"grad_norm": [0], "loss": [0]}
+                add_chunk(tx, run.key, a_chunk(sequence, 50))
+            steps, _ = tx.telemetry.read(run.key, "loss")
+            some, _ = tx.telemetry.read(run.key, "loss", first_step=40, last_step=60)
+            assert tx.telemetry.columns(run.key) == {"grad_norm": [0], "loss": [0]}
         assert steps.tolist() == list(range(150))
         assert some.tolist() == list(range(40, 61))
 
@@ -135,8 +135,8 @@ class TestChunks:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            tx.chunks.add(run.key, a_chunk(0, 20, boot_id="a"))
-            tx.chunks.add(run.key, a_chunk(0, 20, boot_id="b", shift=1.0))
-            steps, values = tx.chunks.read(run.key, "loss")
+            add_chunk(tx, run.key, a_chunk(0, 20, boot_id="a"))
+            add_chunk(tx, run.key, a_chunk(0, 20, boot_id="b", shift=1.0))
+            steps, values = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(20))
         np.testing.assert_array_equal(values, a_chunk(0, 20, shift=1.0).values[0])

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.service.store.examples import a_chunk, a_job, a_run, samples
+from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tula_service.errors import NotFound
 from tula_service.store import Store
@@ -22,7 +22,7 @@ def filled(store: Store) -> str:
     run = a_run(store, job.id)
     with store.transaction() as tx:
         tx.samples.add(run.key, job.id, samples(50))
-        tx.chunks.add(run.key, a_chunk(0, 10))
+        add_chunk(tx, run.key, a_chunk(0, 10))
         tx.events.append(job.id, "job")
     return job.id
 

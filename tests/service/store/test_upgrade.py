@@ -17,7 +17,7 @@ from benchmarks.support.server import command
 from tests.service.store.examples import a_job
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
-from tula_service.store.schema import check_schema, head_revision, is_empty, upgrade_schema
+from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
 from tula_service.store.tables import METADATA
 
 ASSETS = Path(__file__).parent / "assets"
@@ -69,7 +69,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
         assert run.num_samples == 20
         (summary,) = tx.samples.summaries(job.id)
         assert summary.step_time_s == pytest.approx(0.55, rel=0.01)
-        steps, values = tx.chunks.read(run.key, "loss")
+        steps, values = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(10))
         assert values[4] == 2.0
         assert tx.fits.get(job.id, "kept", data_version=1, model_version="1") == "{}"

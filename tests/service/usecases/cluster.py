@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import tula_wire as wire
+from tests.service.store.examples import add_chunk
 from tula_service.store import NewChunk, Store
 from tula_service.usecases import recommend, register, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
@@ -122,8 +123,8 @@ class Cluster:
         values = np.array(list(columns.values()), np.float64)
         steps = np.arange(first_step, first_step + values.shape[1])
         with self.store.transaction() as tx:
-            key, _, _ = tx.chunks.run_key(run.id)
-            assert tx.chunks.add(key, NewChunk(0, "boot", first_step, steps, list(columns), values))
+            key, _, _ = tx.telemetry.run_key(run.id)
+            assert add_chunk(tx, key, NewChunk(0, "boot", first_step, steps, list(columns), values))
 
     def patch(self, run_id: str, state: str, **more: Any) -> wire.Run:
         """Move a run on as its holder."""

@@ -12,8 +12,6 @@ from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, TokenRecord
 from tula_service.store.tables import audit_log, projects, tokens
 
-__all__ = ["DEFAULT_PROJECT_ID", "Audit", "Projects", "Tokens"]
-
 DEFAULT_PROJECT_ID: Final = "default"
 """The first migration makes this project, so that one person needs to set up none."""
 

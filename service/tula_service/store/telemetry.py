@@ -7,11 +7,9 @@ import sqlalchemy as sa
 
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository
-from tula_service.store.packing import pack, stride_of, unpack
-from tula_service.store.records import ChunkRecord, FloatArray, IntArray, NewChunk
+from tula_service.store.records import FloatArray, IntArray, NewChunk
 from tula_service.store.tables import runs, telemetry_chunks
-
-__all__ = ["INSERT_POSTGRES", "INSERT_SQLITE", "INSERT_SQLITE_IF_THERE", "RUN_IS_THERE", "Chunks", "chunk_row"]
+from tula_service.store.telemetry_codec import pack, stride_of, unpack
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
 _INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
@@ -40,17 +38,8 @@ def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
     )
 
 
-class Chunks(Repository):
+class Telemetry(Repository):
     """The telemetry chunks of runs."""
-
-    def add(self, run_key: int, chunk: NewChunk) -> bool:
-        """Store a chunk; False when (run, rank, boot id, sequence) was stored before."""
-        return self.add_row(chunk_row(run_key, chunk))
-
-    def add_row(self, row: tuple[object, ...]) -> bool:
-        """Store a row of `chunk_row`; False when it was stored before."""
-        statement = INSERT_POSTGRES if self._postgres else INSERT_SQLITE
-        return self._connection.exec_driver_sql(statement, row).rowcount == 1
 
     def run_key(self, run_id: str) -> tuple[int, str, str]:
         """The run's integer key, its job and its project; none of them ever changes. Raises NotFound."""
@@ -112,13 +101,13 @@ class Chunks(Repository):
                 pieces.append((steps, values[names.index(column)].copy()))  # a view would keep the others too
         if not pieces:
             return np.zeros(0, np.int64), np.zeros(0)
-        record = _in_order(pieces, rank)
-        keep = np.ones(record.steps.size, bool)
+        steps, values = _in_order(pieces)
+        keep = np.ones(steps.size, bool)
         if first_step is not None:
-            keep &= record.steps >= first_step
+            keep &= steps >= first_step
         if last_step is not None:
-            keep &= record.steps <= last_step
-        return record.steps[keep], record.values[keep]
+            keep &= steps <= last_step
+        return steps[keep], values[keep]
 
     def purge(self, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` chunks of a job; the number of them."""
@@ -129,31 +118,15 @@ class Chunks(Repository):
         statement = sa.delete(telemetry_chunks).where(sa.tuple_(*key).in_(sa.select(*chosen.c)))
         return int(self._connection.execute(statement).rowcount)
 
-    def latest(self, run_key: int, *, limit: int = 1, rank: int = 0) -> dict[str, ChunkRecord]:
-        """The columns of the run's last `limit` chunks, by name: what watching a run needs."""
-        chunk = telemetry_chunks.c
-        rows = self._connection.execute(
-            sa.select(chunk.num_steps, chunk.columns, chunk.payload)
-            .where(chunk.run_key == run_key, chunk.rank == rank)
-            .order_by(chunk.last_step.desc())
-            .limit(limit)
-        ).all()
-        pieces: dict[str, list[tuple[IntArray, FloatArray]]] = {}
-        for num_steps, columns, payload in reversed(rows):
-            names = columns.split(",")
-            steps, values = unpack(bytes(payload), num_steps, len(names))
-            for name, column in zip(names, values, strict=True):
-                pieces.setdefault(name, []).append((steps, column))
-        return {name: _in_order(found, rank) for name, found in pieces.items()}
 
-
-def _in_order(pieces: list[tuple[IntArray, FloatArray]], rank: int) -> ChunkRecord:
+def _in_order(pieces: list[tuple[IntArray, FloatArray]]) -> tuple[IntArray, FloatArray]:
+    """All steps of the pieces, ascending and once each."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):
-        return ChunkRecord(rank, steps, values)
-    # A gap never hides a number: what arrives late brings its own columns and leaves the others empty.
+        return steps, values
+    # A missing value never hides a number: a chunk that arrives late may lack this column's value for some steps.
     order = np.lexsort((~np.isnan(values), steps))
     steps, values = steps[order], values[order]
     last = np.append(steps[1:] != steps[:-1], True)
-    return ChunkRecord(rank, steps[last], values[last])
+    return steps[last], values[last]

@@ -15,8 +15,6 @@ import zstandard
 
 from tula_service.store.records import FloatArray, IntArray
 
-__all__ = ["pack", "stride_of", "unpack"]
-
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1

@@ -19,14 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from tula_service.errors import Busy, NotFound, ServiceError, StoreUnavailable
-from tula_service.store.chunks import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
-from tula_service.store.engine import is_sqlite
-from tula_service.store.store import Store
+from tula_service.store.database import Store, is_sqlite
+from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
 
 if TYPE_CHECKING:
     import psycopg  # of the extra `postgres`: not installed where SQLite is enough
-
-__all__ = ["ChunkWriter"]
 
 MOST_ROWS: Final = 64
 MOST_WAITING_BYTES: Final = 64 * 2**20
@@ -40,8 +37,8 @@ _GONE: Final = "The run of this chunk was deleted: stop sending for it."
 _UNAVAILABLE: Final = "The database cannot be reached or is locked; nothing was stored: try again in a second."
 
 
-class ChunkWriter:
-    """Takes rows of `chunks.chunk_row` from coroutines; its thread starts with the first."""
+class TelemetryWriter:
+    """Takes rows of `telemetry.chunk_row` from coroutines; its thread starts with the first."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -107,7 +104,7 @@ class ChunkWriter:
 
     def _write_sqlite(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         rows = [(*row, row[0], run_id) for run_id, row in chunks]
-        with self._store.turn():
+        with self._store.writer_lock:
             connection: sqlite3.Connection = self._driver()
             connection.execute("BEGIN IMMEDIATE")
             outcomes: list[_Outcome] = [True] * len(rows)

@@ -12,9 +12,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tula_service.errors import SchemaMismatch, StoreUnavailable
-from tula_service.store.engine import is_sqlite
-
-__all__ = ["check_schema", "head_revision", "is_empty", "upgrade_schema"]
+from tula_service.store.database import is_sqlite
 
 _LOCK: Final = 0x74756C61  # "tula": replicas that start together migrate one after the other
 

@@ -10,15 +10,15 @@ import pytest
 
 from tests.service.store.examples import a_chunk, a_job, a_run
 from tula_service.store import Store
-from tula_service.store.chunk_writer import ChunkWriter
-from tula_service.store.chunks import chunk_row
+from tula_service.store.telemetry import chunk_row
+from tula_service.store.telemetry_writer import TelemetryWriter
 
 
 def test_a_chunk_for_which_no_thread_was_to_be_had_is_refused_and_the_next_is_stored(
     sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = a_run(sqlite_store, a_job(sqlite_store).id)
-    row, writer = chunk_row(run.key, a_chunk(0, 5)), ChunkWriter(sqlite_store)
+    row, writer = chunk_row(run.key, a_chunk(0, 5)), TelemetryWriter(sqlite_store)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError, match="new thread"):

@@ -10,8 +10,6 @@ import sqlalchemy as sa
 from tula_service.store._base import Repository, RowMap
 from tula_service.store.tables import runs, sample_sources, step_samples
 
-__all__ = ["MOST_PROCESSES", "MOST_READ", "SampleCursor", "SampleFilter", "SamplePages"]
-
 SampleCursor: TypeAlias = tuple[int, int]
 """The last row of a page: its process and its sequence number, which is the order of the table itself."""
 
@@ -49,7 +47,7 @@ class SampleFilter:
         return found
 
 
-class SamplePages(Repository):
+class SampleReader(Repository):
     """Rows of `step_samples` with the run and the process that they came from."""
 
     def page(

@@ -1,0 +1,240 @@
+"""The database: engines for SQLite and Postgres, transactions with one repository for each noun, and all locks.
+
+**Durability.** A commit returns after fsync: SQLite runs in WAL mode with full synchronisation.
+
+**Locks** are taken in this order; a caller that holds one never waits for an earlier one.
+
+1. `Store.job_lock(job_id)`, in this process: one thread at a time computes for a job, and the others then find its
+   result in the cache. It only saves work; correctness rests on 4.
+2. `Store.compute_slot()`, in this process: `COMPUTE_SLOTS` fits at a time. The others wait and hold no connection.
+3. `Store.writer_lock`, in this process, SQLite only: threads queue here, fairly, instead of polling the file's write
+   lock, which decides between processes. SQLite takes that at BEGIN, so no transaction upgrades a read lock.
+4. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
+   hold it. A transaction that changes a job and its runs takes the job's row first.
+5. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
+   grow in commit order.
+
+Transactions from `reading()` and `compute_slot()` take no lock; on SQLite they see one snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from tula_service.errors import Busy, InvalidInput, StoreUnavailable
+from tula_service.store._base import Clock
+from tula_service.store.auth import Audit, Projects, Tokens
+from tula_service.store.events import Events
+from tula_service.store.fits import Fits, Scaling
+from tula_service.store.jobs import Jobs
+from tula_service.store.ledger import Ledger
+from tula_service.store.runs import Runs
+from tula_service.store.sample_reader import SampleReader
+from tula_service.store.samples import Samples
+from tula_service.store.telemetry import Telemetry
+
+WRITES: Final = "tula_writes"
+"""Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
+
+BUSY_TIMEOUT_S: Final = 15.0
+POOL_SIZE: Final = 16
+POOL_TIMEOUT_S: Final = 10.0
+
+_encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
+
+COMPUTE_SLOTS = 2
+"""Fits hold the GIL: more at a time would not finish sooner and would starve request handling."""
+
+_LONGEST_QUEUE_S = 15.0
+_JOB_LOCKS = 64
+"""Jobs share these locks: two jobs with the same one wait for each other without need, for the time of a fit."""
+
+
+def utc_now() -> datetime:
+    """The present moment, aware."""
+    return datetime.now(timezone.utc)
+
+
+class Transaction:
+    """Everything in it is stored together or not at all."""
+
+    def __init__(self, connection: sa.Connection, now: Clock, *, writable: bool) -> None:
+        self.connection = connection
+        self.now = now
+        self.jobs = Jobs(connection, now)
+        self.runs = Runs(connection, now)
+        self.samples = Samples(connection, now, writable=writable)
+        self.sample_reader = SampleReader(connection, now)
+        self.telemetry = Telemetry(connection, now)
+        self.ledger = Ledger(connection, now)
+        self.fits = Fits(connection, now)
+        self.scaling = Scaling(connection, now)
+        self.events = Events(connection, now)
+        self.projects = Projects(connection, now)
+        self.tokens = Tokens(connection, now)
+        self.audit = Audit(connection, now)
+
+
+class Store:
+    """A database with a migrated schema (see `store/migrations.py`); safe to share between threads, not over a fork.
+
+    `transaction()` commits on leaving the block and rolls back on an exception; `reading()` never writes. Both raise
+    StoreUnavailable when the database cannot be reached or stays locked. `compute_slot()` reads for long computations.
+    """
+
+    def __init__(self, engine: sa.Engine, *, now: Clock = utc_now) -> None:
+        self.engine = engine
+        self.now = now
+        # A writer that brings its own driver connection holds this lock too.
+        self.writer_lock: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
+        self._compute_slots = threading.BoundedSemaphore(COMPUTE_SLOTS)
+        self._job_locks = [threading.Lock() for _ in range(_JOB_LOCKS)]
+
+    @classmethod
+    def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE) -> Store:
+        """The store behind a database URL or a SQLite file's path, with at most so many connections."""
+        return cls(open_engine(url, pool_size=connections), now=now)
+
+    def close(self) -> None:
+        """Give all connections back."""
+        self.engine.dispose()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """A transaction that may write."""
+        with self.writer_lock, self._begin(writes=True) as tx:
+            yield tx
+
+    @contextmanager
+    def reading(self) -> Iterator[Transaction]:
+        """A transaction that only reads; on SQLite it never waits for a lock."""
+        with self._begin(writes=False) as tx:
+            yield tx
+
+    @contextmanager
+    def compute_slot(self) -> Iterator[Transaction]:
+        """A reading transaction for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
+        with _acquired(self._compute_slots), self.reading() as tx:
+            yield tx
+
+    @contextmanager
+    def job_lock(self, job_id: str) -> Iterator[None]:
+        """Serialises computation for one job within this process, from reading to writing. Raises Busy."""
+        with _acquired(self._job_locks[hash(job_id) % _JOB_LOCKS]):
+            yield
+
+    @contextmanager
+    def _begin(self, *, writes: bool) -> Iterator[Transaction]:
+        try:
+            with self.engine.connect() as connection:
+                connection = connection.execution_options(**{WRITES: writes})
+                with connection.begin():
+                    yield Transaction(connection, self.now, writable=writes)
+        except sa.exc.TimeoutError as error:
+            raise StoreUnavailable("All database connections are in use: try again in a second.") from error
+        except sa.exc.DataError as error:
+            raise InvalidInput(
+                "A value in the request does not fit its column: check its texts and numbers."
+            ) from error
+        except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+            raise StoreUnavailable(
+                "The database cannot be reached or is locked; nothing was stored: try again in a second."
+            ) from error
+
+
+@contextmanager
+def _acquired(lock: threading.BoundedSemaphore | threading.Lock) -> Iterator[None]:
+    if not lock.acquire(timeout=_LONGEST_QUEUE_S):
+        raise Busy("More fits are requested than the service can compute: retry, or ask less often.", retry_after_s=5.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
+    """An engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
+
+    Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a Postgres
+    database that cannot hold every text.
+    """
+    try:
+        parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
+    except sa.exc.ArgumentError:
+        raise InvalidInput("The database URL cannot be read: give a file path or postgresql+psycopg://...") from None
+    backend = parsed.get_backend_name()
+    if backend == "postgresql":
+        engine = sa.create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            json_serializer=_encode,
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=POOL_TIMEOUT_S,
+            pool_pre_ping=False,
+            pool_use_lifo=True,
+            # From an SQL_ASCII database the driver would read bytes instead of text: `_require_utf8` refuses it.
+            connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
+        )
+        sa.event.listen(engine, "connect", _require_utf8)
+        return engine
+    if backend != "sqlite":
+        raise InvalidInput(f"Database {backend!r} is not supported: use SQLite or postgresql+psycopg://...")
+    if not parsed.database or parsed.database == ":memory:":
+        raise InvalidInput("SQLite needs a file, since every worker and thread opens its own connection: give a path.")
+    Path(parsed.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    engine = sa.create_engine(
+        parsed,
+        json_serializer=_encode,
+        poolclass=sa.pool.QueuePool,
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=POOL_TIMEOUT_S,
+        connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+    )
+    sa.event.listen(engine, "connect", _prepare_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def is_sqlite(engine: sa.Engine) -> bool:
+    """True when the engine is the embedded one."""
+    return engine.dialect.name == "sqlite"
+
+
+def _require_utf8(connection: Any, _record: Any) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding not in ("UTF8", None):  # a connection pooler may not report it
+        raise InvalidInput(
+            f"The database is encoded as {encoding}, which cannot hold every text: create another with "
+            "CREATE DATABASE name ENCODING 'UTF8' LOCALE 'C' TEMPLATE template0, and use that."
+        )
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins nothing by itself; `_begin_sqlite` does
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        "journal_size_limit=67108864",
+        "wal_autocheckpoint=4000",
+        "cache_size=-32768",
+        "temp_store=MEMORY",
+        "secure_delete=OFF",
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    writes = connection.get_execution_options().get(WRITES, True)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
