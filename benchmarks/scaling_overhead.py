@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling import GainRule, TulaOptimizer
 from tula_agent.scaling.gain import SPARSE_EVERY
 
 __all__ = ["main", "resnet50"]
@@ -85,11 +85,16 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     configurations: dict[str, dict[str, Any]] = {
         "plain": {"policy": "none"},
-        "parts": {"policy": "gain", "measure_every": 1},
-        "between": {"policy": "gain", "measure_every": 10_000},
-        "ags_gate": {"policy": "ags", "refresh_steps": 10_000},
-        "ags_refresh": {"policy": "ags", "refresh_steps": 1},
-        "probe": {"policy": "gain", "source": "probe", "small_batch_size": dist.get_world_size(), "measure_every": 1},
+        "parts": {"policy": "gain", "rule": GainRule(measure_every=1)},
+        "between": {"policy": "gain", "rule": GainRule(measure_every=10_000)},
+        "ags_gate": {"policy": "ags", "steps_per_epoch": 10_000},
+        "ags_refresh": {"policy": "ags", "steps_per_epoch": 1},
+        "probe": {
+            "policy": "gain",
+            "source": "probe",
+            "small_batch_size": dist.get_world_size(),
+            "rule": GainRule(measure_every=1),
+        },
     }
     for name, options in configurations.items():
         inner = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)

@@ -25,7 +25,6 @@ from tula_agent.ship.envelope import Envelope, encode
 from tula_agent.ship.exporter import Exporter
 from tula_agent.ship.instruction import InstructionPoller
 from tula_agent.ship.reporter import Reporter
-from tula_agent.ship.thresholds import ThresholdPoller
 from tula_agent.ship.transport import Reply, Transport
 from tula_agent.together import Together
 from tula_agent.watched import Watched
@@ -33,6 +32,7 @@ from tula_wire import routes
 
 if TYPE_CHECKING:
     from tula_agent.measure.comm_hook import NoiseHook
+    from tula_agent.scaling.thresholds import ThresholdPoller
 
 __all__ = ["Recorder"]
 
@@ -140,6 +140,8 @@ class Recorder:
                 # The script's own policy is a choice; only a user's choice for the job goes before it.
                 policy = optimizer.scripted_thresholds.policy
                 path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
+                from tula_agent.scaling.thresholds import ThresholdPoller  # loaded by the optimizer already
+
                 self._poller = ThresholdPoller(path, optimizer, self.config.run_id)
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)

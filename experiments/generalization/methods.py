@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.generalization.cases import BASE_BATCH_SIZE, Case
-from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling import GainRule, TulaOptimizer
 
 PAPER_BASE_BATCH_SIZE = 128  # of the linear scaling rule in the paper's Table I
 WARMUP_EPOCHS = 5
@@ -46,7 +46,6 @@ def multiplier(value: float) -> Method:
     return Method(f"x{value:g}", "sgd", "tuned", rate_factor=value)
 
 
-_BARE = {"policy": "gain", "growth": None, "spike_limit": None}
 SMALL = Method("small batch", "sgd", "reference")
 METHODS = (
     Method("LBT", "sgd", "reference"),
@@ -71,11 +70,11 @@ METHODS = (
     Method("AGS tensor", "tula", "paper", {"policy": "ags", "source": "probe"}),
     Method("AGS element", "tula", "paper", {"policy": "ags", "source": "probe", "granularity": "element"}),
     Method("Tula default", "tula", "default", {"policy": "gain"}),
-    Method("AdaScale gain", "tula", "ablation", {**_BARE, "noise_weight": 1.0}),
-    Method("gain c=2", "tula", "ablation", {"policy": "gain", "noise_weight": 2.0}),
-    Method("gain c=8", "tula", "ablation", {"policy": "gain", "noise_weight": 8.0}),
-    Method("gain, spikes", "tula", "ablation", {"policy": "gain", "spike_limit": None}),
-    Method("gain, no limits", "tula", "ablation", _BARE),
+    Method("AdaScale gain", "tula", "ablation", {"rule": GainRule(noise_weight=1.0, growth=None, spike_limit=None)}),
+    Method("gain c=2", "tula", "ablation", {"rule": GainRule(noise_weight=2.0)}),
+    Method("gain c=8", "tula", "ablation", {"rule": GainRule(noise_weight=8.0)}),
+    Method("gain, spikes", "tula", "ablation", {"rule": GainRule(spike_limit=None)}),
+    Method("gain, no limits", "tula", "ablation", {"rule": GainRule(growth=None, spike_limit=None)}),
     Method("LAMB", "lamb", "ablation", rate_factor="root", warmup_epochs=WARMUP_EPOCHS),
 )
 

@@ -69,6 +69,16 @@ def small():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def asked_to_restore(inner: torch.optim.Optimizer, step: int) -> TulaOptimizer:
+    """A TulaOptimizer after the service asked for a checkpoint at or before `step`."""
+    optimizer = TulaOptimizer(inner)
+    optimizer.apply_thresholds(ScalingThresholds(version=1, restore_step=step))
+    optimizer.step()  # without gradients: no weight changes
+    optimizer.step()
+    assert optimizer.restore_step == step
+    return optimizer
+
+
 def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
     model, optimizer = small()
     run = init()
@@ -82,7 +92,7 @@ def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
 
 def test_weights_go_back_to_before_a_step_counted_from_the_start_of_a_resumed_run(tmp_path):
     model, inner = small()
-    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=2))
+    optimizer = asked_to_restore(inner, 2)
     run = init()
     for _ in run.steps([0, 1, 2, 3]):
         run.checkpoint(model, optimizer, directory=tmp_path)
@@ -99,7 +109,7 @@ def test_weights_go_back_to_before_a_step_counted_from_the_start_of_a_resumed_ru
 
 def test_a_copy_beside_the_checkpoints_is_neither_read_nor_deleted(tmp_path):
     model, inner = small()
-    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=4))
+    optimizer = asked_to_restore(inner, 4)
     run = init()
     for number in run.steps([1.0, 2.0, 3.0, 4.0]):
         torch.nn.init.constant_(model.weight, number)
@@ -331,7 +341,7 @@ def layers(*widths, groups=1):
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, groups, why, going_back):
     init().checkpoint(*layers(*then), directory=tmp_path)
     model, inner = layers(*now, groups=groups)
-    optimizer = TulaOptimizer(inner, thresholds=ScalingThresholds(restore_step=0))
+    optimizer = asked_to_restore(inner, 0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = init()
     sentence = f"does not fit this script (ValueError: {why}): delete it or undo the change"

@@ -7,10 +7,12 @@ from dataclasses import replace
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.scaling import ScalingThresholds
+from tula_agent.scaling.thresholds import ThresholdPoller
+from tula_agent.ship.transport import Transport
 
 
-def test_every_rank_switches_at_the_same_step(sink: Sink, launch: Launch) -> None:
-    sink.scaling = {"version": 7, "policy": "gain", "delta": 0.25, "reason": "unknown fields are left alone"}
+def test_every_rank_switches_to_served_thresholds_at_the_same_step(sink: Sink, launch: Launch) -> None:
+    sink.scaling = {"version": 7, "policy": "gain", "delta": 0.25, "reason": "unknown fields are ignored"}
     done = launch("scaled.py", ranks=2)
     changes = done.printed("thresholds 7")
     assert len(changes) == 2
@@ -20,12 +22,10 @@ def test_every_rank_switches_at_the_same_step(sink: Sink, launch: Launch) -> Non
     assert sink.column("scale")  # what scaling does becomes telemetry
 
 
-def test_polling_sends_the_etag(sink: Sink) -> None:
-    from tula_agent.ship.thresholds import ThresholdPoller
-    from tula_agent.ship.transport import Transport
-
+def test_polling_sends_the_etag_and_never_changes_what_the_script_passed(sink: Sink) -> None:
     class Optimizer:
         scripted_thresholds = ScalingThresholds(policy="static", static_scale=2.0, small_batch_size=64)
+        scripted_names = frozenset({"policy", "static_scale", "small_batch_size"})
 
         def __init__(self) -> None:
             self.got: list[ScalingThresholds] = []
@@ -42,12 +42,16 @@ def test_polling_sends_the_etag(sink: Sink) -> None:
     sink.scaling = {"version": 2, "delta": 0.1}
     poller.poll(transport)
     for version, run_id in ((3, "run_2"), (4, "run_1")):
-        # Two runs of a job ask for the same thresholds; only the one that was harmed goes back.
+        # Two runs of a job poll the same thresholds; only the run that is named restores weights.
         sink.scaling = {"version": version, "delta": 0.1, "restore_step": 7, "restore_run_id": run_id}
         poller.poll(transport)
+    sink.scaling = {"version": 5, "static_scale": 9.0, "small_batch_size": 8, "delta": 0.1, "granularity": "channel"}
+    poller.poll(transport)
+    sink.scaling = {"version": 6, "policy": "ags", "delta": 0.9}
+    poller.poll(transport)
     transport.close()
-    assert sink.gets == ["", '"1"', '"1"', '"2"', '"3"']
-    # What the service leaves open, or says null to, stays as the script has it.
+    assert sink.gets == ["", '"1"', '"1"', '"2"', '"3"', '"4"', '"5"']
+    # Values that the service leaves null stay the script's; those that the script passed stay in any case.
     scripted = Optimizer.scripted_thresholds
     tuned = replace(scripted, version=2, delta=0.1)
     assert optimizer.got == [
@@ -55,10 +59,12 @@ def test_polling_sends_the_etag(sink: Sink) -> None:
         tuned,
         replace(tuned, version=3),
         replace(tuned, version=4, restore_step=7),
+        replace(tuned, version=5),
+        replace(scripted, version=6),
     ]
 
 
-def test_a_rank_without_an_agent_is_noticed_and_nobody_waits_for_it(sink: Sink, launch: Launch) -> None:
+def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink: Sink, launch: Launch) -> None:
     """`init` on the first rank only: the run cannot end early, says so, and goes through."""
     done = launch("first_rank_only.py", ranks=2, TULA_WARMUP_STEPS="1", TULA_MEASURE_STEPS="8")
     assert sorted(done.printed("micro-steps")) == ["micro-steps 0 20", "micro-steps 1 20"]

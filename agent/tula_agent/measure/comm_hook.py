@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tula_agent.guard import logger
 from tula_agent.measure.gradients import MAX_COST_S
 from tula_agent.measure.later import Later, to_number
-from tula_agent.scaling.noise import NoiseAverage
+from tula_agent.scaling.noise_math import NoiseAverage
 from tula_agent.torch_private import ddp_models
 
 __all__ = ["NoiseHook", "attach"]

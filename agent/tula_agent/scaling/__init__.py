@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tula_agent.scaling.gain import GainRule
 from tula_agent.scaling.optimizer import TulaOptimizer
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds
 
-__all__ = ["Granularity", "PolicyName", "ScalingThresholds", "TulaOptimizer"]
+__all__ = ["GainRule", "Granularity", "PolicyName", "ScalingThresholds", "TulaOptimizer"]

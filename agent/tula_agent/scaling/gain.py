@@ -1,102 +1,117 @@
-"""The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next."""
+"""The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next.
+
+With the policy `none` the same measurement runs at every eighth step and the factor is 1.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tula_agent.scaling.measurement import StepStatistics, decode, encode_probe, encode_tap
-from tula_agent.scaling.noise import NoiseAverage
-from tula_agent.scaling.policy import gradient_variability
+from tula_agent.scaling.context import ScalingContext
+from tula_agent.scaling.noise_math import NoiseAverage, gradient_variability
 from tula_agent.scaling.ranks import Arrival
-from tula_agent.scaling.site import Site
-from tula_agent.scaling.spikes import SpikeLimit
+from tula_agent.scaling.spike_clip import SpikeClip
+from tula_agent.scaling.step_statistics import StepStatistics, decode, encode_probe, encode_tap
 from tula_agent.scaling.thresholds import Granularity
-from tula_agent.scaling.updates import scaled_learning_rate
-
-__all__ = ["DENSE_STEPS", "PROBED_STEPS", "SPARSE_EVERY", "Gain"]
 
 _LOG = logging.getLogger(__name__)
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
-PROBED_STEPS = 8  # the same of probes, each of which costs a second backward
+PROBED_STEPS = 8  # the same for probes, each of which costs a second backward
 SPARSE_EVERY = 8
 
 
-class Gain:
-    """A factor from the past only: independent of the batch it scales, and never waited for.
+@dataclass(frozen=True)
+class GainRule:
+    """The constants of the `gain` policy, which experiments vary; the defaults are the product's.
 
-    r = (|G|^2 + c S/b) / (|G|^2 + c S/B), at most B/b, and at most `growth` times the factor of the step before, while
-    it may fall at once. AdaScale is c = `noise_weight` = 1 without that limit. Near the edge of stability most of
-    |G|^2 is oscillation rather than progress, so that c = 1 scales too little; c = 4 breaks fragile networks unless
-    `spike_limit` holds back the steps that do it. Averages, c and both limits were chosen on validation data of cases
-    that are not reported (experiments/generalization, docs/gradient-scaling.md).
+    The factor is r = (|G|^2 + c S/b) / (|G|^2 + c S/B) with c = `noise_weight`, at most B/b, and at most `growth` times
+    the factor of the step before; it may fall at once. AdaScale is c = 1 with `growth` and `spike_limit` None. Near the
+    edge of stability most of |G|^2 is oscillation rather than progress, so c = 1 scales too little; c = 4 breaks
+    fragile networks unless gradients longer than `spike_limit` times the usual are clipped. The constants were chosen
+    on validation data of cases that are not reported (experiments/generalization, docs/gradient-scaling.md).
+
+    `measure_every`: steps between measurements; None: each of the first 512 (8 by a probe), then every eighth.
+    Raises ValueError for a `spike_limit` that would clip every gradient.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        measure_every: int | None,
-        noise_weight: float,
-        growth: float | None,
-        spike_limit: float | None,
-    ) -> None:
-        self._site = site
-        self._spikes = None if spike_limit is None else SpikeLimit(spike_limit)
-        self._measure_every = measure_every
-        self._noise_weight, self._growth = noise_weight, growth
-        self.begin()
+    noise_weight: float = 4.0
+    growth: float | None = 1.4
+    spike_limit: float | None = 2.0
+    measure_every: int | None = None
 
-    def begin(self) -> None:
-        """From now on this policy is in force; what it knew of an earlier time tells nothing about this one."""
-        if self._spikes is not None:
-            self._spikes.load(None)
+    def __post_init__(self) -> None:
+        if self.spike_limit is not None and not self.spike_limit > 1.0:
+            raise ValueError(f"spike_limit is {self.spike_limit}: give a number above 1, or None for no limit")
+
+
+class GainPolicy:
+    """A factor from past steps only: independent of the batch that it scales, and never waited for."""
+
+    def __init__(self, context: ScalingContext, rule: GainRule) -> None:
+        self._context = context
+        self._rule = rule
+        self._spike_clip = None if rule.spike_limit is None else SpikeClip(rule.spike_limit)
+        self.reset()
+
+    def reset(self) -> None:
+        """The policy comes into force: drop what was measured before."""
+        if self._spike_clip is not None:
+            self._spike_clip.load(None)
         self._factor = 1.0
         self._noise = NoiseAverage()
         self._samples = 1.0
         self._arrival: Arrival | None = None
         self._last: StepStatistics | None = None
-        self._measured_at = [-2, -2]  # the step of `_last`, and that of the measurement on its way
+        self._measured_at = [-2, -2]  # the step of `_last`, and that of the measurement in flight
         self._variability = math.nan
 
+    @property
+    def _scales(self) -> bool:
+        return self._context.thresholds.policy != "none"
+
     def wants(self, step: int) -> Granularity | None:
-        """The whole gradient's squares at every measured step."""
-        return "tensor" if self._site.source != "probe" and self._due(step, DENSE_STEPS) else None
+        """The squares of whole gradients at every measured step."""
+        dense = DENSE_STEPS if self._scales else 0
+        return "tensor" if self._context.source != "probe" and self._due(step, dense) else None
 
     def _due(self, step: int, dense: int) -> bool:
-        """True when step number `step` is to be measured: the first `dense` all are, unless a number was asked for."""
-        return step % (self._measure_every or (1 if step < dense else SPARSE_EVERY)) == 0
+        """True when step number `step` is measured: each of the first `dense`, unless the rule names an interval."""
+        return step % (self._rule.measure_every or (1 if step < dense else SPARSE_EVERY)) == 0
 
     def run(self, step: int, inner_step: Callable[[], None]) -> None:
-        """Take the step with the gain that the steps before it gave."""
+        """Take the step with the gain that past steps gave."""
         self._receive()
         vector = self._measure(step)
         self._factor = self._next_factor()
-        if self._spikes is not None and (vector is not None or self._noise.count):
-            self._spikes(self._site.gradients(), shorten=self._factor > 1.0)
+        if self._spike_clip is not None and self._scales and (vector is not None or self._noise.count):
+            self._spike_clip(self._context.gradients(), clip=self._factor > 1.0)
         if self._factor == 1.0:
             inner_step()
         else:
-            with scaled_learning_rate(self._site.inner.param_groups, self._factor):
+            with scaled_learning_rate(self._context.inner.param_groups, self._factor):
                 inner_step()
         if vector is not None:
-            self._arrival = self._site.ranks.send(vector)
+            self._arrival = self._context.ranks.send(vector)
             self._measured_at[1] = step
 
     def _next_factor(self) -> float:
-        """min(max(r, s_min), s_max), s_max = B / b_small unless named; 1 until something was measured."""
-        if not self._noise.count:
+        """min(max(r, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
+        if not self._scales or not self._noise.count:
             return 1.0
-        thresholds = self._site.thresholds
-        ratio = self._site.batch_ratio or self._samples
+        thresholds = self._context.thresholds
+        ratio = self._context.batch_ratio or self._samples
         ceiling = ratio if thresholds.s_max is None else thresholds.s_max
-        gain = self._noise.gain(ratio, self._noise_weight)
-        if self._growth is not None:
-            gain = min(gain, self._factor * self._growth)
+        gain = self._noise.gain(ratio, self._rule.noise_weight)
+        if self._rule.growth is not None:
+            gain = min(gain, self._factor * self._rule.growth)
         return min(max(gain, thresholds.s_min), ceiling)
 
     def _receive(self) -> None:
@@ -109,22 +124,29 @@ class Gain:
         ):
             return
         self._samples = statistics.samples
-        self._site.counted(statistics.examples)
+        self._context.count(statistics.examples)
         before, now = self._measured_at
-        # Equation 5 compares a step with the one before it, and most are not measured later on.
+        # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
         self._variability = math.nan
         if self._last is not None and now == before + 1:
             self._variability = gradient_variability(statistics.gradient_norm**2, self._last.gradient_norm**2)
         self._last, self._measured_at[0] = statistics, now
 
     def _measure(self, step: int) -> torch.Tensor | None:
-        site = self._site
-        if site.tap.armed and (site.ranks.size > 1 or site.tap.parts >= 2):
-            return encode_tap(site.tap, site.gradients(), site.portion(), site.ranks.size, site.device, site.observed)
-        if site.source != "probe" and not site.tap.armed:
-            return None  # between two measured steps: nothing was tapped, and nothing is to be probed instead
-        if not site.may_probe:
-            if step == 0 and site.ranks.size == 1:
+        context = self._context
+        if context.tap.armed and (context.ranks.size > 1 or context.tap.parts >= 2):
+            return encode_tap(
+                context.tap,
+                context.gradients(),
+                context.portion(),
+                context.ranks.size,
+                context.device,
+                context.observed,
+            )
+        if not self._scales or (context.source != "probe" and not context.tap.armed):
+            return None  # between two measured steps a probe would cost a second backward
+        if not context.may_probe:
+            if step == 0 and context.ranks.size == 1:
                 _LOG.warning(
                     "gradient scaling stays at 1: with one rank and no accumulation there is no small-batch gradient; "
                     "accumulate micro-steps, or give TulaOptimizer model= and loss= and call observe_batch"
@@ -132,14 +154,14 @@ class Gain:
             return None
         if not self._due(step, PROBED_STEPS):
             return None
-        probed = site.probe()
+        probed = context.probe()
         if probed is None:
             return None
-        return encode_probe(probed[0], site.gradients(), probed[1], site.ranks.size, site.observed)
+        return encode_probe(probed[0], context.gradients(), probed[1], context.ranks.size, context.observed)
 
     def telemetry(self) -> dict[str, float]:
         """Of the last measured step; the noise scale in examples where B is known, else in batches."""
-        batch = float(self._site.batch_size or 1)
+        batch = float(self._context.batch_size or 1)
         return {
             "grad_norm": math.nan if self._last is None else self._last.gradient_norm,
             "gradient_variability": self._variability,
@@ -149,7 +171,7 @@ class Gain:
         }
 
     def state(self) -> dict[str, Any]:
-        """Averages, and the measurement on its way (waited for here)."""
+        """Averages, and the measurement in flight (waited for here)."""
         arrival = None if self._arrival is None else self._arrival.values()
         last = None if self._last is None else [*vars(self._last).values()]
         return {
@@ -160,19 +182,19 @@ class Gain:
             "measured_at": list(self._measured_at),
             "variability": self._variability,
             "factor": self._factor,
-            "usual_norm": None if self._spikes is None else self._spikes.state(),
-            "batch_size": self._site.batch_size,
-            "last_count": self._site.last_count,
+            "usual_norm": None if self._spike_clip is None else self._spike_clip.state(),
+            "batch_size": self._context.batch_size,
+            "last_count": self._context.last_count,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Inverse of `state`."""
         self._noise.load(state["noise"])
-        before, now = state["batch_size"], self._site.batch_size
+        before, now = state["batch_size"], self._context.batch_size
         if now is None:
-            self._site.seen_batch_size = before
-            self._site.last_count = int(state.get("last_count", 0))
-        elif before:  # S/B is kept per batch: a job that goes on with another batch keeps its S
+            self._context.counted_batch_size = before
+            self._context.last_count = int(state.get("last_count", 0))
+        elif before:  # S/B is kept per batch: a job resumed with another batch keeps its S
             self._noise.change_batch(now / before)
         self._samples = float(state["samples"])
         arrival, last = state["arrival"], state["last"]
@@ -181,5 +203,30 @@ class Gain:
         self._measured_at = list(state.get("measured_at", [-2, -2]))
         self._variability = float(state["variability"])
         self._factor = float(state["factor"])
-        if self._spikes is not None:
-            self._spikes.load(state.get("usual_norm"))
+        if self._spike_clip is not None:
+            self._spike_clip.load(state.get("usual_norm"))
+
+
+@contextmanager
+def scaled_learning_rate(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Every group's learning rate times `factor` inside the block; restored exactly even if the step raises.
+
+    For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
+    weight decay included, without touching a tensor.
+    """
+    kept = [group["lr"] for group in groups]
+    # One tensor given to an optimizer becomes the rate of every group without its own.
+    tensors = {id(rate): rate for rate in kept if isinstance(rate, torch.Tensor)}
+    values = {key: rate.clone() for key, rate in tensors.items()}
+    try:
+        for rate in tensors.values():
+            rate.mul_(factor)
+        for group in groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = group["lr"] * factor
+        yield
+    finally:
+        for key, rate in tensors.items():
+            rate.copy_(values[key])
+        for group, rate in zip(groups, kept, strict=True):
+            group["lr"] = rate

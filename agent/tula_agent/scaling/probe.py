@@ -1,4 +1,7 @@
-"""The last resort for a small-batch gradient: a second forward and backward on part of the current batch."""
+"""A small-batch gradient from a second forward and backward on part of the current batch.
+
+Used where neither ranks nor micro-steps provide one: it costs about one more step.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from torch import nn
 
 from tula_agent.scaling.ranks import Ranks
 
-__all__ = ["LossFunction", "batch_length", "probe_gradients", "sub_batch"]
-
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Mean loss of the bare module on a batch; brings its own autocast where training uses one."""
+"""Mean loss of the bare module on a batch; enters autocast itself where training uses it."""
 
 
 def sub_batch(batch: Any, size: int) -> Any:
@@ -46,9 +47,9 @@ def probe_gradients(
 ) -> list[torch.Tensor | None]:
     """Gradient of `loss` on `batch`, averaged over ranks, one tensor per parameter (None where it has no part).
 
-    Leaves training untouched: `.grad` is not written (so DDP's reducer stays asleep), random streams and all buffers
-    (batch normalization's running statistics) are put back, while the module stays in training mode, because
-    evaluation mode would give a different, smaller gradient. Every rank must call it in the same step.
+    Leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random streams
+    and all buffers (batch normalization's running statistics). The module stays in training mode, because evaluation
+    mode would give a different, smaller gradient. Every rank must call it in the same step.
     """
     module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
     wanted = [p for p in parameters if p.requires_grad]
@@ -59,7 +60,7 @@ def probe_gradients(
     gradients = [by_parameter.get(id(p)) for p in parameters]
     if ranks.size == 1:
         return gradients
-    # Not in place: autograd may hand out one tensor for two parameters, or one whose elements share memory.
+    # Not in place: autograd may return one tensor for two parameters, or one whose elements share memory.
     return [g if g is None or g.is_sparse else ranks.sum_(torch.div(g, ranks.size)) for g in gradients]
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranks: the only road by which a number may come to change a weight."""
+"""Sums over ranks. Every number that can change a weight comes from one of these, so that all ranks hold the same."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Arrival", "Ranks", "owners", "to_host"]
-
 
 @dataclass
 class Arrival:
-    """A reduced vector on its way to the host; `values` waits only for what was queued before it."""
+    """A reduced vector in flight to the host; `values` waits only for work that was queued before it."""
 
     vector: torch.Tensor
     work: Any = None
@@ -50,9 +48,9 @@ class Ranks:
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
-        """Which tensors of such sizes this rank reads for a sum over ranks, where every rank holds all of them alike.
+        """By tensor of these sizes, whether this rank reads it for a sum over ranks; every rank holds the same tensors.
 
-        Each is read by exactly one rank, and all read about as much: N ranks need an Nth of the time.
+        Exactly one rank reads each, and all read about as much: N ranks need an Nth of the time.
         """
         if self.size == 1:
             return [True] * len(sizes)
@@ -66,7 +64,7 @@ class Ranks:
         return tensor
 
     def send(self, vector: torch.Tensor) -> Arrival:
-        """Start summing `vector` over ranks and bringing it to the host; blocks neither host nor device."""
+        """Start to sum `vector` over ranks and to copy it to the host; blocks neither host nor device."""
         if vector.device.type == "cuda":
             # The reduction is ordered on the stream, and the copy to the host after it.
             return to_host(self.sum_(vector))
@@ -76,7 +74,7 @@ class Ranks:
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The rank that reads each of tensors of such sizes: the largest first, always to the one with the least so far."""
+    """The rank that reads each tensor of these sizes: largest first, each to the rank with the least so far."""
     loads = [(0, rank) for rank in range(ranks)]
     found = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -87,7 +85,7 @@ def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def to_host(vector: torch.Tensor) -> Arrival:
-    """Start bringing `vector` to the host without waiting for it."""
+    """Start to copy `vector` to the host without waiting for it."""
     if vector.device.type != "cuda":
         return Arrival(vector)
     host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)

@@ -1,20 +1,39 @@
-"""The thresholds that steer gradient scaling: one frozen value, checked once, the same on every rank."""
+"""The thresholds of gradient scaling: their values, how the service changes them, and how all ranks switch at one step.
+
+The first rank pulls them with their ETag (`ThresholdPoller`). A reduction at a fixed cadence carries them to all ranks
+(`SyncedThresholds`). What the training script passed explicitly, the service never changes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-__all__ = ["Granularity", "PolicyName", "ScalingThresholds"]
+import torch
+
+from tula_agent.scaling.ranks import Arrival, Ranks
+
+if TYPE_CHECKING:
+    from tula_agent.scaling.optimizer import TulaOptimizer
+    from tula_agent.ship.transport import Transport
 
 PolicyName = Literal["gain", "ags", "static", "none"]
-Granularity = Literal["tensor", "channel", "element"]
+Granularity = Literal["tensor", "element"]
+
+AGREE_EVERY = 16
+"""Steps between two chances to change thresholds."""
+POLL_EVERY_S = 10.0
 
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-_NOTHING = -1.0  # stands for None on the wire between ranks: no number here is negative
+_STORED_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "tensor", "element")
+"""By their number in vectors and checkpoints; number 1 stood for granularity by channel, which is by tensor now."""
+_NONE = -1.0
+"""Stands for None in a vector: no number in it is negative."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +41,10 @@ class ScalingThresholds:
     """How gradients are scaled.
 
     `delta`: a step whose gradient variability (equation 5) reaches it is sensitive and is not scaled.
-    `small_batch_size` b_small in examples; None: the batch of one rank or micro-step.
+    `small_batch_size`: b_small in examples; None: the batch of one rank or micro-step.
     `static_scale`: the factor of equation 8. `s_min`, `s_max`: bounds of every factor; `s_max` None: sqrt(B / b_small)
     for `ags` (Algorithm 1), B / b_small for `gain`. `refresh_steps`: optimizer steps between two factors of `ags`;
-    None: once an epoch. `restore_step`: the service took settings back, and asks for the weights of a checkpoint at or
+    None: once an epoch. `restore_step`: the service took a setting back and asks for the weights of a checkpoint at or
     before this step (`run.roll_back`).
 
     Raises ValueError naming the field when a value makes no sense.
@@ -57,10 +76,18 @@ class ScalingThresholds:
         if self.restore_step is not None and self.restore_step < 0:
             raise ValueError(f"restore_step is {self.restore_step}: give a step, 0 or more")
 
-    def served(self, said: Mapping[str, Any]) -> ScalingThresholds:
-        """These, as the script made them, with what the service said; its nulls and unknown fields change nothing."""
-        known = {field.name for field in fields(self)}
-        return replace(self, **{name: value for name, value in said.items() if name in known and value is not None})
+    def updated(self, served: Mapping[str, Any], *, scripted: Collection[str]) -> ScalingThresholds:
+        """These with the values of the service's answer, except where null, unknown or named by `scripted`.
+
+        An answer for another policy than the scripted one changes the version only.
+        """
+        known = {field.name for field in fields(self)} - set(scripted)
+        if "policy" in scripted and served.get("policy", self.policy) != self.policy:
+            known = {"version"}
+        values = {name: value for name, value in served.items() if name in known and value is not None}
+        if values.get("granularity") == "channel":  # an older service's
+            values["granularity"] = "tensor"
+        return replace(self, **values)
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
@@ -70,26 +97,26 @@ class ScalingThresholds:
             if field.name == "policy":
                 value = _POLICIES.index(value)
             elif field.name == "granularity":
-                value = _GRANULARITIES.index(value)
-            slots.append(_NOTHING if value is None else float(value))
+                value = _STORED_GRANULARITIES.index(value)
+            slots.append(_NONE if value is None else float(value))
         return slots
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
-        """Inverse of `to_vector`; the vector of an older checkpoint is shorter by what was not there yet."""
-        missing = [_NOTHING] * (VECTOR_LENGTH - len(slots))
+        """Inverse of `to_vector`; a vector from an older checkpoint may lack the last slots."""
+        missing = [_NONE] * (VECTOR_LENGTH - len(slots))
         version, policy, granularity, delta, small, static, s_min, s_max, refresh, restore = [*slots, *missing]
         return cls(
             version=int(version),
             policy=_POLICIES[int(policy)],
-            granularity=_GRANULARITIES[int(granularity)],
+            granularity=_STORED_GRANULARITIES[int(granularity)],
             delta=delta,
-            small_batch_size=None if small == _NOTHING else int(small),
+            small_batch_size=None if small == _NONE else int(small),
             static_scale=static,
             s_min=s_min,
-            s_max=None if s_max == _NOTHING else s_max,
-            refresh_steps=None if refresh == _NOTHING else int(refresh),
-            restore_step=None if restore == _NOTHING else int(restore),
+            s_max=None if s_max == _NONE else s_max,
+            refresh_steps=None if refresh == _NONE else int(refresh),
+            restore_step=None if restore == _NONE else int(restore),
         )
 
 
@@ -99,3 +126,99 @@ VECTOR_LENGTH = len(fields(ScalingThresholds))
 def _require_positive(name: str, value: float) -> None:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} is {value}: give a finite number above 0")
+
+
+class SyncedThresholds:
+    """Lets all ranks switch to the first rank's thresholds at the same step.
+
+    Every rank calls `poll` once a step, in the same order. Every AGREE_EVERY-th step starts a sum over ranks that the
+    next step reads, so no step waits for it. Proposals of other ranks than the first are ignored.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._proposed: ScalingThresholds | None = None
+        self._arrival: Arrival | None = None
+
+    def propose(self, thresholds: ScalingThresholds) -> None:
+        """Ask for `thresholds`; safe from another thread (assigns one reference)."""
+        self._proposed = thresholds
+
+    def broadcast(self, thresholds: ScalingThresholds, device: torch.device) -> ScalingThresholds:
+        """The first rank's `thresholds`, on every rank, at once: for the very first step."""
+        vector = self._ranks.sum_(self._vector(thresholds, device))
+        return ScalingThresholds.from_vector([float(x) for x in vector.tolist()[1:]])
+
+    def poll(self, step: int, device: torch.device) -> ScalingThresholds | None:
+        """The thresholds that all ranks switch to at this step, if any."""
+        agreed = None
+        if self._arrival is not None:
+            values = self._arrival.values()
+            self._arrival = None
+            if values[0] > 0.5:
+                agreed = ScalingThresholds.from_vector(values[1:])
+        if step % AGREE_EVERY == 0:
+            proposed, self._proposed = self._proposed, None
+            self._arrival = self._ranks.send(self._vector(proposed, device))
+        return agreed
+
+    def _vector(self, thresholds: ScalingThresholds | None, device: torch.device) -> torch.Tensor:
+        slots = [0.0] * (1 + VECTOR_LENGTH)
+        if thresholds is not None and self._ranks.is_first:
+            slots = [1.0, *thresholds.to_vector()]
+        vector = torch.tensor(slots, dtype=torch.float64)
+        if self._ranks.size == 1:
+            return vector  # no reduction, so the device need not be waited for
+        if device.type == "cuda":
+            vector = vector.pin_memory()  # or the copy would wait for all queued work of the device
+        return vector.to(device, non_blocking=True)
+
+    def state(self) -> list[float] | None:
+        """For a checkpoint: a proposal in flight; waits for its sum."""
+        return None if self._arrival is None else self._arrival.values()
+
+    def load(self, values: list[float] | None) -> None:
+        """Inverse of `state`."""
+        self._arrival = None if values is None else Arrival(torch.tensor(values, dtype=torch.float64))
+
+
+class ThresholdPoller:
+    """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header.
+
+    `path`: the route; `run_id`: this run, since a request to restore weights names the run that it is for.
+    """
+
+    def __init__(
+        self, path: str, optimizer: TulaOptimizer, run_id: str | None = None, *, every_s: float | None = None
+    ) -> None:
+        self.version: int | None = None
+        self._path = path
+        self._run_id = run_id
+        self._start, self._scripted = optimizer.scripted_thresholds, optimizer.scripted_names
+        self._apply = weakref.WeakMethod(optimizer.apply_thresholds)
+        self._every_s = POLL_EVERY_S if every_s is None else every_s
+        self._etag: str | None = None
+        self._due = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """False once the script has released its optimizer."""
+        return self._apply() is not None
+
+    def poll(self, transport: Transport) -> None:
+        """Send one request if one is due. Raises ValueError when the answer is invalid."""
+        now = time.monotonic()
+        if now < self._due or not self.wanted:
+            return
+        self._due = now + self._every_s
+        reply = transport.get(self._path, self._etag)
+        if reply.verdict != "delivered" or reply.body is None:
+            return
+        thresholds = self._start.updated(reply.body, scripted=self._scripted)
+        if reply.body.get("restore_run_id", self._run_id) != self._run_id:
+            thresholds = replace(thresholds, restore_step=None)
+        self._etag = reply.etag
+        apply = self._apply()
+        if apply is not None and thresholds.version != self.version:
+            self.version = thresholds.version
+            apply(thresholds)

@@ -24,7 +24,6 @@ SCENARIOS = {
     "gain": {},
     "gain-b_small": {"small_batch_size": 4},
     "ags-tensor": {"policy": "ags", "steps_per_epoch": 20},
-    "ags-channel": {"policy": "ags", "granularity": "channel", "steps_per_epoch": 20},
     "ags-element": {"policy": "ags", "granularity": "element", "steps_per_epoch": 20},
     "ags-probe": {"policy": "ags", "source": "probe", "small_batch_size": 8, "steps_per_epoch": 20},
     "gain-probe": {"policy": "gain", "source": "probe", "small_batch_size": 8},
@@ -36,6 +35,8 @@ SCENARIOS = {
     "gain-thresholds": {},
     "gain-uneven": {"small_batch_size": 4},
     "gain-probe-uneven": {"source": "probe", "small_batch_size": 12},
+    "none": {"policy": "none"},
+    "unwrapped": {},
 }
 
 
@@ -53,7 +54,7 @@ def digest(model: nn.Module) -> str:
 
 def run(name: str, rank: int, world_size: int) -> dict[str, object]:
     ddp = nn.parallel.DistributedDataParallel(network())
-    uneven = name.endswith("uneven")  # the last batch of an epoch is shorter on one rank, and nobody tells
+    uneven = name.endswith("uneven")  # one rank's last batch of an epoch is shorter, and no global batch size is given
     adaptive = name.endswith("adamw")
     inner = (
         torch.optim.AdamW(ddp.parameters(), lr=2e-3)
@@ -67,6 +68,8 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
         loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
         **SCENARIOS[name],
     )
+    if name == "unwrapped":
+        optimizer.close()  # every step is the wrapped optimizer's afterwards
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 120, 0.1)
     draw = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)  # dropout differs by rank, as it does in real jobs
@@ -94,7 +97,15 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
         if step % (steps // 5) == steps // 5 - 1:
             digests.append(digest(ddp))
             factors.append(optimizer.telemetry().get("scale", 1.0))
-    return {"scenario": name, "rank": rank, "digests": digests, "factors": factors, "versions": versions}
+    noise_scale = optimizer.telemetry().get("gradient_noise_scale")
+    return {
+        "scenario": name,
+        "rank": rank,
+        "digests": digests,
+        "factors": factors,
+        "versions": versions,
+        "noise_scale": noise_scale,
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Gradient scaling as the papers write it, one tensor and one number at a time: the oracle of the fast version."""
+"""Gradient scaling as the papers write it, one tensor and one number at a time: the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tula_agent.scaling.policy import EPS
+from tula_agent.scaling.noise_math import EPS
 from tula_agent.scaling.thresholds import Granularity
-
-__all__ = ["ags_factor", "ags_step", "gain_of_parts", "variability"]
 
 
 def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tensor]) -> float:
@@ -28,13 +26,8 @@ def ags_factor(
     or NaN, which a clamp lets through, so the magnitude is taken first. Lemma 1 wants s >= s_min > 0. Where both are
     zero this gives s_min, the fast version 1.
     """
-    if granularity == "element":
-        ratio = small.abs() / (large.abs() + EPS)
-    elif granularity == "tensor" or small.ndim < 2:
-        ratio = small.norm() / (large.norm() + EPS)
-    else:
-        shape = (-1,) + (1,) * (small.ndim - 1)
-        ratio = small.flatten(1).norm(dim=1).view(shape) / (large.flatten(1).norm(dim=1).view(shape) + EPS)
+    by_element = granularity == "element"
+    ratio = small.abs() / (large.abs() + EPS) if by_element else small.norm() / (large.norm() + EPS)
     return ratio.clamp(min=s_min, max=s_max)
 
 
@@ -56,7 +49,7 @@ def ags_step(
 def gain_of_parts(parts: Sequence[torch.Tensor], *, batch_ratio: float) -> float:
     """AdaScale's gain of one step, from the flat gradients of n equal parts of a batch, capped at B/b.
 
-    Sigma is the sample covariance of the parts; |G|^2 is what of |mean|^2 is not noise.
+    Sigma is the sample covariance of the parts; |G|^2 is |mean|^2 less the noise in it.
     """
     count = len(parts)
     mean = torch.stack([part.double() for part in parts]).mean(dim=0)

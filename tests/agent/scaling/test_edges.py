@@ -1,4 +1,4 @@
-"""What real jobs do to an optimizer: other precisions, odd parameters, groups that come and go, changes of policy."""
+"""TulaOptimizer under conditions of real jobs: other precisions, odd parameters, changing groups and policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer
-from tula_agent.scaling.agreement import AGREE_EVERY, Agreement
-from tula_agent.scaling.factors import norm_squared
-from tula_agent.scaling.measurement import decode, encode_tap
+from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer, gradient_tap
+from tula_agent.scaling.context import ScalingContext
+from tula_agent.scaling.gradient_tap import GradientTap
+from tula_agent.scaling.noise_math import norm_squared
 from tula_agent.scaling.probe import probe_gradients
 from tula_agent.scaling.ranks import Ranks, owners
-from tula_agent.scaling.taps import GradientTap
+from tula_agent.scaling.step_statistics import decode, encode_tap
+from tula_agent.scaling.thresholds import AGREE_EVERY, SyncedThresholds
 
 
 def network() -> nn.Sequential:
@@ -45,7 +46,7 @@ def train(optimizer: TulaOptimizer, model: nn.Module, data, steps: int, parts: i
 
 
 def switch(optimizer: TulaOptimizer, model: nn.Module, data, thresholds: ScalingThresholds) -> None:
-    """Train until `thresholds` are in force."""
+    """Train until `thresholds` take effect."""
     optimizer.apply_thresholds(thresholds)
     for _ in range(AGREE_EVERY + 1):
         if optimizer.thresholds == thresholds:
@@ -54,9 +55,7 @@ def switch(optimizer: TulaOptimizer, model: nn.Module, data, thresholds: Scaling
     assert optimizer.thresholds == thresholds
 
 
-@pytest.mark.parametrize(
-    "options", [{}, *({"policy": "ags", "granularity": g} for g in ("tensor", "channel", "element"))]
-)
+@pytest.mark.parametrize("options", [{}, *({"policy": "ags", "granularity": g} for g in ("tensor", "element"))])
 def test_double_precision_trains(options):
     model = network().double()
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), delta=1e9, **options)
@@ -73,7 +72,7 @@ def test_norms_of_half_precision_gradients_are_not_rounded_and_do_not_overflow(d
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_a_step_measured_by_ranks_that_share_the_reading_is_what_one_measures_that_reads_all(ranks):
+def test_ranks_that_share_the_reading_of_gradients_measure_what_one_rank_measures(ranks):
     """Their vectors are summed; with seven, some have no tensor of their own to read."""
     model = network()
     model[2].double()
@@ -88,12 +87,12 @@ def test_a_step_measured_by_ranks_that_share_the_reading_is_what_one_measures_th
         size = len(portions)
         vectors = [encode_tap(tap, gradients, mine, size, torch.device("cpu"), 32.0) for mine in portions]
         found.append(decode(torch.stack(vectors).sum(0).tolist()))
-    alone, shared = found
+    single, shared = found
     exact = sum(float(g.double().square().sum()) for g in gradients)
-    assert alone.gradient_norm**2 == pytest.approx(exact, rel=1e-6)
-    assert shared.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-12)
-    assert shared.small_norm_sq == pytest.approx(alone.small_norm_sq, rel=1e-12)
-    assert (shared.samples, shared.examples) == (alone.samples * ranks, alone.examples * ranks)
+    assert single.gradient_norm**2 == pytest.approx(exact, rel=1e-6)
+    assert shared.gradient_norm == pytest.approx(single.gradient_norm, rel=1e-12)
+    assert shared.small_norm_sq == pytest.approx(single.small_norm_sq, rel=1e-12)
+    assert (shared.samples, shared.examples) == (single.samples * ranks, single.examples * ranks)
 
 
 def test_a_learning_rate_tensor_that_groups_share_is_scaled_once():
@@ -112,7 +111,7 @@ def test_a_learning_rate_tensor_that_groups_share_is_scaled_once():
     assert float(shared) == pytest.approx(0.05)
 
 
-def test_an_empty_parameter_is_no_obstacle():
+def test_an_empty_parameter_does_not_prevent_scaling():
     model = network()
     model.empty = nn.Parameter(torch.zeros(0, 3))
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
@@ -121,10 +120,10 @@ def test_an_empty_parameter_is_no_obstacle():
 
 
 @pytest.mark.parametrize("policy", ["gain", "ags"])
-def test_parameters_that_come_go_and_move_behind_the_wrappers_back_are_followed(policy):
+def test_parameters_added_removed_or_moved_in_the_wrapped_optimizer_are_measured(policy):
     model = network()
     inner = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
-    optimizer = TulaOptimizer(inner, policy=policy, refresh_steps=1, delta=1e9)
+    optimizer = TulaOptimizer(inner, policy=policy, steps_per_epoch=1, delta=1e9)
     data = batches()
     train(optimizer, model, data, 3)
     inner.add_param_group({"params": list(model[2].parameters())})
@@ -139,30 +138,30 @@ def test_parameters_that_come_go_and_move_behind_the_wrappers_back_are_followed(
     assert optimizer.telemetry()["scale"] not in (1.0, known)
 
 
-@pytest.mark.parametrize("shown", ["whole", "parts", "twice"])
-def test_a_batch_that_is_only_observed_is_counted_for_telemetry_and_checkpoints(shown):
-    """As the agent shows each micro-step's batch, or a script the step's; a step that a GradScaler skips counts not."""
+@pytest.mark.parametrize("observed", ["whole", "parts", "twice"])
+def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_checkpoints(observed):
+    """The agent observes each micro-step's batch, a script the step's; steps that a GradScaler skips do not count."""
     noise = {}
-    for told in (True, False):
+    for given in (True, False):
         model = network()
-        size = {"global_batch_size": 32} if told else {}
+        size = {"global_batch_size": 32} if given else {}
         optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), small_batch_size=8, **size)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
         for step, (inputs, labels) in enumerate(itertools.islice(batches(), 7)):
-            if shown == "whole":
+            if observed == "whole":
                 optimizer.observe_batch((inputs, labels))
             optimizer.zero_grad()
             for part in zip(inputs.chunk(4), labels.chunk(4), strict=True):
-                for _ in range({"whole": 0, "parts": 1, "twice": 2}[shown]):
+                for _ in range({"whole": 0, "parts": 1, "twice": 2}[observed]):
                     optimizer.observe_batch(part)
                 loss = loss_of(model, part) / 4
-                scaler.scale(loss * float("inf") if step == 4 and shown != "whole" else loss).backward()
+                scaler.scale(loss * float("inf") if step == 4 and observed != "whole" else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        noise[told] = optimizer.telemetry()["gradient_noise_scale"]
+        noise[given] = optimizer.telemetry()["gradient_noise_scale"]
         resumed = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), small_batch_size=8)
         resumed.load_state_dict(optimizer.state_dict())
-        assert resumed.telemetry()["gradient_noise_scale"] == noise[told]
+        assert resumed.telemetry()["gradient_noise_scale"] == noise[given]
     assert noise[False] == noise[True] > 1.0
 
 
@@ -177,7 +176,7 @@ class TwoRanks(Ranks):
         return tensor.mul_(2.0)
 
 
-def test_a_probe_divides_every_gradient_once_even_where_autograd_hands_out_one_for_two():
+def test_a_probe_divides_every_gradient_once_even_where_autograd_returns_one_for_two_parameters():
     model = nn.Module()
     model.a, model.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     model.c = nn.Parameter(torch.ones(3))
@@ -191,26 +190,33 @@ def test_a_probe_divides_every_gradient_once_even_where_autograd_hands_out_one_f
         torch.testing.assert_close(gradient, expected)
 
 
-def test_one_rank_asks_no_device_about_a_probe_or_about_thresholds():
-    """A device that can tell nothing stands for one that the host would have to wait for."""
+def test_one_rank_neither_probes_nor_switches_thresholds_by_reading_from_the_device():
+    """The meta device, from which nothing can be read, stands for one that the host would have to wait for."""
     device = torch.device("meta")
     model = nn.Linear(6, 4, device=device)
-    site = TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05), model=model, loss=lambda net, batch: net(batch).sum()
-    )._site
-    site.observe(torch.randn(16, 6, device=device))
-    found = site.probe()
+    context = ScalingContext(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        Ranks(),
+        GradientTap(),
+        ScalingThresholds(),
+        global_batch_size=None,
+        source="auto",
+        model=model,
+        loss=lambda net, batch: net(batch).sum(),
+    )
+    context.observe(torch.randn(16, 6, device=device))
+    found = context.probe()
     assert found is not None
     assert found[1] == 16 / 2
-    agreement = Agreement(Ranks())
+    synced = SyncedThresholds(Ranks())
     thresholds = ScalingThresholds(version=2, policy="none")
-    assert agreement.settle(thresholds, device) == thresholds
-    agreement.propose(thresholds)
-    assert agreement.poll(0, device) is None
-    assert agreement.poll(1, device) == thresholds
+    assert synced.broadcast(thresholds, device) == thresholds
+    synced.propose(thresholds)
+    assert synced.poll(0, device) is None
+    assert synced.poll(1, device) == thresholds
 
 
-def test_a_short_last_batch_is_not_taken_for_the_size_of_all():
+def test_a_smaller_batch_changes_the_batch_size_only_the_second_time():
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     for size, known in ((32, None), (8, 32), (32, 32), (32, 32), (16, 32), (16, 32), (16, 16)):
@@ -218,7 +224,7 @@ def test_a_short_last_batch_is_not_taken_for_the_size_of_all():
         assert optimizer.state_dict()["tula"]["gain"]["batch_size"] == known
 
 
-def test_a_probe_takes_part_of_any_mapping():
+def test_a_probe_cuts_the_batch_out_of_any_mapping():
     model = network()
     optimizer = TulaOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05),
@@ -235,8 +241,8 @@ def test_a_probe_takes_part_of_any_mapping():
     assert optimizer.telemetry()["scale"] > 1.0
 
 
-def test_a_policy_that_comes_back_begins_anew():
-    """Gradients a hundred times longer than in its first time are usual by then, and are not cut as spikes."""
+def test_a_policy_that_is_chosen_again_starts_from_nothing():
+    """Gradients a hundred times longer than in its first period are usual by then, and are not clipped as spikes."""
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     data = batches()
@@ -261,7 +267,7 @@ def test_a_policy_that_comes_back_begins_anew():
     assert scales[-1] > 1.0
 
 
-def test_weights_that_go_back_under_another_policy_bring_none_of_its_memory():
+def test_a_roll_back_under_another_policy_restores_no_averages_of_the_old_one():
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     data = batches()
@@ -274,10 +280,10 @@ def test_weights_that_go_back_under_another_policy_bring_none_of_its_memory():
     assert optimizer.telemetry()["scale"] == 1.0
 
 
-def test_new_bounds_hold_from_the_step_on_at_which_they_take_force():
+def test_new_bounds_hold_from_the_step_at_which_they_take_effect():
     model = network()
     optimizer = TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", refresh_steps=1000, delta=1e9, s_max=1.9
+        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", steps_per_epoch=1000, delta=1e9, s_max=1.9
     )
     data = batches()
     train(optimizer, model, data, 3)
@@ -291,7 +297,7 @@ def test_new_bounds_hold_from_the_step_on_at_which_they_take_force():
     assert scales[-1] > 1.0
 
 
-def test_a_policy_that_becomes_due_waits_for_a_tapped_step_instead_of_probing():
+def test_a_refresh_that_becomes_due_waits_for_a_tapped_step_instead_of_probing():
     probed = []
 
     def counted(module: nn.Module, batch) -> torch.Tensor:
@@ -308,18 +314,18 @@ def test_a_policy_that_becomes_due_waits_for_a_tapped_step_instead_of_probing():
     assert not probed
 
 
-def test_with_a_probe_alone_no_backward_is_tapped():
+def test_with_source_probe_no_backward_is_tapped(monkeypatch):
+    monkeypatch.setattr(gradient_tap, "squares", lambda *_: pytest.fail("a backward was tapped"))
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = TulaOptimizer(inner, policy="ags", source="probe", model=model, loss=loss_of, small_batch_size=8)
     train(optimizer, model, batches(), 3, parts=1)
     assert optimizer.telemetry()["scale"] != 1.0
-    assert not any(p._backward_hooks for p in model.parameters())
 
 
-def test_shards_and_rates_that_are_not_there_are_refused_in_one_sentence():
+def test_sharded_parameters_and_a_missing_learning_rate_are_refused():
     marked = nn.Parameter(torch.ones(2))
-    marked._fsdp_flattened = True  # all that FSDP with use_orig_params leaves to see
+    marked._fsdp_flattened = True  # the only mark that FSDP with use_orig_params leaves
     with pytest.raises(ValueError, match="sharded"):
         TulaOptimizer(torch.optim.SGD([marked], lr=0.1))
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -328,7 +334,7 @@ def test_shards_and_rates_that_are_not_there_are_refused_in_one_sentence():
         TulaOptimizer(inner)
 
 
-def test_what_is_said_of_a_static_scale_is_what_is_done():
+def test_telemetry_reports_the_static_scale_within_its_bounds():
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = TulaOptimizer(inner, policy="static", static_scale=5.0, s_max=2.0, delta=1e9)
@@ -336,28 +342,28 @@ def test_what_is_said_of_a_static_scale_is_what_is_done():
     assert optimizer.telemetry()["scale"] == 2.0
 
 
-def test_variability_compares_a_step_with_the_one_before_it_and_what_is_not_known_is_not_said():
-    told = {}
+def test_variability_compares_consecutive_steps_and_unknown_values_are_not_reported():
+    reported = {}
     for every in (1, 2):
         model = network()
-        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), measure_every=every)
+        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule=GainRule(measure_every=every))
         train(optimizer, model, batches(), 6)
-        told[every] = optimizer.telemetry()
+        reported[every] = optimizer.telemetry()
     norms = []
     for batch in itertools.islice(batches(), 5):
         gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
         norms.append(float(norm_squared(gradients)))
-    assert told[1]["gradient_variability"] == pytest.approx(abs(norms[4] - norms[3]) / norms[3], rel=1e-4)
-    assert "gradient_variability" not in told[2]
-    assert told[2]["grad_norm"] == pytest.approx(norms[4] ** 0.5, rel=1e-5)
-    alone = TulaOptimizer(torch.optim.SGD(network().parameters(), lr=0.0))
-    assert not {"grad_norm", "gradient_variability", "gradient_noise_scale"} & alone.telemetry().keys()
+    assert reported[1]["gradient_variability"] == pytest.approx(abs(norms[4] - norms[3]) / norms[3], rel=1e-4)
+    assert "gradient_variability" not in reported[2]
+    assert reported[2]["grad_norm"] == pytest.approx(norms[4] ** 0.5, rel=1e-5)
+    unused = TulaOptimizer(torch.optim.SGD(network().parameters(), lr=0.0))
+    assert not {"grad_norm", "gradient_variability", "gradient_noise_scale"} & unused.telemetry().keys()
 
 
-def test_a_closed_wrapper_hooks_no_new_parameters():
+def test_a_closed_wrapper_sets_no_hooks_on_new_parameters(monkeypatch):
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.01))
     optimizer.close()
+    monkeypatch.setattr(gradient_tap.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     train(optimizer, model, batches(), 2)
-    assert not any(p._backward_hooks for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The fast factors equal the readable ones, stay within their bounds and survive degenerate gradients."""
+"""Factors equal the reference, stay within their bounds and are finite for degenerate gradients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from tests.agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
 from tula_agent.scaling import ScalingThresholds
-from tula_agent.scaling.ags import Gate
-from tula_agent.scaling.factors import apply_to_gradients, apply_to_updates, factor_from_squares, norm_squared, squares
-from tula_agent.scaling.policy import gradient_variability, noise_gain, noise_moments, paper_s_max
+from tula_agent.scaling.ags import SensitivityGate, apply_to_gradients, apply_to_updates, factor_from_squares
+from tula_agent.scaling.noise_math import (
+    gradient_variability,
+    noise_gain,
+    noise_moments,
+    norm_squared,
+    paper_s_max,
+    squares,
+)
 from tula_agent.scaling.ranks import owners, to_host
 
-GRANULARITIES = ("tensor", "channel", "element")
+GRANULARITIES = ("tensor", "element")
 POSITIVE = st.floats(1e-6, 1e6)
 
 
@@ -28,7 +34,7 @@ def pair(shape, seed=0):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("shape", [(5,), (6, 4), (8, 3, 3, 3), ()])
-def test_fast_factors_equal_the_reference(granularity, shape):
+def test_factors_equal_the_reference(granularity, shape):
     small, large = pair(shape)
     fast = factor_from_squares(squares(small, granularity), squares(large, granularity), s_min=1e-3, s_max=2.0)
     slow = ags_factor(small, large, granularity=granularity, s_min=1e-3, s_max=2.0)
@@ -40,7 +46,7 @@ def test_fast_factors_equal_the_reference(granularity, shape):
     large=st.lists(st.floats(width=32), min_size=1, max_size=6),
     granularity=st.sampled_from(GRANULARITIES),
 )
-def test_no_gradient_whatever_makes_a_factor_leave_its_bounds(small, large, granularity):
+def test_a_factor_is_finite_and_within_its_bounds_for_any_gradient(small, large, granularity):
     size = min(len(small), len(large))
     parts = torch.tensor(small[:size]), torch.tensor(large[:size])
     factor = factor_from_squares(squares(parts[0], granularity), squares(parts[1], granularity), s_min=0.01, s_max=4.0)
@@ -101,7 +107,7 @@ def test_variability_is_equation_5():
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 1.4, 2.0, 25.0, math.inf, math.nan]), min_size=2, max_size=6), POSITIVE)
 def test_the_gate_on_the_device_closes_where_equation_5_reaches_delta(norms, delta):
-    gate, before = Gate(), None
+    gate, before = SensitivityGate(), None
     for norm in norms:
         is_open = bool(gate(torch.tensor(norm, dtype=torch.float64), delta))
         if before is None or not math.isfinite(norm):
@@ -114,7 +120,7 @@ def test_the_gate_on_the_device_closes_where_equation_5_reaches_delta(norms, del
 
 
 @given(st.lists(st.integers(0, 10**7), max_size=40).map(tuple), st.integers(1, 9))
-def test_ranks_share_the_reading_of_tensors_so_that_none_reads_much_more_than_another(sizes, ranks):
+def test_ranks_read_about_as_many_elements_each(sizes, ranks):
     found = owners(sizes, ranks)
     assert len(found) == len(sizes)
     loads = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(ranks)]
@@ -129,7 +135,7 @@ def test_the_gain_lies_between_one_and_the_batch_ratio(signal, noise, ratio):
 
 
 @given(signal=POSITIVE, noise=POSITIVE, more=st.floats(1.0, 100.0), ratio=st.floats(1.0, 1e3))
-def test_more_noise_means_more_gain_and_algorithm_1_takes_its_root(signal, noise, more, ratio):
+def test_the_gain_grows_with_noise_and_algorithm_1_takes_its_root(signal, noise, more, ratio):
     gain = noise_gain(signal, noise, ratio)
     assert noise_gain(signal, noise * more, ratio) >= gain * (1 - 1e-9)
     small_over_large = (signal + noise * ratio) / (signal + noise)  # E|g_small|^2 / E|g_large|^2
@@ -160,7 +166,7 @@ def test_noise_moments_and_gain_equal_the_reference_on_parts():
         restore_step=st.none() | st.integers(0, 2**40),
     )
 )
-def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
+def test_thresholds_are_the_same_after_a_round_trip_through_a_vector(thresholds):
     assert ScalingThresholds.from_vector(thresholds.to_vector()) == thresholds
 
 
@@ -169,6 +175,7 @@ def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
     [
         ("policy", "magic"),
         ("granularity", "layer"),
+        ("granularity", "channel"),
         ("delta", 0.0),
         ("delta", math.nan),
         ("s_max", 1e-6),
@@ -178,13 +185,13 @@ def test_thresholds_survive_the_road_between_ranks_exactly(thresholds):
         ("restore_step", -1),
     ],
 )
-def test_senseless_thresholds_are_refused_by_name(field, value):
+def test_invalid_thresholds_are_refused_with_the_name_of_the_field(field, value):
     with pytest.raises(ValueError, match=field):
         ScalingThresholds(**{field: value})
 
 
-def test_the_way_to_the_host_is_waited_for_on_the_device_that_the_numbers_are_on(monkeypatch):
-    """A script that sets no current device: another device's stream would say at once that all has arrived."""
+def test_to_host_records_its_event_on_the_device_of_the_vector(monkeypatch):
+    """In a script that sets no current device; the event of another device would be complete at once."""
 
     class OnSecond:
         device, shape, dtype = torch.device("cuda", 1), (2,), torch.float64

@@ -1,4 +1,4 @@
-"""The wrapper in one process: right numbers, nothing broken around it, and checkpoints that continue bit for bit."""
+"""TulaOptimizer in one process: factors equal the formulas, and checkpoints continue bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.agent.scaling.reference import gain_of_parts
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer
+from tula_agent.scaling.gradient_tap import GradientTap
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -60,7 +61,7 @@ def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_none_is_the_wrapped_optimizer_bit_for_bit():
+def test_policy_none_equals_the_wrapped_optimizer_bit_for_bit():
     plain, wrapped = network(), network()
     bare, tula = sgd(plain), TulaOptimizer(sgd(wrapped), policy="none")
     for batch in batches(5):
@@ -71,14 +72,14 @@ def test_none_is_the_wrapped_optimizer_bit_for_bit():
     assert torch.equal(weights(plain), weights(wrapped))
 
 
-def test_the_gain_of_one_step_is_adascales_and_scales_the_next_steps_learning_rate():
+def test_the_gain_of_a_step_is_adascales_and_scales_the_learning_rate_of_the_next():
     model = network()
     inner = sgd(model)
-    optimizer = TulaOptimizer(inner, noise_weight=1.0, growth=None)
+    optimizer = TulaOptimizer(inner, rule=GainRule(noise_weight=1.0, growth=None))
     rates = []
     inner.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
     first, second = batches(2)
-    # Leaf hooks are quiet during autograd.grad's own pass only if the tap counts it, so parts come from a twin.
+    # On a copy of the model, whose leaves have no hooks.
     parts = accumulate(copy.deepcopy(model), first, 4)
     train(optimizer, model, [first, second])
     assert rates[0] == 0.05
@@ -89,12 +90,12 @@ def test_the_gain_of_one_step_is_adascales_and_scales_the_next_steps_learning_ra
 @pytest.mark.parametrize(
     ("factor", "clip"), [(65536.0, None), (1.0, 0.01), (65536.0, 0.01), (4.0, None)], ids=["amp", "clip", "both", "sum"]
 )
-def test_loss_scale_clipping_and_summed_accumulation_do_not_move_the_gain(factor, clip):
+def test_loss_scale_clipping_and_summed_accumulation_do_not_change_the_gain(factor, clip):
     """Measured against the same run without them: one least-squares factor absorbs all three."""
     gains = []
     for scale, limit in ((1.0, None), (factor, clip)):
         model = network()
-        optimizer = TulaOptimizer(sgd(model, lr=0.0, weight_decay=0.0), noise_weight=1.0, growth=None)
+        optimizer = TulaOptimizer(sgd(model, lr=0.0, weight_decay=0.0), rule=GainRule(noise_weight=1.0, growth=None))
         for batch in batches(6):
             optimizer.zero_grad()
             for inputs, labels in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
@@ -109,9 +110,9 @@ def test_loss_scale_clipping_and_summed_accumulation_do_not_move_the_gain(factor
     assert gains[1] == pytest.approx(gains[0], rel=1e-3)
 
 
-def test_growth_lets_the_gain_rise_step_by_step_and_fall_at_once():
+def test_the_growth_limit_bounds_how_fast_the_gain_rises():
     model = network()
-    optimizer = TulaOptimizer(sgd(model), growth=1.25)
+    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=1.25))
     seen = [1.0]
     for batch in batches(30):
         train(optimizer, model, [batch])
@@ -132,7 +133,7 @@ def test_a_sensitive_step_is_not_scaled():
     assert tula.telemetry()["scaled_share"] == 0.0
 
 
-def test_adam_has_its_update_scaled_because_it_divides_a_scaled_gradient_away():
+def test_the_update_of_adam_is_scaled_since_it_divides_a_scaled_gradient_away():
     start, moved = network(), {}
     for scale in (1.0, 2.0):
         model = copy.deepcopy(start)
@@ -161,7 +162,7 @@ def test_a_checkpoint_continues_bit_for_bit(policy, kind, tmp_path):
         train(optimizer, model, [batch])
         schedule.step()
     optimizer.apply_thresholds(ScalingThresholds(version=5, policy=policy, static_scale=1.2, s_max=1.9))
-    for batch in data[11:17]:  # step 16 puts the proposal on its way: it must survive the checkpoint
+    for batch in data[11:17]:  # step 16 sends the proposal: the checkpoint must hold it
         train(optimizer, model, [batch])
         schedule.step()
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
@@ -192,7 +193,7 @@ def test_a_checkpoint_from_before_wrapping_is_accepted():
     train(optimizer, model, batches(2))
 
 
-def test_a_checkpoint_from_before_spikes_were_cut_is_accepted_and_scales_again():
+def test_a_checkpoint_of_a_version_without_spike_clipping_loads_and_scaling_restarts():
     model = network()
     optimizer = TulaOptimizer(sgd(model), global_batch_size=32, small_batch_size=8, delta=0.3)
     train(optimizer, model, batches(10))
@@ -209,7 +210,7 @@ def test_a_checkpoint_from_before_spikes_were_cut_is_accepted_and_scales_again()
     assert resumed.telemetry()["scale"] > 1.0
 
 
-def test_a_job_that_goes_on_with_another_batch_keeps_its_noise_scale():
+def test_a_job_resumed_with_another_batch_keeps_its_noise_scale():
     model = network()
     optimizer = TulaOptimizer(sgd(model), global_batch_size=32)
     train(optimizer, model, batches(10))
@@ -227,7 +228,7 @@ def test_parameters_unfrozen_after_wrapping_are_measured():
     assert optimizer.telemetry()["scale"] > 1.0
 
 
-def test_missing_zero_sparse_and_frozen_gradients_and_late_groups_train_on():
+def test_missing_zero_sparse_and_frozen_gradients_and_added_groups_train():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +247,7 @@ def test_missing_zero_sparse_and_frozen_gradients_and_late_groups_train_on():
         model = Odd()
         late = list(model.late.parameters())
         early = [p for p in model.parameters() if all(p is not other for other in late)]
-        optimizer = TulaOptimizer(torch.optim.SGD(early, lr=0.1), policy=policy, static_scale=2.0, refresh_steps=2)
+        optimizer = TulaOptimizer(torch.optim.SGD(early, lr=0.1), policy=policy, static_scale=2.0, steps_per_epoch=2)
         before = copy.deepcopy(model.state_dict())
         for step in range(6):
             if step == 3:
@@ -264,9 +265,9 @@ def test_missing_zero_sparse_and_frozen_gradients_and_late_groups_train_on():
             assert not torch.equal(after[name], before[name])
 
 
-def test_a_grad_scaler_skips_an_infinite_step_and_the_gain_never_sees_it():
+def test_a_step_that_grad_scaler_skips_does_not_enter_the_gain():
     model = network()
-    optimizer = TulaOptimizer(sgd(model), growth=None)
+    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=None))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     for step, batch in enumerate(batches(12)):
         optimizer.zero_grad()
@@ -283,7 +284,7 @@ def test_a_grad_scaler_skips_an_infinite_step_and_the_gain_never_sees_it():
     assert bool(torch.isfinite(weights(model)).all())
 
 
-def test_the_learning_rate_is_put_back_when_the_wrapped_step_raises():
+def test_the_learning_rate_is_restored_when_the_wrapped_step_raises():
     model = network()
     inner = sgd(model)
     optimizer = TulaOptimizer(inner)
@@ -298,7 +299,7 @@ def test_the_learning_rate_is_put_back_when_the_wrapped_step_raises():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_a_tensor_learning_rate_is_scaled_and_put_back_in_place():
+def test_a_tensor_learning_rate_is_scaled_and_restored_in_place():
     model = network()
     rate = torch.tensor(0.05)
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=rate, foreach=False))
@@ -315,7 +316,7 @@ def test_without_any_small_batch_the_factor_stays_one():
     assert optimizer.telemetry()["scale"] == 1.0
 
 
-def test_what_cannot_be_wrapped_is_refused_in_one_sentence():
+def test_an_object_that_cannot_be_wrapped_is_refused_with_a_reason():
     model = network()
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
         TulaOptimizer(model)
@@ -325,10 +326,21 @@ def test_what_cannot_be_wrapped_is_refused_in_one_sentence():
         TulaOptimizer(sgd(model), delta=-1.0)
 
 
-def test_close_takes_every_hook_off():
+def test_a_closed_tap_has_removed_its_hooks():
     model = network()
-    optimizer = TulaOptimizer(sgd(model))
-    train(optimizer, model, batches(1))
+    tap = GradientTap()
+    tap.watch(list(model.parameters()))
+    tap.close()
+    tap.arm("tensor")
+    loss_of(model, next(batches(1))).backward()
+    assert tap.parts == 0
+
+
+def test_a_closed_optimizer_takes_the_steps_of_the_wrapped_one():
+    closed, plain = network(), network()
+    optimizer = TulaOptimizer(sgd(closed))
     optimizer.close()
-    train(optimizer, model, batches(2))
-    assert not any(p._backward_hooks for p in model.parameters())
+    train(optimizer, closed, batches(4))
+    bare = TulaOptimizer(sgd(plain), policy="none")
+    train(bare, plain, batches(4))
+    assert torch.equal(weights(closed), weights(plain))

@@ -1,4 +1,4 @@
-"""With 2 and 4 real processes over gloo, up to 200 steps: whatever the policy and source, replicas stay identical."""
+"""With 2 and 4 real processes over gloo, up to 200 steps: replicas stay identical under every policy and source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JOB = Path(__file__).with_name("ranks_job.py")
 
 
 def by_scenario(of_ranks: list[list[dict]]) -> dict[str, list[dict]]:
-    """By scenario, one record per rank."""
+    """One record per rank, by scenario."""
     return {records[0]["scenario"]: list(records) for records in zip(*of_ranks, strict=True)}
 
 
@@ -28,7 +28,7 @@ def four_ranks(said_by: Callable[..., list[Any]]) -> dict[str, list[dict]]:
 
 def assert_identical(records: list[dict]) -> None:
     first = records[0]
-    assert len(set(first["digests"])) == len(first["digests"])  # the weights did move
+    assert len(set(first["digests"])) == len(first["digests"])  # the weights moved
     for other in records[1:]:
         assert other["digests"] == first["digests"]
         assert other["factors"] == first["factors"]
@@ -36,7 +36,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 15
+    assert len(two_ranks) == 16
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)
@@ -49,17 +49,26 @@ def test_weights_and_factors_are_bit_identical_on_four_ranks(four_ranks):
         assert_identical(records)
 
 
-def test_every_policy_did_scale_something(two_ranks):
+def test_every_policy_but_none_scales_steps(two_ranks):
     for name, records in two_ranks.items():
-        assert any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"]), name
+        scaled = any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"])
+        assert scaled == (name not in ("none", "unwrapped")), name
+
+
+def test_policy_none_measures_the_noise_scale_and_changes_no_bit_of_the_weights(two_ranks):
+    measured, unwrapped = two_ranks["none"], two_ranks["unwrapped"]
+    assert measured[0]["digests"] == unwrapped[0]["digests"]
+    assert measured[0]["noise_scale"] == measured[1]["noise_scale"] > 1.0
+    assert unwrapped[0]["noise_scale"] is None
 
 
 def test_policies_and_granularities_lead_to_different_weights(two_ranks):
-    sgd = [r[0]["digests"][-1] for name, r in two_ranks.items() if not name.endswith(("adamw", "accumulate"))]
+    excluded = ("adamw", "accumulate", "unwrapped")
+    sgd = [records[0]["digests"][-1] for name, records in two_ranks.items() if not name.endswith(excluded)]
     assert len(set(sgd)) == len(sgd)
 
 
-def test_new_thresholds_given_to_the_first_rank_alone_take_force_on_all_at_one_step(two_ranks, four_ranks):
+def test_thresholds_applied_on_the_first_rank_take_effect_on_all_ranks_at_one_step(two_ranks, four_ranks):
     for records in (two_ranks["gain-thresholds"], four_ranks["gain-thresholds"]):
         changes = {record["versions"].index(7) for record in records}
         assert len(changes) == 1

@@ -23,8 +23,10 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-    asked = tula_agent.ScalingThresholds(restore_step=3)
-    optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), thresholds=asked)
+    optimizer = tula_agent.TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.apply_thresholds(tula_agent.ScalingThresholds(version=1, restore_step=3))
+    for _ in range(2):
+        optimizer.step()  # without gradients; the second step switches all ranks
     run = tula_agent.init()
     torch.manual_seed(rank)
     for x in run.steps([torch.randn(8, 4) for _ in range(4)]):

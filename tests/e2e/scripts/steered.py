@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tula_agent
+from tula_agent.scaling import thresholds
 
 LAST_STEP = 4000
 
@@ -31,13 +32,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
-    optimizer = tula_agent.TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, small_batch_size=4, static_scale=1.25
-    )
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = tula_agent.TulaOptimizer(inner, policy=None if policy == "open" else policy, small_batch_size=4)
+    thresholds.POLL_EVERY_S = 0.05  # ten seconds would be the longest part of this test
     run = tula_agent.init()
     run.watch(model, optimizer)
-    if run.recorder is not None and run.recorder._poller is not None:
-        run.recorder._poller._every = 0.05  # ten seconds would be the longest part of this test
     draw = torch.Generator().manual_seed(10 + dist.get_rank())
     inputs = torch.randn(LAST_STEP * 8, 16, generator=draw)
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))

@@ -1,7 +1,8 @@
-"""Where small-batch gradients come from for free: each leaf gradient as backward hands it over, before any reduction.
+"""Small-batch gradients at little cost: each leaf gradient as backward produces it, before any reduction.
 
 A tensor hook on a leaf runs before the gradient is accumulated, hence before DDP averages and before AMP unscales it.
-So every micro-step of every rank is a small-batch gradient, with no second backward and without the one comm-hook slot.
+So every micro-step of every rank is a small-batch gradient. This needs no second backward and leaves DDP's one
+communication hook free.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tula_agent.scaling.factors import squares
+from tula_agent.scaling.noise_math import squares
 from tula_agent.scaling.thresholds import Granularity
 
-__all__ = ["CALIBRATORS", "GradientTap", "TapReading"]
-
-CALIBRATORS = 8  # tensors whose projections tell every global factor between backward and step
+CALIBRATORS = 8  # tensors whose projections give the factor between backward and step
 _PROJECTED_ELEMENTS = 4096
 
 
 @dataclass
 class TapReading:
-    """What this rank saw since the last step, in the units of backward (loss scale and all).
+    """Sums on this rank since the last step, in the units of backward (loss scale included).
 
     `squares`: per parameter the sum over micro-steps of its squares, None where it had no dense gradient.
     `parts`: micro-steps seen. `projections`: per calibrator the sum over micro-steps of <gradient, fixed signs>.
@@ -49,7 +48,7 @@ class _Calibrator:
 
 @dataclass
 class GradientTap:
-    """Hooks on the leaves of `parameters`; costs nothing but a Python call while it is not armed."""
+    """Hooks on the leaves of `parameters`; while it is not armed, each costs one Python call."""
 
     granularity: Granularity = "tensor"
     armed: bool = False
@@ -60,7 +59,7 @@ class GradientTap:
     _calibrators: dict[int, _Calibrator] = field(default_factory=dict)
 
     def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """True when what was seen is in the order of `parameters`: none came, went or moved since `watch`."""
+        """True when the sums are in the order of `parameters`: none was added, removed or moved since `watch`."""
         known = self._parameters
         return len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True))
 
@@ -68,7 +67,7 @@ class GradientTap:
         """Hook every parameter that needs a gradient and is not hooked yet; indices follow `parameters`."""
         known = self._parameters
         if len(known) > len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=False)):
-            self.close()  # a hook knows its parameter by its place
+            self.close()  # a hook knows its parameter by its index
             self._parameters, self._squares, self._counts, self._handles = [], [], [], []
         self._parameters = list(parameters)
         missing = len(self._parameters) - len(self._squares)
@@ -89,7 +88,7 @@ class GradientTap:
         self.granularity, self.armed = granularity, True
 
     def clear(self) -> None:
-        """Forget what was seen; called when gradients are zeroed, so a skipped step leaves nothing behind."""
+        """Drop all sums; called when gradients are zeroed, so that a skipped step leaves nothing in them."""
         if not any(self._counts):
             return
         self._squares = [None] * len(self._squares)
@@ -98,7 +97,7 @@ class GradientTap:
             calibrator.total = None
 
     def read(self) -> TapReading:
-        """What was seen since the last `clear`."""
+        """The sums since the last `clear`."""
         projections = [self._calibrators[index].total for index in sorted(self._calibrators)]
         return TapReading(list(self._squares), self.parts, projections)
 
@@ -140,12 +139,12 @@ class GradientTap:
         return observe
 
     def _choose_calibrators(self) -> None:
-        """The smallest tensors, under fixed random signs: a plain sum would vanish for a bias before a softmax."""
+        """Small and large tensors, under fixed random signs: the plain sum of a bias before a softmax is zero."""
         wanted = [
             i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0
         ]
         wanted.sort(key=lambda i: (self._parameters[i].numel(), i))
-        # The very smallest are often biases before a normalisation, whose gradient is zero: take some larger ones too.
+        # The smallest are often biases before a normalisation, whose gradient is zero: take some large ones as well.
         chosen = wanted[: CALIBRATORS // 2] + wanted[-(CALIBRATORS - CALIBRATORS // 2) :]
         self._calibrators = {}
         for index in sorted(set(chosen)):

@@ -1,4 +1,4 @@
-"""One measured step as a short vector that ranks can add up, and back again as plain numbers."""
+"""The statistics of one measured step: encoded as a short vector that is summed over ranks, and decoded from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tula_agent.scaling.factors import norm_squared
-from tula_agent.scaling.taps import CALIBRATORS, GradientTap, TapReading
-
-__all__ = ["StepStatistics", "decode", "encode_probe", "encode_tap", "global_factor"]
+from tula_agent.scaling.gradient_tap import CALIBRATORS, GradientTap, TapReading
+from tula_agent.scaling.noise_math import norm_squared
 
 _HEAD = 6
 
@@ -21,8 +19,8 @@ class StepStatistics:
     """Reduced numbers of one step, the same on every rank.
 
     `small_norm_sq`, `large_norm_sq`: mean |g_i|^2 over the parts and |mean g_i|^2, in one common unit.
-    `samples`: parts per global batch, B / b. `gradient_norm`: |G| as the optimizer saw it. `examples`: observed on all
-    ranks together, 0 when they observe none.
+    `samples`: parts per global batch, B / b. `gradient_norm`: |G| as the optimizer saw it. `examples`: observed over
+    all ranks, 0 when they observe none.
     """
 
     small_norm_sq: float
@@ -40,10 +38,10 @@ def encode_tap(
     device: torch.device,
     examples: float = 0.0,
 ) -> torch.Tensor:
-    """This rank's summands (float64 on `device`); zeros where it has nothing, so that no rank ever stays away.
+    """This rank's summands (float64 on `device`); zeros where it has none, so that every rank joins the reduction.
 
-    A parameter that had no part on this rank but has a reduced gradient counts as a zero part. `portion`: the gradients
-    whose squares this rank contributes, the others being another rank's. `examples`: observed on this rank.
+    A parameter that had no part on this rank but has a reduced gradient counts as a zero part. `portion`: by gradient,
+    whether this rank contributes its square. `examples`: observed on this rank.
     """
     reading = tap.read()
     usable = [g is not None and not g.is_sparse for g in gradients]
@@ -64,7 +62,10 @@ def encode_probe(
     world_size: int,
     examples: float = 0.0,
 ) -> torch.Tensor | None:
-    """As `encode_tap`, from the reduced gradient of a sub-batch that is `samples` times smaller than the batch."""
+    """As `encode_tap`, from the reduced gradient of a sub-batch that is `samples` times smaller than the batch.
+
+    None when no parameter has both gradients.
+    """
     pairs = [
         (part, whole)
         for part, whole in zip(small, gradients, strict=True)
@@ -99,8 +100,8 @@ def decode(values: Sequence[float]) -> StepStatistics | None:
 def global_factor(before: Sequence[float], after: Sequence[float]) -> float | None:
     """The one number by which gradients were multiplied between backward and step, by least squares.
 
-    It gathers the AMP loss scale, clipping by global norm and averaging over micro-steps, so none of them can be
-    mistaken for noise and none has to be told to us. None when the projections say nothing.
+    It covers the AMP loss scale, clipping by global norm and averaging over micro-steps: none of them is mistaken for
+    noise, and the script need not report them. None when the projections do not determine it.
     """
     norm = math.fsum(x * x for x in before)
     if not math.isfinite(norm) or norm <= 0.0:
@@ -111,7 +112,7 @@ def global_factor(before: Sequence[float], after: Sequence[float]) -> float | No
 
 def _head(*slots: torch.Tensor | float) -> torch.Tensor:
     device = next(slot.device for slot in slots if isinstance(slot, torch.Tensor))
-    # `full` is filled on the device; a number given to `tensor` would be copied there, one transfer each.
+    # `full` writes on the device; `tensor` would copy each number there, one transfer each.
     return torch.stack(
         [
             slot if isinstance(slot, torch.Tensor) else torch.full((), slot, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""What a policy sees of the training job: the wrapped optimizer, the ranks, the taps and the current batch."""
+"""The part of the training job that a scaling policy works on: optimizer, ranks, gradient taps and current batch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from tula_agent.scaling.gradient_tap import GradientTap
 from tula_agent.scaling.probe import LossFunction, batch_length, probe_gradients, sub_batch
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.taps import GradientTap
 from tula_agent.scaling.thresholds import Granularity, ScalingThresholds
-
-__all__ = ["Policy", "Site", "Source"]
 
 Source = Literal["auto", "parts", "probe"]
 
 
 @dataclass
-class Site:
+class ScalingContext:
     """Shared by the optimizer and its policies; `thresholds` change only between two steps.
 
-    `seen_batch_size`: examples per step as counted over all ranks, for a job that does not tell; a rank's own batch
-    would not do, for the last one of an epoch may be shorter on some ranks, and their factors would part.
+    `counted_batch_size`: examples per step counted over all ranks, for a job that does not give its global batch size.
+    A rank's own batch would not do: the last one of an epoch may be shorter on some ranks, and their factors would
+    differ.
     """
 
     inner: torch.optim.Optimizer
@@ -37,9 +36,9 @@ class Site:
     model: nn.Module | None
     loss: LossFunction | None
     batch: Any = None
-    seen_batch_size: int | None = None
+    counted_batch_size: int | None = None
     last_count: int = 0
-    _shown: int = 0
+    _observed: int = 0
     _longest: int = 0
 
     def parameters(self) -> list[torch.Tensor]:
@@ -48,49 +47,49 @@ class Site:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter: where the numbers are that go over ranks."""
+        """Of the first parameter: numbers for reductions over ranks are on it."""
         first: torch.Tensor = next(p for group in self.inner.param_groups for p in group["params"])
         return first.device
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Their gradients as they stand."""
+        """The current gradient of each parameter."""
         return [p.grad for p in self.parameters()]
 
     def portion(self) -> list[bool]:
-        """By parameter whether this rank reads its reduced gradient for a norm that is summed over ranks."""
+        """By parameter, whether this rank reads its reduced gradient for a norm that is summed over ranks."""
         return self.ranks.portion([p.numel() for p in self.parameters()])
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per step over all ranks, B: as told, else as last counted in the batches observed."""
-        return self.seen_batch_size if self.global_batch_size is None else self.global_batch_size
+        """Examples per step over all ranks, B: as given, else as last counted in the batches observed."""
+        return self.counted_batch_size if self.global_batch_size is None else self.global_batch_size
 
     def observe(self, batch: Any) -> None:
-        """The batch of a step or of one of its micro-steps; whoever measures may show the same one again."""
+        """Take the batch of a step or of one of its micro-steps; the same one may come again."""
         self.batch = batch
         length = batch_length(batch)
-        self._shown, self._longest = self._shown + length, max(self._longest, length)
+        self._observed, self._longest = self._observed + length, max(self._longest, length)
 
     def forget_batch(self) -> None:
         """The step is over."""
         self.batch = None
-        self._shown = self._longest = 0
+        self._observed = self._longest = 0
 
     @property
     def observed(self) -> float:
         """Examples of this step on this rank, for a sum over ranks; 0 where none were observed.
 
-        As many as were shown, but not more than micro-steps explain: where each of them is shown, what belonged to a
-        step that a GradScaler skipped, or was shown twice, does not count.
+        At most as many as micro-steps explain: a batch of a step that a GradScaler skipped, or one that came twice,
+        does not count.
         """
         parts = self.tap.parts
-        return float(min(self._shown, parts * self._longest) if parts else self._longest)
+        return float(min(self._observed, parts * self._longest) if parts else self._longest)
 
-    def counted(self, examples: float) -> None:
-        """Take in that sum; a smaller one counts when it comes again, for the last batch of an epoch may be short."""
+    def count(self, examples: float) -> None:
+        """Take that sum as the batch size; a smaller one only the second time: an epoch's last batch may be short."""
         if examples > 0:
             count = round(examples)
-            self.seen_batch_size, self.last_count = max(count, self.last_count), count
+            self.counted_batch_size, self.last_count = max(count, self.last_count), count
 
     @property
     def batch_ratio(self) -> float | None:
@@ -100,14 +99,14 @@ class Site:
 
     @property
     def may_probe(self) -> bool:
-        """True when a second backward could be run on the current batch; alike on every rank."""
+        """True when a second backward on the current batch is possible; the same on every rank."""
         return self.source != "parts" and self.model is not None and self.loss is not None and self.batch is not None
 
     def probe(self) -> tuple[list[torch.Tensor | None], float] | None:
         """Reduced gradient of a sub-batch and B / b of it; None when it would be the whole batch of any rank.
 
-        The sub-batch is b_small over all ranks, or an eighth of the batch when no b_small was named. A few numbers are
-        reduced first: a rank whose batch is too short must not leave the others alone in the reduction of gradients.
+        The sub-batch is b_small over all ranks, or an eighth of the batch without a b_small. A few numbers are reduced
+        first: all ranks skip the reduction of gradients if one rank's batch is too short for it.
         """
         if self.model is None or self.loss is None:
             return None
@@ -136,17 +135,20 @@ class Site:
 class Policy(Protocol):
     """One rule of scaling; `run` performs the wrapped optimizer's step, scaled."""
 
+    def reset(self) -> None:
+        """The policy comes into force: drop what was measured before."""
+
     def wants(self, step: int) -> Granularity | None:
-        """What the taps must gather during step number `step`; None: nothing."""
+        """The squares that the taps must sum during step number `step`; None: none."""
 
     def run(self, step: int, inner_step: Callable[[], None]) -> None:
         """Scale and take step number `step`."""
 
     def telemetry(self) -> dict[str, float]:
-        """What is known on the host already; NaN for what is not."""
+        """Values that are on the host already; NaN for unknown ones."""
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: everything that decides the steps to come."""
+        """For a checkpoint: everything that decides the next steps."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Inverse of `state`."""
