@@ -25,7 +25,6 @@ from benchmarks._grids import Placement, Workload, over_workloads
 from benchmarks._report import median, percentile, print_table, write_json
 from benchmarks.step_time import held_out, profile
 from tula_service.domain import Search
-from tula_service.perfmodel.step_time_model import Form
 
 RUNS = ("corners", "planned4", "planned6")
 _MOST_OVERLAP = 10.0
@@ -88,7 +87,7 @@ def compare(workload: Workload) -> dict[str, tuple[float, float]]:
         rest = [c for c in workload.candidates if c not in set(runs)]
         actual = np.array([workload.step_time_s[c] for c in rest])
         theirs = Pollux(runs, [workload.step_time_s[c] for c in runs]).predict(rest)
-        found[name] = (median(np.abs(theirs / actual - 1.0)), median(held_out(workload, runs, Form.PHYSICAL)[0]))  # type: ignore[arg-type]
+        found[name] = (median(np.abs(theirs / actual - 1.0)), median(held_out(workload, runs)[0]))  # type: ignore[arg-type]
     return found
 
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from benchmarks._grids import Placement, Workload, read_step_time
 from benchmarks._report import mean, median, percentile, print_table, write_json
-from tula_service.domain import Objective, Search
+from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.recommend import Goal, recommend
-from tula_service.perfmodel.step_time_model import Form, fit_step_time
+from tula_service.perfmodel.step_time_model import fit_step_time
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
 BY_SOURCE = (
@@ -77,7 +77,9 @@ def profile(workload: Workload, search: Search, *, runs: int | None, goal: Goal 
         observed = workload.measure(done)
 
 
-def held_out(workload: Workload, profiled: Sequence[Placement], form: Form) -> tuple[list[float], list[float]]:
+def held_out(
+    workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = StepTimeForm.OVERLAP
+) -> tuple[list[float], list[float]]:
     """Relative error and "inside its 90 % interval" of every configuration that was not profiled."""
     seen = set(profiled)
     rest = [c for c in workload.candidates if c not in seen]
@@ -101,11 +103,9 @@ def replay(workload: Workload) -> Figures:
         "adaptive6": profile(workload, Search.ADAPTIVE, runs=6),
     }
     for name, chosen in profiled.items():
-        errors, inside = held_out(workload, chosen, Form.RING if name == "ring" else Form.PHYSICAL)
+        errors, inside = held_out(workload, chosen, StepTimeForm.RING if name == "ring" else StepTimeForm.OVERLAP)
         found.error[name], found.coverage[name] = median(errors), mean(inside)
-    left_out = [
-        held_out(workload, [c for c in workload.candidates if c != one], Form.PHYSICAL) for one in workload.candidates
-    ]
+    left_out = [held_out(workload, [c for c in workload.candidates if c != one]) for one in workload.candidates]
     found.error["full"] = median([errors[0] for errors, _ in left_out])
     found.coverage["full"] = mean([inside[0] for _, inside in left_out])
     found.fit_ms = time_fit(workload, profiled["adaptive6"])

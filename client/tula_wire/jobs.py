@@ -16,7 +16,6 @@ __all__ = [
     "JOBS_COUNTED",
     "BatchSpec",
     "ClusterSpec",
-    "Collective",
     "DatasetSpec",
     "Job",
     "JobCreated",
@@ -32,6 +31,7 @@ __all__ = [
     "ProfilingSpec",
     "Search",
     "SpotPrice",
+    "StepTimeModel",
 ]
 
 JOBS_COUNTED: Final = 1000
@@ -39,7 +39,7 @@ JOBS_COUNTED: Final = 1000
 
 Objective = Literal["time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
-Collective = Literal["ring", "tree", "parameter_server", "hierarchical"]
+StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 
 
@@ -145,7 +145,13 @@ class JobSpec(WireModel):
     batch: BatchSpec = BatchSpec()
     objective: Objective = "knee"
     search: Search = "adaptive"
-    collective: Collective = "ring"
+    step_time_model: StepTimeModel = Field(
+        "overlap",
+        description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
+    )
+    collective: Literal["ring", "tree", "parameter_server", "hierarchical"] | None = Field(
+        None, deprecated=True, description="Ignored, and refused from the next release on; see step_time_model."
+    )
     limits: Limits = Limits()
     profiling: ProfilingSpec = ProfilingSpec()
 

@@ -26,13 +26,12 @@ class Search(str, Enum):
     ADAPTIVE = "adaptive"
 
 
-class Collective(str, Enum):
-    """How gradients are summed over ranks; each has its own communication term."""
+class StepTimeForm(str, Enum):
+    """Which equation predicts step time: our own, in which communication overlaps, or one of the paper's two."""
 
+    OVERLAP = "overlap"
     RING = "ring"
-    TREE = "tree"
     PARAMETER_SERVER = "parameter_server"
-    HIERARCHICAL = "hierarchical"
 
 
 class Basis(str, Enum):

@@ -21,7 +21,7 @@ from tula_service.perfmodel.residual_gp import (
     residual_variance,
     same_points,
 )
-from tula_service.perfmodel.step_time_form import jacobian, log_terms
+from tula_service.perfmodel.step_time_form import LogStepTimes, jacobian, log_terms
 
 _MOST_ITERATIONS = 40
 _LONGEST_STEP = 2.0
@@ -115,6 +115,19 @@ class Posterior:
         means, variances = np.array([mean for mean, _ in each]), np.array([variance for _, variance in each])
         mean = self.member_weights @ means
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
+
+    def predict_step(self, points: Points) -> LogStepTimes:
+        """What one run would measure at n points; its terms are the leading member's, moved to the mean."""
+        mean, variance = self.predict(points)
+        terms = log_terms(self.leading.theta, points, self.reference_batch_size)
+        correction = mean - terms.step
+        return LogStepTimes(
+            mean=mean,
+            sd=np.sqrt(variance + self.noise_variance),
+            dof=self.dof,
+            compute=terms.compute + np.log(points.grad_accum_steps) + correction,
+            communication=terms.communication + correction,
+        )
 
     def covariance_at(self, points: Points) -> FloatArray:
         """Posterior covariance of noise-free log step time between all points, shape (n, n)."""

@@ -17,7 +17,7 @@ def uncertainty(model: StepTimeModel, candidates: Sequence[Configuration]) -> Fl
     types = np.array(points.instance_type, dtype=object)
     covariance = np.zeros((len(candidates), len(candidates)))
     for name in sorted(set(points.instance_type)):
-        posterior = model.posterior_of(name)
+        posterior = model.posterior_for(name)
         at = np.flatnonzero(types == name)
         covariance[np.ix_(at, at)] = posterior.covariance_at(points.take(at))
     return covariance

@@ -1,51 +1,68 @@
-"""The paper's additive forms (equations 2a, 2c), kept as the baselines that the physical form has to beat."""
+"""The paper's step-time forms (equation 2), for users who ask for them: compute and communication add up.
+
+    t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
+
+Equation 2b prints compute as proportional to b; the least-squares line through it has the constant a, which is 0 where
+the data say so. Fitted by non-negative least squares on relative errors.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
+from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
+from tula_service.perfmodel.step_time_form import LogStepTimes
 
 _PRIOR_DOF = 3.0
 _PRIOR_SD = 0.1
 _LEAST = 1e-12
+_LARGEST_LEVERAGE = 100.0
 
 
 @dataclass(frozen=True)
-class BaselineFit:
-    """t = m * (a + c * b) + s * phi(N); phi(N) = 1 - 1/N for a ring and N for a parameter server."""
+class PaperFit:
+    """Least squares of one instance type: (a, A, s), the inverse of their Gram matrix, and the relative error."""
 
+    form: StepTimeForm
     coefficients: FloatArray
-    servers: bool
     gram_inverse: FloatArray
     log_sd: float
     dof: float
 
-    def predict(self, points: Points) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Mean step time, standard deviation of its log, compute and communication; seconds, shape (n,) each."""
-        columns = _columns(points, self.servers)
+    def predict_step(self, points: Points) -> LogStepTimes:
+        """What one run would measure at n points; the interval grows with the distance from the data (leverage)."""
+        columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)
         relative = columns / mean[:, None]
         leverage = np.einsum("ij,jk,ik->i", relative, self.gram_inverse, relative)
-        sd = self.log_sd * np.sqrt(1.0 + np.minimum(leverage, 100.0))
-        return mean, sd, np.maximum(parts[:, 0] + parts[:, 1], _LEAST), np.maximum(parts[:, 2], _LEAST)
+        return LogStepTimes(
+            mean=np.log(mean),
+            sd=self.log_sd * np.sqrt(1.0 + np.minimum(leverage, _LARGEST_LEVERAGE)),
+            dof=self.dof,
+            compute=np.log(np.maximum(parts[:, 0] + parts[:, 1], _LEAST)),
+            communication=np.log(np.maximum(parts[:, 2], _LEAST)),
+        )
 
 
-def fit_baseline(observations: StepTimeObservations, *, servers: bool) -> BaselineFit:
-    """Non-negative least squares on relative errors."""
-    columns = _columns(observations.points, servers) / observations.step_time_s[:, None]
+def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
+    """The fit to the rows of one instance type; None while they do not determine a, A and s (three rows at least)."""
+    from scipy.optimize import nnls  # here and not above: only jobs that ask for these forms need it
+
+    columns = _columns(observations.points, form) / observations.step_time_s[:, None]
     size = np.maximum(np.linalg.norm(columns, axis=0), _LEAST)
+    if len(observations) < columns.shape[1]:
+        return None
     coefficients = nnls(columns / size, np.ones(len(observations)))[0] / size
     missed = columns @ coefficients - 1.0
     dof = _PRIOR_DOF + max(len(observations) - np.count_nonzero(coefficients), 0)
     variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
-    return BaselineFit(coefficients, servers, np.linalg.pinv(columns.T @ columns), float(np.sqrt(variance)), float(dof))
+    return PaperFit(form, coefficients, np.linalg.pinv(columns.T @ columns), float(np.sqrt(variance)), float(dof))
 
 
-def _columns(points: Points, servers: bool) -> FloatArray:
-    sync = points.world_size if servers else 1.0 - 1.0 / points.world_size
+def _columns(points: Points, form: StepTimeForm) -> FloatArray:
+    sync = points.world_size if form is StepTimeForm.PARAMETER_SERVER else 1.0 - 1.0 / points.world_size
     return np.column_stack([points.grad_accum_steps, points.grad_accum_steps * points.local_batch_size, sync])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tula_service.domain import Collective, Objective, Search
+from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.acquisition import Doubt, hopes, log_value
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.memory_model import MemoryModel
@@ -68,7 +68,7 @@ class Situation:
     candidates: tuple[Configuration, ...]
     observations: StepTimeObservations | None
     prior: Priors
-    collective: Collective
+    form: StepTimeForm
     model: StepTimeModel | None
     measured: frozenset[Configuration]
     pending: frozenset[Configuration]
@@ -99,7 +99,7 @@ class Situation:
         return fit_step_time(
             self.observations,
             prior=self.prior,
-            collective=self.collective,
+            form=self.form,
             candidates=self.candidates,
             hypotheses=hypotheses,
         )
@@ -111,7 +111,7 @@ def situation(
     observations: StepTimeObservations | None,
     budget: PlanBudget,
     prior: StepTimePrior | Priors | None,
-    collective: Collective,
+    form: StepTimeForm,
     pending: frozenset[Configuration],
 ) -> Situation:
     """Fit what was measured, and see which candidates are open and which of them the budget pays for."""
@@ -119,7 +119,7 @@ def situation(
         candidates=candidates,
         observations=observations,
         prior=Priors.of(prior),
-        collective=collective,
+        form=form,
         model=None,
         measured=frozenset(),
         pending=pending,
@@ -173,7 +173,7 @@ def plan(
     goal: Goal | None = None,
     budget: PlanBudget | None = None,
     prior: StepTimePrior | Priors | None = None,
-    collective: Collective = Collective.RING,
+    form: StepTimeForm = StepTimeForm.OVERLAP,
     memory: dict[str, MemoryModel] | None = None,
     pending: Collection[Configuration] = (),
     unavailable: Collection[Configuration] = (),
@@ -191,7 +191,7 @@ def plan(
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
     if not left:
         raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
-    now = situation(search, left, observations, budget, prior, collective, frozenset(pending))
+    now = situation(search, left, observations, budget, prior, form, frozenset(pending))
     if not now.open_rows:
         return Plan((), None if now.pending else "Every candidate has been profiled.")
     if now.runs_left <= 0:
@@ -258,7 +258,7 @@ def informative_runs(
     there, divides what a run tells by the root of its GPU-seconds.
     """
     goal = weighing(goal)
-    generic = generic_prior(now.collective)
+    generic = generic_prior()
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and every run of it may go in parallel.
     model = unmeasured_model(replace(now.prior, anywhere=now.prior.anywhere or generic), now.candidates)

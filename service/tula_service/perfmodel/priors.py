@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tula_service.domain import Basis, Collective
+from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.residual_gp import ResidualScales
-from tula_service.perfmodel.step_time_form import PARAMETERS
+from tula_service.perfmodel.step_time_form import NUM_PARAMETERS
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
@@ -25,7 +25,7 @@ _UNKNOWN_GBPS = 10.0
 
 @dataclass(frozen=True)
 class StepTimePrior:
-    """A Gaussian over the parameters of the physical form, in the order and encoding of `PARAMETERS`.
+    """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
     `absolute` says whether c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
     None for "the largest batch in question".
@@ -40,8 +40,8 @@ class StepTimePrior:
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
-        object.__setattr__(self, "mean", column("prior mean", self.mean, len(PARAMETERS)))
-        object.__setattr__(self, "sd", column("prior sd", self.sd, len(PARAMETERS), above=0.0))
+        object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
+        object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
 
 
 @dataclass(frozen=True)
@@ -113,33 +113,20 @@ class Priors:
         return self.believed.get(name, self.anywhere)
 
 
-def generic_prior(collective: Collective = Collective.RING) -> StepTimePrior:
+def generic_prior() -> StepTimePrior:
     """What holds of any synchronous data-parallel job, as far as 43 measured grids tell.
 
     Centres and widths were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
     ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and rounded: at the largest batch a third of compute
     is floor, two ranks of a node add 4 % of it, two nodes 30 %, and about a third of what can overlap does not.
     """
-    growth = _COLLECTIVE_GROWTH[collective]
     return StepTimePrior(
-        mean=np.array([0.0, math.log(0.31), -0.04, -0.7, math.log(0.037), growth, math.log(0.3), growth, -0.09, -1.1]),
+        mean=np.array([0.0, math.log(0.31), -0.04, -0.7, math.log(0.037), 0.38, math.log(0.3), 0.38, -0.09, -1.1]),
         sd=np.array([_UNKNOWN_SCALE_SD, 1.2, 0.09, 1.3, 1.1, 0.39, 1.4, 0.21, 0.29, 1.1]),
     )
 
 
-# Two participants cost s; twice as many cost 2^k times that: a ring's 2(N-1)/N grows by 1.5 and then levels off while
-# its latency term grows with N, a tree's depth grows by a step, a parameter server's link carries every rank.
-_COLLECTIVE_GROWTH = {
-    Collective.RING: 0.38,
-    Collective.TREE: 0.3,
-    Collective.PARAMETER_SERVER: 0.7,
-    Collective.HIERARCHICAL: 0.3,
-}
-
-
-def prior_from_hardware(
-    facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float, collective: Collective = Collective.RING
-) -> StepTimePrior:
+def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
     """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
 
     c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and for each level of the network
@@ -149,7 +136,7 @@ def prior_from_hardware(
     networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores). What
     is not known of the hardware is guessed, and c is wider.
     """
-    base = generic_prior(collective)
+    base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
     log_flops = math.log(_BACKWARD_AND_FORWARD) + math.log(facts.flops_per_sample) + math.log(b_ref)
@@ -244,9 +231,7 @@ def _sd_of(job: EarlierScale) -> float:
     return math.hypot(_EVERYWHERE_SD, _DEVICE_SD, job.device_sd, _NETWORK_SD, job.sd)
 
 
-def prior_from_other_type(
-    learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None, *, collective: Collective
-) -> StepTimePrior:
+def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None) -> StepTimePrior:
     """What the runs of a network on one instance type teach about it on another, basis `transfer`.
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
@@ -254,7 +239,7 @@ def prior_from_other_type(
     two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider, as
     it is where the figures are uncertain.
     """
-    shape = prior_from_jobs([learnt], collective=collective)
+    shape = prior_from_jobs([learnt])
     mean, sd = shape.mean.copy(), shape.sd.copy()
     compute = _log_ratio(measured, wanted, "memory_gb_per_s")
     if compute is None:
@@ -279,16 +264,14 @@ def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) ->
     return None if before is None or after is None else math.log(after / before)
 
 
-def prior_from_jobs(
-    posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None, collective: Collective = Collective.RING
-) -> StepTimePrior:
+def prior_from_jobs(posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None) -> StepTimePrior:
     """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
 
     Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
     themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
     the jobs are runs of the same network, from them.
     """
-    base = generic_prior(collective)
+    base = generic_prior()
     if not posteriors:
         raise ObservationError("posteriors: there are none; give at least one earlier job.")
     b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)

@@ -1,4 +1,4 @@
-"""The physical step-time form: saturating compute, hierarchical communication, overlap, accumulation; in logarithms.
+"""The step-time form `overlap`: saturating compute, two levels of network, overlap, accumulation; in logarithms.
 
     t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g)          m micro-steps, only the last one waits for gradients
     T_g      = c * (a^h + x^h)^(1/h),  x = (b / b_ref)^q      compute of a micro-step: a floor, then growth with b
@@ -6,50 +6,32 @@
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
     phi(x)   = x / 2                                          so that s is the cost of two participants
 
-Everything but c has no unit, so one Gaussian prior fits a phone-sized network and a language model alike.
+theta holds the ten parameters in this order; everything but c has no unit, so one Gaussian prior fits a phone-sized
+network and a language model alike.
+
+    0  log c        c in seconds: compute of one micro-step at b_ref, were there no floor
+    1  log a        floor of compute: launch overhead, a device that small batches leave idle
+    2  log q        growth of compute with the batch
+    3  log(h - 1)   sharpness of the bend between floor and growth (h = 1: they add)
+    4  log s_intra  collective between two ranks of a node, over c
+    5  k_intra      its growth with the ranks of a node
+    6  log s_inter  collective between two nodes, over c
+    7  k_inter      its growth with the nodes
+    8  k_share      its growth with the ranks that share a node's link
+    9  log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from tula_service.perfmodel.points import FloatArray, Points
 
+NUM_PARAMETERS = 10
 _SLOPE_STEP = 1e-5
 _ABSENT = -60.0
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One unknown of the form: how it is written in the equation, its unit, and how theta encodes it."""
-
-    symbol: str
-    unit: str
-    meaning: str
-    encoding: str
-
-    def decode(self, value: float) -> float:
-        """The parameter in its unit from its entry in theta."""
-        if self.encoding == "log":
-            return math.exp(value)
-        return value if self.encoding == "as is" else 1.0 + math.exp(value)
-
-
-PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("c", "s", "compute of one micro-step at b_ref, were there no floor", "log"),
-    Parameter("a", "1", "floor of compute: launch overhead, under-used device at small b", "log"),
-    Parameter("q", "1", "growth of compute with the batch", "log"),
-    Parameter("h", "1", "sharpness of the bend between floor and growth (1 = they add)", "log of h - 1"),
-    Parameter("s_intra", "1", "collective between two ranks of a node, over c", "log"),
-    Parameter("k_intra", "1", "its growth with the ranks of a node", "as is"),
-    Parameter("s_inter", "1", "collective between two nodes, over c", "log"),
-    Parameter("k_inter", "1", "its growth with the nodes", "as is"),
-    Parameter("k_share", "1", "its growth with the ranks that share a node's link", "as is"),
-    Parameter("g", "1", "overlap (1 = none, large = communication hides behind compute)", "log of g - 1"),
-)
 
 
 @dataclass(frozen=True)
@@ -61,8 +43,22 @@ class Terms:
     communication: FloatArray
 
 
+@dataclass(frozen=True)
+class LogStepTimes:
+    """Natural logarithms of predicted seconds, shape (n,): mean of a whole step, its compute, and its communication.
+
+    `sd` is the standard deviation of the log step time around `mean`, Student's t with `dof` degrees of freedom.
+    """
+
+    mean: FloatArray
+    sd: FloatArray
+    dof: float
+    compute: FloatArray
+    communication: FloatArray
+
+
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) -> Terms:
-    """The form at `theta` of shape (..., 10), for n points; `communication` is -60 where there is nobody to talk to."""
+    """The form at `theta` of shape (..., 10), for n points; `communication` is -60 where there is one rank only."""
     c, a, q, h, s1, k1, s2, k2, k3, g = np.moveaxis(np.asarray(theta, dtype=np.float64)[..., None], -2, 0)
     ranks = points.world_size / points.num_nodes
     growth = np.exp(q) * np.log(points.local_batch_size / reference_batch_size)
@@ -75,11 +71,6 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) ->
     last = np.logaddexp(overlap * compute, overlap * communication) / overlap
     earlier = np.log(np.maximum(points.grad_accum_steps - 1.0, 1e-30))
     return Terms(np.logaddexp(last, compute + earlier), compute, communication)
-
-
-def log_step_time(theta: FloatArray, points: Points, reference_batch_size: float) -> FloatArray:
-    """log of the step time in seconds; theta (..., 10) and n points give shape (..., n)."""
-    return log_terms(theta, points, reference_batch_size).step
 
 
 def jacobian(theta: FloatArray, points: Points, reference_batch_size: float) -> tuple[Terms, FloatArray, FloatArray]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import tula_wire as wire
-from tula_service.domain import Basis, Collective
+from tula_service.domain import Basis
 from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
@@ -54,15 +54,14 @@ def _believed(
     measured: bool,
 ) -> StepTimePrior | None:
     """What is believed of one instance type; the most telling source goes first."""
-    collective = Collective(spec.collective)
     if name in lessons.same:
-        return prior_from_jobs(lessons.same[name], collective=collective)
+        return prior_from_jobs(lessons.same[name])
     if measured and name not in lessons.related:
         return None
     # Once runs were measured they tell the scale, so that nobody needs to be asked how fast others were.
     scale = _scale(lessons, spec, name, hardware, reference, speeds=() if measured else lessons.speeds)
     if name in lessons.related:
-        return prior_from_jobs(lessons.related[name], scale=scale, collective=collective)
+        return prior_from_jobs(lessons.related[name], scale=scale)
     return scale
 
 
@@ -80,12 +79,11 @@ def _scale(
 
     Either way it is a guess: its basis is `prior`, and only lessons on the same hardware make a transfer.
     """
-    collective = Collective(spec.collective)
     facts = _facts_of(spec.model)
-    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference, collective=collective)
+    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference)
     near = [(prior, hardware[other]) for other, found in sorted(lessons.same.items()) for prior in found]
     moved = [
-        prior_from_other_type(learnt, there, hardware[name], collective=collective)
+        prior_from_other_type(learnt, there, hardware[name])
         for learnt, there in (*near, *lessons.elsewhere)
         if there.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
     ]

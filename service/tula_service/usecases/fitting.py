@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Collective, RunKind, RunState, configuration_mismatch
+from tula_service.domain import RunKind, RunState, StepTimeForm, configuration_mismatch
 from tula_service.perfmodel.intervals import Interval, calibrate_intervals
 from tula_service.perfmodel.memory_model import MemoryModel
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
@@ -22,7 +22,7 @@ from tula_wire import Configuration
 
 __all__ = ["MODEL_VERSION", "Evidence", "calibration", "evidence_of", "fit", "spec_of"]
 
-MODEL_VERSION = "physical-3"
+MODEL_VERSION = "step-time-4"
 """Names the equations and priors; part of every cache key and ledger entry, so it moves whenever they do."""
 
 _LEAST_PAIRS_TO_CALIBRATE = 3
@@ -158,7 +158,7 @@ def fit(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evidence)
     prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=evidence.observed is not None)
     return fit_step_time(
         evidence.observed,
-        collective=Collective(spec.collective),
+        form=StepTimeForm(spec.step_time_model),
         prior=prior,
         candidates=evidence.candidates,
         interval_scale=calibration(lessons),

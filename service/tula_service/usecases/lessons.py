@@ -64,7 +64,6 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
         model, lesson = other["model"], json.loads(body)
         network = (model["name"], model.get("parameters"))
         known = _same_network(network, (spec.model.name, spec.model.parameters))
-        alike = other.get("collective", "ring") == spec.collective
         ran_here = False
         for cluster in (wire.read(wire.ClusterSpec, each) for each in other["cluster"]):
             name = cluster.instance_type
@@ -76,11 +75,11 @@ def lessons_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec) -> Lessons:
             posterior = _read(learnt)
             if len(speeds) < _MOST_SPEEDS:
                 speeds.setdefault((*network, device_of(cluster)), Speed(model, cluster, posterior))
-            if on_this and alike:
+            if on_this:
                 (same if known else related).setdefault(name, []).append(posterior)
-            elif known and alike:
+            elif known:
                 elsewhere.append((posterior, hardware_of(cluster)))
-        if ran_here and alike:
+        if ran_here:
             pairs += lesson["pairs"]
     return Lessons(
         same={name: tuple(found[:_MOST_PRIORS]) for name, found in same.items()},
@@ -100,7 +99,7 @@ def remember(tx: Transaction, job: JobRecord, model: StepTimeModel) -> None:
     """Keep what a job's runs taught, by instance type, for jobs that come after it."""
     learnt = {}
     for name in sorted(model.posteriors):
-        posterior = model.posterior(name)
+        posterior = model.as_prior(name)
         learnt[name] = {
             "mean": posterior.mean.tolist(),
             "sd": posterior.sd.tolist(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import tula_wire as wire
-from tula_service.domain import Collective, Objective, RunKind, RunOrigin, RunState, Search
+from tula_service.domain import Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.recommend import Goal
@@ -70,7 +70,7 @@ def draft(tx: Transaction, job: JobRecord, *, retry_failed: bool = False) -> Dra
                 goal=goal,
                 budget=budget,
                 prior=prior,
-                collective=Collective(spec.collective),
+                form=StepTimeForm(spec.step_time_model),
                 memory=evidence.memory or None,
                 pending=[run.configuration for run in pending],
                 unavailable=evidence.unavailable,

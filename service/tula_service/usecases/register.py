@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import tula_wire as wire
@@ -38,7 +39,7 @@ def register(
     _check_memory(spec)
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
-    fingerprint = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    fingerprint = fingerprint_of(body)
     project_id = principal.home_project_id
     with store.transaction() as tx:
         job = tx.jobs.registered(project_id, idempotency_key=idempotency_key, fingerprint=fingerprint)
@@ -67,6 +68,14 @@ def register(
         shown_job = shown.job(tx.jobs.get(job.id), plan)
     waiting = [shown.run(run) for run in plan if run.state is RunState.PENDING]
     return wire.JobCreated(job=shown_job, recommendation=recommendation, runs=waiting)
+
+
+def fingerprint_of(body: Mapping[str, Any]) -> str:
+    """Equal for equal specifications, and for one that was registered before `step_time_model` existed."""
+    facts = {**body, "collective": body["collective"] or "ring"}
+    if facts["step_time_model"] == "overlap":
+        del facts["step_time_model"]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 import tula_wire as wire
-from tula_service.domain import Collective
+from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_service.store import JobRecord, Transaction
 from tula_service.usecases import cold_start
@@ -30,11 +30,12 @@ def error_of(tx: Transaction, job: JobRecord, spec: wire.JobSpec, evidence: Evid
         return None
     lessons = lessons_of(tx, job, spec)
     prior = cold_start.prior_of(lessons, spec, evidence.candidates, measured=True)
+    form = StepTimeForm(spec.step_time_model)
     everything = np.arange(len(observed))
     errors = []
     for left_out in everything:
         rest = observed.take(everything != left_out)
-        model = fit_step_time(rest, collective=Collective(spec.collective), prior=prior, candidates=evidence.candidates)
+        model = fit_step_time(rest, form=form, prior=prior, candidates=evidence.candidates)
         predicted = model.predict(observed.points.take([int(left_out)])).mean_s[0]
         errors.append(abs(predicted / observed.step_time_s[left_out] - 1.0))
     return json.dumps({"error": float(np.median(errors)), "runs": [run_id for _, run_id in evidence.rows]})

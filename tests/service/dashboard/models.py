@@ -70,7 +70,7 @@ def recommendation(
         candidates=found,
         frontier=[c.configuration for c in allowed[:4]],
         max_local_batch_size={"default": 448},
-        model=wire.ModelReport(form="physical", version="1", num_runs=4, num_samples=120),
+        model=wire.ModelReport(form="overlap", version="1", num_runs=4, num_samples=120),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cold_start
-from tula_service.domain import Basis, Collective
+from tula_service.domain import Basis
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.priors import (
     EarlierScale,
@@ -155,8 +155,7 @@ def test_the_same_network_on_a_processor_nobody_knows_moves_to_a_device_with_a_w
     learnt = replace(a_guess(), sd=a_guess().sd * 0.1)
     gpu = Hardware(15.7, 25.0, None, 900.0)
     sure, unsure = (
-        prior_from_other_type(learnt, Hardware(0.06, 25.0, None, 28.0, figures_sd=sd), gpu, collective=Collective.RING)
-        for sd in (0.0, 1.0)
+        prior_from_other_type(learnt, Hardware(0.06, 25.0, None, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0)
     )
     assert sure.mean.tolist() == unsure.mean.tolist()
     assert unsure.sd[0] > 1.0 > sure.sd[0]

@@ -13,7 +13,7 @@ from tula_service.perfmodel.map_fit import Member, Targets, fit_posterior
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.residual_gp import ResidualScales
-from tula_service.perfmodel.step_time_form import log_step_time
+from tula_service.perfmodel.step_time_form import log_terms
 
 SEEN = Points.columns(
     num_nodes=[1, 1, 2, 4, 8, 8], world_size=[4, 4, 8, 16, 32, 32], local_batch_size=[32, 256, 64, 256, 32, 128]
@@ -52,7 +52,7 @@ def members() -> tuple[Member, ...]:
     wiggle = 0.03 * np.array([1.0, -0.5, 0.3, -1.0, 0.8, -0.2])
     targets = Targets(
         points=SEEN,
-        log_step=log_step_time(prior.mean, SEEN, 256.0) + wiggle,
+        log_step=log_terms(prior.mean, SEEN, 256.0).step + wiggle,
         noise_variance=np.full(len(SEEN), prior.scales.noise**2),
         log_compute=np.full(len(SEEN), np.nan),
     )
@@ -67,7 +67,7 @@ def test_the_residual_is_the_gaussian_process_of_scikit_learn(members: tuple[Mem
         oracle.fit(doublings(SEEN), wiggle)
         mean, sd = oracle.predict(doublings(ASKED), return_std=True)
         ours, variance = member.predict(ASKED, SEEN, 256.0)
-        assert np.allclose(ours - log_step_time(member.theta, ASKED, 256.0), mean, atol=1e-6)
+        assert np.allclose(ours - log_terms(member.theta, ASKED, 256.0).step, mean, atol=1e-6)
         assert np.allclose(variance / member.variance_factor, sd**2, rtol=1e-4)
         covariance = oracle.predict(doublings(ASKED), return_cov=True)[1]
         found = member.covariance_at(ASKED, SEEN, 256.0) / member.variance_factor

@@ -54,15 +54,6 @@ def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(clu
     assert len(found.related["node"]) == 4, "each of them shows the shape of scaling on this hardware"
 
 
-def test_a_job_that_reduced_gradients_otherwise_tells_how_fast_networks_run_and_nothing_of_scaling(
-    cluster: Cluster,
-) -> None:
-    remember(cluster, asked("other", "V100-16GB", collective="tree"))
-    found = heard(cluster, asked("new", "V100-16GB"))
-    assert len(found.speeds) == 1
-    assert not found.related
-
-
 def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster: Cluster) -> None:
     def width(accelerator: str) -> float:
         chosen = cluster.register(asked(f"new {accelerator}", accelerator)).recommendation.chosen
@@ -91,7 +82,7 @@ def test_what_a_network_did_on_a_processor_tells_less_of_an_accelerator_than_oth
 
 KNOWN = {"name": "net", "flops_per_sample": 60e9}
 GUESSED = {"name": "net", "parameters": round(60e9 / 900)}  # the same FLOPs, if the rule of thumb holds
-LEARNT = MODEL.posterior("node")
+LEARNT = MODEL.as_prior("node")
 
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:

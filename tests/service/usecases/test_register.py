@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -48,6 +49,27 @@ def test_an_idempotency_key_is_good_for_one_specification(cluster: Cluster) -> N
 
 def test_another_specification_is_another_job(cluster: Cluster) -> None:
     assert cluster.register().job.id != cluster.register(spec(epochs=11)).job.id
+
+
+def test_a_job_may_ask_for_the_papers_step_time_model(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(step_time_model="ring")).job.id
+    assert job_id != cluster.register().job.id
+    cluster.work(job_id)
+    assert cluster.recommendation(job_id).model.form == "ring"
+
+
+def test_the_deprecated_collective_is_accepted_and_changes_nothing(cluster: Cluster) -> None:
+    plain, old = cluster.register(spec(name="plain")), cluster.register(spec(name="old", collective="tree"))
+    assert [run.configuration for run in old.runs] == [run.configuration for run in plain.runs]
+    assert old.recommendation.chosen == plain.recommendation.chosen
+
+
+def test_a_job_registered_before_step_time_model_existed_is_found_again() -> None:
+    body = spec().model_dump(mode="json")
+    before = {**body, "collective": "ring"}
+    del before["step_time_model"]
+    assert register.fingerprint_of(body) == hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
+    assert register.fingerprint_of({**body, "step_time_model": "ring"}) != register.fingerprint_of(body)
 
 
 def test_a_failed_run_is_tried_again_only_when_the_job_is_registered_again(cluster: Cluster) -> None:

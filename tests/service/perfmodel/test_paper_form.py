@@ -1,0 +1,70 @@
+"""The paper's equation 2: it recovers its own data, its intervals hold, and `overlap` answers where it cannot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.configurations import make_configuration
+from tula_service.domain import Basis, StepTimeForm
+from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.priors import Hardware, ModelFacts, prior_from_hardware
+from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_wire import Configuration
+
+GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]
+PLANNED = [GRID[i] for i in (0, 4, 7, 11, 15, 19)]
+PAPER = (StepTimeForm.RING, StepTimeForm.PARAMETER_SERVER)
+
+
+def additive(c: Configuration, form: StepTimeForm) -> float:
+    """Equation 2 with accumulation: only the last micro-step synchronises."""
+    sync = c.world_size if form is StepTimeForm.PARAMETER_SERVER else 1 - 1 / c.world_size
+    return c.grad_accum_steps * (0.02 + 0.001 * c.local_batch_size) + 0.004 * sync
+
+
+@pytest.mark.parametrize("form", PAPER)
+def test_each_form_recovers_its_own_data(form: StepTimeForm) -> None:
+    observed = StepTimeObservations.at(PLANNED, [additive(c, form) for c in PLANNED])
+    model = fit_step_time(observed, form=form)
+    at = [*GRID, make_configuration(8, 4, 32, 4)]
+    assert np.allclose(model.predict(at).mean_s, [additive(c, form) for c in at], rtol=1e-6)
+    assert model.basis is Basis.PROFILED
+    assert model.notes == ()
+
+
+@pytest.mark.parametrize("form", PAPER)
+def test_intervals_hold_noisy_measurements_of_that_form(form: StepTimeForm) -> None:
+    inside = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        measured = np.array([additive(c, form) for c in GRID]) * np.exp(rng.normal(0, 0.08, len(GRID)))
+        rows = rng.permutation(len(GRID))[:6]
+        observed = StepTimeObservations.at([GRID[row] for row in rows], measured[rows])
+        predicted = fit_step_time(observed, form=form).predict(GRID)
+        rest = np.setdiff1d(np.arange(len(GRID)), rows)
+        inside.append(np.mean((predicted.low_s <= measured)[rest] & (measured <= predicted.high_s)[rest]))
+    assert np.mean(inside) >= 0.85
+
+
+@pytest.mark.parametrize("form", PAPER)
+def test_overlap_predicts_and_a_note_says_so_until_three_configurations_were_measured(form: StepTimeForm) -> None:
+    observed = StepTimeObservations.at(PLANNED[:2], [additive(c, form) for c in PLANNED[:2]])
+    few, overlap = (fit_step_time(observed, form=each, candidates=GRID) for each in (form, StepTimeForm.OVERLAP))
+    assert np.array_equal(few.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
+    assert any("needs three configurations" in note for note in few.notes)
+    assert not any("three configurations" in note for note in overlap.notes)
+
+
+def test_before_any_run_the_prior_is_that_of_overlap() -> None:
+    prior = prior_from_hardware(ModelFacts(25.6e6, 4.1e9), Hardware(peak_tflops=15.7), reference_batch_size=128)
+    ring, overlap = (fit_step_time(None, form=form, prior=prior) for form in (StepTimeForm.RING, StepTimeForm.OVERLAP))
+    assert ring.basis is Basis.PRIOR
+    assert np.array_equal(ring.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
+
+
+def test_an_instance_type_that_was_not_measured_is_predicted_by_overlap() -> None:
+    observed = StepTimeObservations.at(PLANNED, [additive(c, StepTimeForm.RING) for c in PLANNED])
+    other = [make_configuration(2, 4, 64, 1, "other")]
+    ring, overlap = (fit_step_time(observed, form=form) for form in (StepTimeForm.RING, StepTimeForm.OVERLAP))
+    assert ring.predict(other).mean_s == overlap.predict(other).mean_s
