@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tula_service.api.deps import Caller, Current
-from tula_service.usecases import scaling_settings, thresholds
+from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
 
 __all__ = ["router"]
@@ -28,7 +28,7 @@ def get_scaling(
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
-    served = thresholds.current(have.store, caller, job_id, policy=policy, etag=if_none_match)
+    served = scaling.current(have.store, caller, job_id, policy=policy, etag=if_none_match)
     headers = {"ETag": served.etag, "Cache-Control": "private, no-cache"}
     if served.body is None:
         return Response(status_code=304, headers=headers)
@@ -44,4 +44,4 @@ def patch_scaling(
     policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
 ) -> ScalingThresholds:
     """Set the job's policy, or numbers of one; running jobs follow within seconds, all ranks at one step."""
-    return scaling_settings.change(have.store, caller, job_id, patch, policy=policy)
+    return scaling.change(have.store, caller, job_id, patch, policy=policy)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Response
 from tula_service.dashboard import charts
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.errors import NotFound
-from tula_service.usecases import ledger, recommend, register, runs, thresholds
+from tula_service.usecases import ledger, recommend, register, runs, scaling
 from tula_service.usecases.telemetry import memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, TelemetrySeries, read, routes
 
@@ -80,7 +80,7 @@ def get_run_chart(
         return _answer(charts.rank_memory(run, readings), format)
     limits = None
     if name == "gradient":
-        body = thresholds.current(here.store, here.principal, run.job_id).body
+        body = scaling.current(here.store, here.principal, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
     return _answer(charts.run_chart(name, run, found, limits, trends), format)
 

@@ -156,6 +156,7 @@ class RunRecord:
     straggler_rank: int | None
     drifted: bool
     drift_state: JsonObject | None
+    scaling_step: int | None
     step_time_s: float | None = None
     observed_world_size: int | None = None
     observed_local_batch_size: int | None = None

@@ -26,6 +26,7 @@ _UPDATABLE = frozenset(
         "straggler_rank",
         "drifted",
         "drift_state",
+        "scaling_step",
         "position",
         "purpose",
         "started_at",
@@ -273,6 +274,7 @@ def _record(row: RowMap) -> RunRecord:
         straggler_rank=row["straggler_rank"],
         drifted=row["drifted"],
         drift_state=row["drift_state"],
+        scaling_step=row["scaling_step"],
         step_time_s=row["step_time_s"],
         **{f"observed_{name}": row[f"observed_{name}"] for name in _OBSERVED},
     )

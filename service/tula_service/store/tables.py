@@ -126,6 +126,7 @@ runs = sa.Table(
     sa.Column("straggler_rank", sa.Integer),
     sa.Column("drifted", sa.Boolean, nullable=False),
     sa.Column("drift_state", JSON),
+    sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
 from tula_service.store import JobRecord, Transaction
-from tula_service.usecases import thresholds
+from tula_service.usecases import scaling
 from tula_wire import Configuration
 
 __all__ = ["Efficiency", "efficiency_of"]
@@ -33,7 +33,7 @@ class Efficiency:
 
 def efficiency_of(tx: Transaction, job: JobRecord, candidates: Sequence[Configuration]) -> Efficiency | None:
     """The job's efficiency, or None until a training run has reported its gradient noise scale."""
-    noise_scale = thresholds.noise_scale_of(tx, job.id)
+    noise_scale = scaling.noise_scale_of(tx, job.id)
     if noise_scale is None:
         return None
     return Efficiency(noise_scale, min(c.global_batch_size for c in candidates))

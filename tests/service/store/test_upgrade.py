@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from alembic.runtime.migration import MigrationContext
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import command
 from tests.service.store.examples import a_job
+from tula_service.analysis.scaling import in_force
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
@@ -112,6 +114,38 @@ def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
         "mute": ("plan", "no_samples"),
         "spoken": ("user", None),
     }
+
+
+def test_stored_thresholds_keep_their_numbers(tmp_path: Path) -> None:
+    """0005: what users set stays by policy, what was tuned is kept once, and the mark of tuning is on its run."""
+    engine = restored(ASSETS / "0004.sqlite.sql", str(tmp_path / "old.db"))
+    free = {"delta": None, "small_batch_size": None}
+    own = free | {"set": {"delta": 0.7, "granularity": "channel"}}
+    policies = {"gain": free, "none": free, "ags": own, "static": free}
+    set_by_user = {"policies": policies, "policy": "ags", "reason": "set by a user"}
+    found = {"delta": 0.1, "small_batch_size": 32, "from_step": 200, "run_id": "run"}
+    tuned = {**policies, "ags": own | found, "static": found}
+    bodies = [set_by_user, {**set_by_user, "policies": tuned, "gradient_noise_scale": 500.0}]
+    bodies.append({**bodies[-1], "policies": {p: own | {"settled_by": "run"} for p, own in policies.items()}})
+    with engine.begin() as opened:
+        (run_id, job_id) = opened.exec_driver_sql("SELECT id, job_id FROM runs").one()
+        mark = json.dumps({"run_id": run_id, "step": 300})
+        statement = "INSERT INTO fits VALUES (?, 'tuning', 0, '1', ?, '2026-01-01 00:00:00')"
+        opened.exec_driver_sql(statement, (job_id, mark))
+        for version, body in enumerate(bodies, start=2):
+            statement = "INSERT INTO scaling_versions VALUES (?, ?, ?, '2026-01-01 00:00:00')"
+            opened.exec_driver_sql(statement, (job_id, version, json.dumps(body)))
+    upgrade_schema(engine)
+    with Store(engine).reading() as tx:
+        assert tx.runs.get(run_id).scaling_step == 300
+        kept = [record.body for record in tx.scaling.history(job_id)]
+    engine.dispose()
+    assert all("policies" not in body for body in kept)
+    assert kept[0]["set"] == {"ags": {"delta": 0.7, "granularity": "tensor"}}
+    assert [in_force(body, "static") for body in kept] == [free, {"delta": 0.1, "small_batch_size": 32}, free]
+    assert in_force(kept[1], "ags")["delta"] == 0.7
+    assert kept[1]["tuned"]["before"] == free
+    assert (kept[1]["gradient_noise_scale"], kept[2]["rolled_back"]) == (500.0, "run")
 
 
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:

@@ -9,7 +9,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import fitting, recommend, runs, thresholds
+from tula_service.usecases import fitting, recommend, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -279,7 +279,7 @@ def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profi
     assert unknown.max_sensible_batch_size is None
     run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
     cluster.report(run, gradient_noise_scale=[200.0] * 400)
-    thresholds.current(cluster.store, ANONYMOUS, job_id)
+    scaling.current(cluster.store, ANONYMOUS, job_id)
     known = cluster.recommendation(job_id, "time_to_quality")
     assert known.max_sensible_batch_size == 200 + 2 * 64
     assert known.chosen is not None

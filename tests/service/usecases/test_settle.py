@@ -21,7 +21,7 @@ from tula_service.usecases import (
     recommend,
     register,
     runs,
-    scaling_settings,
+    scaling,
     settle,
     thresholds,
 )
@@ -152,7 +152,7 @@ def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pyte
         if len(looks) == 1:
             patch = wire.ScalingPatch(delta=0.3)
             with ThreadPoolExecutor(1) as user:
-                user.submit(scaling_settings.change, watched, ANONYMOUS, job_id, patch, policy="ags").result()
+                user.submit(scaling.change, watched, ANONYMOUS, job_id, patch, policy="ags").result()
         return estimate(values)
 
     monkeypatch.setattr(thresholds, "estimate_noise_scale", seen)

@@ -1,4 +1,4 @@
-"""Thresholds of gradient scaling: versioned, tuned from what training reports, taken back when it hurts."""
+"""Thresholds of gradient scaling: versioned, tuned from what training reports, rolled back when it hurts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster
 from tula_service.errors import InvalidInput
-from tula_service.usecases import scaling_settings, thresholds
+from tula_service.usecases import scaling
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -22,7 +22,7 @@ def training(cluster: Cluster) -> tuple[Cluster, str, wire.Run]:
 
 def current(cluster: Cluster, job_id: str, policy: str | None = None) -> wire.ScalingThresholds:
     """The thresholds that an agent gets."""
-    body = thresholds.current(cluster.store, ANONYMOUS, job_id, policy=policy).body
+    body = scaling.current(cluster.store, ANONYMOUS, job_id, policy=policy).body
     assert body is not None
     return wire.read(wire.ScalingThresholds, body)
 
@@ -43,11 +43,11 @@ def test_before_any_telemetry_the_script_decides(training: tuple[Cluster, str, w
 
 def test_an_unchanged_tag_costs_no_body_and_a_change_gets_a_new_one(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
-    first = thresholds.current(cluster.store, ANONYMOUS, job_id)
-    again = thresholds.current(cluster.store, ANONYMOUS, job_id, etag=f'W/{first.etag}, "other"')
+    first = scaling.current(cluster.store, ANONYMOUS, job_id)
+    again = scaling.current(cluster.store, ANONYMOUS, job_id, etag=f'W/{first.etag}, "other"')
     assert (again.body, again.etag) == (None, first.etag)
     cluster.report(run, gradient_noise_scale=[300.0] * 200)
-    changed = thresholds.current(cluster.store, ANONYMOUS, job_id, etag=first.etag)
+    changed = scaling.current(cluster.store, ANONYMOUS, job_id, etag=first.etag)
     assert changed.etag != first.etag
     assert changed.body is not None
 
@@ -69,7 +69,7 @@ def test_polling_between_looks_changes_nothing(training: tuple[Cluster, str, wir
     cluster, job_id, run = training
     cluster.report(run, gradient_variability=rough(200, 0.15))
     version = current(cluster, job_id).version
-    cluster.report(run, first_step=200, gradient_variability=rough(thresholds.TUNE_EVERY_STEPS - 1, 3.0))
+    cluster.report(run, first_step=200, gradient_variability=rough(scaling.TUNE_EVERY_STEPS - 1, 3.0))
     assert current(cluster, job_id).version == version
 
 
@@ -85,7 +85,7 @@ def test_noise_scale_and_critical_batch_come_with_their_error(training: tuple[Cl
     assert [event["version"] for event in cluster.events(job_id, "scaling")] == [2]
 
 
-def test_a_setting_that_hurts_validation_accuracy_is_taken_back_for_good(
+def test_a_setting_that_hurts_validation_accuracy_is_rolled_back_for_good(
     training: tuple[Cluster, str, wire.Run],
 ) -> None:
     cluster, job_id, run = training
@@ -102,7 +102,7 @@ def test_a_setting_that_hurts_validation_accuracy_is_taken_back_for_good(
     after = current(cluster, job_id, "ags")
     assert after.version > harmful.version
     assert (after.delta, after.small_batch_size) == (before.delta, before.small_batch_size)
-    assert "taken back" in after.reason
+    assert "rolled back" in after.reason
     assert "accuracy fell" in after.reason
     assert (before.restore_step, after.restore_step) == (None, 180)  # the last evaluation before the harm
     assert (before.restore_run_id, after.restore_run_id) == (None, run.id)
@@ -152,19 +152,19 @@ def test_nonsense_that_an_agent_reports_of_its_settings_costs_nothing(
     cluster.report(run, gradient_variability=rough(400, 0.15), validation_accuracy=accuracy, **nonsense)
     assert current(cluster, job_id, "ags").delta == pytest.approx(0.15, rel=0.15)
     cluster.report(run, first_step=400, validation_accuracy=accuracy, **nonsense)
-    assert "taken back" not in current(cluster, job_id, "ags").reason
+    assert "rolled back" not in current(cluster, job_id, "ags").reason
 
 
 def change(cluster: Cluster, job_id: str, of: str | None = None, **body: object) -> wire.ScalingThresholds:
     """What a user sets, for the policy `of`."""
     patch = wire.ScalingPatch.model_validate(body)
-    return scaling_settings.change(cluster.store, ANONYMOUS, job_id, patch, policy=of)
+    return scaling.change(cluster.store, ANONYMOUS, job_id, patch, policy=of)
 
 
 def test_a_users_policy_goes_before_the_scripts_until_it_is_given_back(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, _ = training
-    chosen = change(cluster, job_id, policy="ags", granularity="channel", s_max=3.0)
-    assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "channel", 3.0)
+    chosen = change(cluster, job_id, policy="ags", granularity="element", s_max=3.0)
+    assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "element", 3.0)
     assert current(cluster, job_id, "gain") == chosen
     assert "policy = ags" in chosen.reason
     freed = change(cluster, job_id, policy=None)
@@ -196,6 +196,22 @@ def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.
     assert current(cluster, job_id, "ags").delta == pytest.approx(0.15, rel=0.15)
 
 
+def test_granularity_channel_is_accepted_and_read_as_tensor(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, _ = training
+    assert change(cluster, job_id, "ags", granularity="channel").granularity == "tensor"
+    assert change(cluster, job_id, "ags", granularity="tensor").version == 2, "that is no change"
+
+
+def test_numbers_that_the_script_passed_are_never_tuned(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, run = training
+    cluster.report(run, gradient_variability=rough(400, 0.15), scripted_delta=[0.9, *[np.nan] * 399])
+    tuned = current(cluster, job_id, "ags")
+    assert tuned.delta is None
+    assert tuned.small_batch_size == 64
+    changed = change(cluster, job_id, "ags", delta=0.3)
+    assert "the training script passes 0.9, which stays" in changed.reason
+
+
 def test_bounds_that_cross_are_refused_by_name(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, _ = training
     change(cluster, job_id, "ags", s_min=0.5)
@@ -205,22 +221,15 @@ def test_bounds_that_cross_are_refused_by_name(training: tuple[Cluster, str, wir
     assert current(cluster, job_id, "ags").s_max is None
 
 
-def test_bounds_that_cross_the_scripts_are_refused_before_its_agents_have_to(
-    training: tuple[Cluster, str, wire.Run],
-) -> None:
-    """What the script named holds wherever nothing is set, so a bound set alone has to fit to it."""
+def test_bounds_that_cross_the_scripts_are_refused(training: tuple[Cluster, str, wire.Run]) -> None:
+    """What the script passed holds whatever users set, so a bound that is set has to fit to it."""
     cluster, job_id, run = training
     cluster.report(run, loss=[1.0] * 10)
-    cluster.report(run, first_step=10, scripted_s_min=[0.8, *[np.nan] * 9], scripted_s_max=[4.0, *[np.nan] * 9])
+    cluster.report(run, first_step=10, scripted_s_min=[0.8, *[np.nan] * 9])
     with pytest.raises(InvalidInput, match=r"s_min = 0\.8 of the training script") as refused:
         change(cluster, job_id, "ags", s_max=0.5)
     assert refused.value.field == "s_max"
-    with pytest.raises(InvalidInput, match=r"s_max = 4 of the training script") as refused:
-        change(cluster, job_id, "gain", s_min=5.0)
-    assert refused.value.field == "s_min"
-    both = change(cluster, job_id, "ags", s_min=0.1, s_max=0.5)
-    assert (both.s_min, both.s_max) == (0.1, 0.5)
     with pytest.raises(InvalidInput, match="of the training script"):
-        change(cluster, job_id, "ags", s_min=None)
+        change(cluster, job_id, "ags", s_min=0.1, s_max=0.5)
     assert change(cluster, job_id, "ags", delta=0.3).delta == 0.3
-    assert change(cluster, job_id, "ags", s_min=None, s_max=None).s_max is None
+    assert change(cluster, job_id, "ags", s_max=2.0).s_max == 2.0

@@ -1,0 +1,214 @@
+"""Thresholds of gradient scaling: served with a version, set by users, tuned and rolled back after new telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tula_wire as wire
+from tula_service.analysis import scaling
+from tula_service.domain import RunKind, RunState
+from tula_service.errors import InvalidInput
+from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
+from tula_service.usecases.access import Principal, visible_job
+
+TUNE_EVERY_STEPS = 100
+"""Telemetry steps between two looks at it; agents poll every few seconds, and a look reads whole columns."""
+
+_LOOK_BACK_STEPS = 5_000
+_DEFAULT_POLICY = "gain"
+_DEFAULT_S_MIN = 1e-3  # of the agent
+
+
+@dataclass(frozen=True)
+class Served:
+    """Thresholds as JSON with their entity tag (RFC 9110); `body` is None when the caller's tag is still current."""
+
+    etag: str
+    body: str | None
+
+
+def current(
+    store: Store, principal: Principal, job_id: str, *, policy: str | None = None, etag: str | None = None
+) -> Served:
+    """The thresholds in force for a script's policy, after a look at new telemetry if one is due.
+
+    A policy that a user set for the job overrides the script's.
+    """
+    with store.reading() as tx:
+        visible_job(tx, principal, job_id)
+        record = tx.scaling.latest(job_id)
+        run = _newest_training(tx, job_id)
+        seen = None if run is None else _due_telemetry(tx, run)
+    if run is not None and seen is not None:
+        record = _look(store, run, record, seen)
+    thresholds = _view(record, policy, run)
+    tag = f'"{thresholds.version}-{thresholds.policy}"'
+    known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
+    return Served(tag, None if tag in known or "*" in known else thresholds.model_dump_json())
+
+
+def change(
+    store: Store, principal: Principal, job_id: str, patch: wire.ScalingPatch, *, policy: str | None = None
+) -> wire.ScalingThresholds:
+    """Set the job's policy, or numbers of one policy, and return what agents get from now on.
+
+    Raises InvalidInput if the bounds in force would cross, since agents would refuse them.
+    """
+    with store.transaction() as tx:
+        visible_job(tx, principal, job_id)
+        tx.jobs.lock(job_id)
+        record = tx.scaling.latest(job_id)
+        body = scaling.first_body() if record is None else record.body
+        run = _newest_training(tx, job_id)
+        body, changed = _patched(body, patch, policy, {} if run is None else _scripted(tx, run))
+        if changed:
+            body["reason"] = "set by a user: " + ", ".join(changed)
+            record = _publish(tx, job_id, body, after=1 if record is None else record.version)
+        return _view(record, policy or patch.policy, None)
+
+
+def noise_scale_of(tx: Transaction, job_id: str) -> float | None:
+    """The gradient noise scale of the job's training, in examples; None before telemetry has shown it."""
+    record = tx.scaling.latest(job_id)
+    value = None if record is None else record.body.get("gradient_noise_scale")
+    return None if value is None else float(value)
+
+
+def _look(
+    store: Store, run: RunRecord, record: ScalingRecord | None, seen: scaling.ScalingTelemetry
+) -> ScalingRecord | None:
+    """Publish what new telemetry asks for. If another version was published meanwhile, the next poll looks again."""
+    old = scaling.first_body() if record is None else record.body
+    version = 1 if record is None else record.version
+    body = scaling.next_body(old, version, seen)
+    with store.transaction() as tx:
+        tx.jobs.lock(run.job_id)
+        if body is not None:
+            record = _publish(tx, run.job_id, body, after=version, run_id=run.id)
+            if record is None:
+                return tx.scaling.latest(run.job_id)
+            if body.get("gradient_noise_scale") != old.get("gradient_noise_scale"):
+                tx.jobs.bump(run.job_id)  # recommendations rest on the noise scale
+        tx.runs.update(run.id, scaling_step=seen.last_step)
+        return record
+
+
+def _publish(
+    tx: Transaction, job_id: str, body: scaling.Body, *, after: int, run_id: str | None = None
+) -> ScalingRecord | None:
+    if not tx.scaling.publish(job_id, body, after=after):
+        return None
+    tx.events.append(job_id, "scaling", run_id=run_id, data={"version": after + 1, "reason": body["reason"]})
+    return tx.scaling.latest(job_id)
+
+
+def _newest_training(tx: Transaction, job_id: str) -> RunRecord | None:
+    found = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)
+    return found[0] if found and found[0].state is not RunState.CANCELLED else None
+
+
+def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry | None:
+    """The run's telemetry, None while too little is new since the last look."""
+    last_step = tx.telemetry.last_step(run.key)
+    if last_step is None:
+        return None
+    new = last_step if run.scaling_step is None else last_step - run.scaling_step
+    if run.scaling_step is not None and new < (1 if run.state.is_final else TUNE_EVERY_STEPS):
+        return None
+    first = max(0, last_step - _LOOK_BACK_STEPS)
+    accuracy_steps, accuracy = tx.telemetry.read(run.key, "validation_accuracy")
+    version_steps, versions = tx.telemetry.read(run.key, "thresholds_version")
+    reported = {name: _newest(tx, run, name) for name in ("delta", "small_batch_size")}
+    return scaling.ScalingTelemetry(
+        run_id=run.id,
+        last_step=last_step,
+        local_batch_size=run.configuration.local_batch_size,
+        global_batch_size=run.configuration.global_batch_size,
+        noise_scale=tx.telemetry.read(run.key, "gradient_noise_scale", first_step=first)[1],
+        variability=tx.telemetry.read(run.key, "gradient_variability", first_step=first)[1],
+        accuracy_steps=accuracy_steps,
+        accuracy=accuracy,
+        version_steps=version_steps,
+        versions=versions,
+        reported={name: value for name, value in reported.items() if value is not None},
+        scripted=frozenset(_scripted(tx, run)),
+    )
+
+
+def _scripted(tx: Transaction, run: RunRecord) -> dict[str, float]:
+    """The numbers that the run's script passed explicitly, as far as its agent has reported them."""
+    found = {name: _newest(tx, run, f"scripted_{name}") for name in ("delta", "small_batch_size", "s_min", "s_max")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _newest(tx: Transaction, run: RunRecord, column: str) -> float | None:
+    """The newest usable value of a column, which agents send only when it changes; all are positive."""
+    _, values = tx.telemetry.read(run.key, column)
+    known = values[values > 0.0]
+    return float(known[-1]) if known.size else None
+
+
+def _view(record: ScalingRecord | None, policy: str | None, run: RunRecord | None) -> wire.ScalingThresholds:
+    """The thresholds for an agent whose script runs `policy`; `run` is the job's newest training run."""
+    body = scaling.first_body() if record is None else record.body
+    wanted = body["policy"] or policy or _DEFAULT_POLICY
+    restore = body.get("restore") or {}
+    if run is None or restore.get("run_id") != run.id:
+        restore = {}
+    noise = {name: body.get(name) for name in ("gradient_noise_scale", "gradient_noise_scale_error")}
+    return wire.ScalingThresholds.model_validate(
+        {
+            **scaling.in_force(body, wanted),
+            **noise,
+            "version": 1 if record is None else record.version,
+            "policy": wanted,
+            "restore_step": restore.get("step"),
+            "restore_run_id": restore.get("run_id"),
+            "critical_batch_size": body.get("critical_batch_size"),
+            "reason": body["reason"],
+        }
+    )
+
+
+def _patched(
+    body: scaling.Body, patch: wire.ScalingPatch, policy: str | None, scripted: Mapping[str, float]
+) -> tuple[scaling.Body, list[str]]:
+    """The body with a user's changes, and one phrase for each."""
+    changed = []
+    if "policy" in patch.model_fields_set and body["policy"] != patch.policy:
+        body = {**body, "policy": patch.policy}
+        changed.append(f"policy = {patch.policy or 'the script decides'}")
+    target = policy or patch.policy or body["policy"] or _DEFAULT_POLICY
+    by_user: dict[str, Any] = dict(body["set"].get(target, {}))
+    for name in sorted(patch.model_fields_set - {"policy"}):
+        value = getattr(patch, name)
+        if name == "granularity" and value == "channel":
+            value = "tensor"  # "channel" is deprecated: accepted and read as "tensor" for one release
+        if value == by_user.get(name):
+            continue
+        if value is None:
+            del by_user[name]
+            changed.append(f"{target}: {name} free")
+            continue
+        by_user[name] = value
+        stays = f" (the training script passes {scripted[name]:g}, which stays)" if name in scripted else ""
+        changed.append(f"{target}: {name} = {value if isinstance(value, str) else format(value, 'g')}{stays}")
+    if patch.model_fields_set & {"s_min", "s_max"}:
+        _refuse_crossing(by_user, scripted)
+    return {**body, "set": {**body["set"], target: by_user}}, changed
+
+
+def _refuse_crossing(by_user: Mapping[str, Any], scripted: Mapping[str, float]) -> None:
+    """Raise InvalidInput if the bounds in force, the script's before the user's, leave no factor between them."""
+    bounds = {"s_min": _DEFAULT_S_MIN, **by_user, **scripted}
+    s_min, s_max = bounds["s_min"], bounds.get("s_max")
+    if s_max is None or s_max >= s_min:
+        return
+    field = "s_max" if "s_max" in by_user and "s_max" not in scripted else "s_min"
+    source = {name: " of the training script" if name in scripted else "" for name in ("s_min", "s_max")}
+    raise InvalidInput(
+        f"s_max = {s_max:g}{source['s_max']} would be below s_min = {s_min:g}{source['s_min']}: give s_max >= s_min.",
+        field=field,
+    )

@@ -1,0 +1,114 @@
+"""Thresholds follow the observed variability, and are rolled back when they hurt validation accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tula_service.analysis.scaling import Body, ScalingTelemetry, first_body, in_force, next_body, tune_thresholds
+
+NOTHING = np.zeros(0)
+NO_STEPS = np.zeros(0, np.int64)
+SEEN = ScalingTelemetry("run", 400, 64, 1024, NOTHING, NOTHING, NO_STEPS, NOTHING, NO_STEPS, NOTHING, {}, ())
+
+
+def tuned(**numbers: float) -> Body:
+    """A body whose numbers were tuned in the run, as version 2, from step 400 on."""
+    mark = {"run_id": "run", "version": 2, "from_step": 400, "before": {"delta": 0.5, "small_batch_size": None}}
+    return first_body() | {"tuned": {**numbers, **mark}}
+
+
+def seen(*accuracy: float, before: int) -> ScalingTelemetry:
+    """Evaluations every 100 steps, of which the first `before` were made under the earlier thresholds."""
+    steps = np.arange(100, 100 * len(accuracy) + 1, 100)
+    versions = np.array([1.0, 2.0])
+    taken_up = np.array([0, 100 * before + 50])
+    return replace(SEEN, accuracy_steps=steps, accuracy=np.array(accuracy), version_steps=taken_up, versions=versions)
+
+
+def test_delta_moves_to_where_one_step_in_ten_is_sensitive() -> None:
+    column = np.random.default_rng(0).uniform(0.0, 0.8, 4000)
+    found = tune_thresholds(column, delta=0.5, small_batch_size=64, global_batch_size=1024)
+    assert found is not None
+    assert np.mean(column >= found[0]) == pytest.approx(0.10, abs=0.02)
+
+
+def test_thresholds_that_fit_the_variability_are_not_published_again() -> None:
+    telemetry = replace(SEEN, variability=np.random.default_rng(0).uniform(0.0, 0.8, 4000))
+    body = next_body(first_body(), 1, telemetry)
+    assert body is not None
+    assert next_body(body, 2, telemetry) is None
+
+
+@pytest.mark.parametrize(("level", "expected"), [(0.1, 32), (0.6, 64), (3.0, 128)])
+def test_rough_gradients_ask_for_milder_scaling_and_calm_ones_for_more(level: float, expected: int) -> None:
+    found = tune_thresholds(np.full(200, level), delta=level, small_batch_size=64, global_batch_size=2048)
+    assert found is not None
+    assert found[1] == expected
+
+
+def test_b_small_stays_between_a_64th_and_half_of_the_global_batch() -> None:
+    small = large = 64
+    for _ in range(12):
+        calm = tune_thresholds(np.full(200, 0.01), delta=0.5, small_batch_size=small, global_batch_size=2048)
+        rough = tune_thresholds(np.full(200, 50.0), delta=0.5, small_batch_size=large, global_batch_size=2048)
+        assert calm is not None
+        assert rough is not None
+        small, large = calm[1], rough[1]
+    assert (small, large) == (32, 1024)
+
+
+def test_a_short_or_empty_column_changes_nothing() -> None:
+    assert next_body(first_body(), 1, replace(SEEN, variability=np.array([0.1, np.inf, np.nan]))) is None
+    assert next_body(first_body(), 1, SEEN) is None
+
+
+def test_numbers_that_the_script_passed_are_not_tuned() -> None:
+    calm = replace(SEEN, variability=np.full(200, 0.1))
+    body = next_body(first_body(), 1, replace(calm, scripted=("delta",)))
+    assert body is not None
+    assert in_force(body, "ags") == {"delta": None, "small_batch_size": 32}
+    assert next_body(first_body(), 1, replace(calm, scripted=("delta", "small_batch_size"))) is None
+
+
+def test_a_number_that_a_user_set_overrides_the_tuned_one_of_its_policy_only() -> None:
+    body = tuned(delta=0.1) | {"set": {"ags": {"delta": 0.7}}}
+    assert in_force(body, "ags")["delta"] == 0.7
+    assert in_force(body, "static")["delta"] == 0.1
+    assert in_force(body, "gain") == {}
+
+
+def test_a_lasting_drop_restores_the_numbers_before_and_the_step_where_the_ranks_switched() -> None:
+    body = next_body(tuned(delta=0.1), 2, seen(0.70, 0.72, 0.73, 0.74, 0.60, 0.61, before=4))
+    assert body is not None
+    assert body["tuned"] == {"delta": 0.5}
+    assert body["restore"] == {"run_id": "run", "step": 450}
+    assert "accuracy fell from 0.74 at step 400" in body["reason"]
+
+
+def test_a_run_whose_thresholds_were_rolled_back_is_not_tuned_again() -> None:
+    body = next_body(tuned(delta=0.1), 2, seen(0.70, 0.74, 0.60, 0.61, before=2))
+    assert body is not None
+    calm = replace(seen(0.70, 0.74, 0.60, 0.61, before=2), variability=np.full(200, 0.1))
+    assert next_body(body, 3, calm) is None
+    assert next_body(body, 3, replace(calm, run_id="next")) is not None
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "before"),
+    [
+        ((0.70, 0.74, 0.60), 2),  # one bad evaluation may be chance
+        ((0.70, 0.74, 0.60, 0.745), 2),  # it recovered
+        ((0.70, 0.60, 0.72, 0.59, 0.71, 0.60, 0.61), 5),  # no worse than the usual swing
+        ((0.60, 0.61), 0),  # nothing to compare with
+        ((), 0),
+    ],
+)
+def test_chance_recovery_and_ordinary_swings_roll_nothing_back(accuracy: tuple[float, ...], before: int) -> None:
+    assert next_body(tuned(delta=0.1), 2, seen(*accuracy, before=before)) is None
+
+
+def test_a_drop_under_the_scripts_own_numbers_rolls_nothing_back() -> None:
+    assert next_body(first_body(), 1, seen(0.7, 0.6, 0.5, before=1)) is None
