@@ -1,10 +1,18 @@
-"""Runs every benchmark in turn and keeps its JSON under benchmarks/results: `make bench`."""
+"""Runs every benchmark in turn and keeps its JSON under benchmarks/results: `make bench`.
+
+    python -m benchmarks [--smoke] [--out FOLDER] [NAME...]
+
+`--smoke` runs each for seconds, to see that it works; its figures are worth nothing and are not kept.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -24,16 +32,23 @@ def names() -> list[str]:
     return sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named on the command line, or all; answers the number that failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark; all without it")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the JSON files")
+    parser.add_argument("--smoke", action="store_true", help="run each for seconds and keep nothing")
+    options = parser.parse_args(arguments)
     today = datetime.date.today().isoformat()
     failed = []
-    for name in sys.argv[1:] or names():
-        out = HERE / "results" / f"{today}-{name}.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, []), "--json", str(out)]
-        print(f"== {name}", flush=True)
-        if subprocess.run(command, check=False).returncode:
-            failed.append(name)
+    with tempfile.TemporaryDirectory() as discarded:
+        folder = Path(discarded) if options.smoke else options.out
+        for name in options.names or names():
+            words = [*ARGUMENTS.get(name, []), "--json", str(folder / f"{today}-{name}.json")]
+            words += ["--smoke"] if options.smoke else []
+            print(f"== {name}", flush=True)
+            if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], check=False).returncode:
+                failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return len(failed)

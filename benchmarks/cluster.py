@@ -1,14 +1,15 @@
-"""The entire product on a cluster of namespaces: what its recommendation is worth, and whether it notices a change.
+"""The entire product on a cluster of namespaces: the regret of its recommendation, and whether it notices a change.
 
-    python -m benchmarks.cluster [--quick] [--json OUT]        (root, iproute2)
+    python -m benchmarks.cluster [--smoke] [--json OUT]        (root, iproute2)
 
-Tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after it measures every
-candidate (a full search without early ends): the smaller of both is the truth and the price to beat, as other work on
-the machine only ever slows a step, and what lies between them is what the machine leaves unsure. Each search is a
-project of its own, so that none learns from another. It prints, per search: the median error of predicted step times
-over the candidates that it did not profile, the regret of its recommendation in measured time, and the share of the
-full search's node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and
-counts the steps until the service says so, and what it said before without cause.
+Tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after, a full search
+without early ends measures every candidate. The smaller of the two times is the truth, because other work on the
+machine can only slow a step; their difference is the machine's uncertainty. Each search is a separate project, so
+that none learns from another. It prints, per search: the median error of predicted step times over the candidates that
+it did not profile, the regret of its recommendation in measured time, and the fraction of the full search's
+node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
+until the service raises the alarm, and the alarms before the cut. `--smoke` takes two candidates on two nodes and one
+full search: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +37,9 @@ from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 ROOT = Path(__file__).resolve().parents[1]
 RATE_MBIT = 200.0
 SLOWER = 4.0
-NODES = (2, 4, 8)
-BATCHES = (8, 16, 32, 64, 128)
 DATASET, EPOCHS = 100_000, 1
-SETTLED_STEPS = 60
-"""Steps after the cut within which a notice is looked for, at most this many times ten."""
+STEPS_TO_NOTICE = 600
+"""Steps after the cut within which an alarm counts."""
 PROGRESS_S = 2.0
 
 _ENDED = ("succeeded", "out_of_memory", "failed", "cancelled")
@@ -51,8 +51,8 @@ objective = "time"
 search = "{search}"
 model = {{ name = "waits", parameters = 262145 }}
 dataset = {{ size = {dataset} }}
-cluster = {{ min_nodes = 2, max_nodes = 8, price = {{ usd_per_node_hour = 1.0 }} }}
-batch = {{ min_local_batch_size = 8, max_local_batch_size = 128 }}
+cluster = {{ min_nodes = 2, max_nodes = {max_nodes}, price = {{ usd_per_node_hour = 1.0 }} }}
+batch = {{ min_local_batch_size = 8, max_local_batch_size = {max_batch} }}
 [profiling]
 profiling_warmup_steps = {warmup}
 measuring_steps = {steps}
@@ -61,12 +61,36 @@ precision = {precision}
 """
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: N = 2, 4, ... `max_nodes` and b = 8, 16, ... `max_batch`; steps per run and before the cut.
+
+    `max_runs` bounds the searches that are compared; the service's default without it. `repeat` measures every
+    candidate a second time, after the searches.
+    """
+
+    max_nodes: int = 8
+    max_batch: int = 128
+    measuring_steps: int = 40
+    steady_steps: int = 2000
+    max_runs: int | None = None
+    repeat: bool = True
+
+    @property
+    def num_candidates(self) -> int:
+        """Powers of two in both directions."""
+        return (self.max_nodes.bit_length() - 1) * (self.max_batch.bit_length() - 3)
+
+
+SMOKE = Size(max_nodes=2, max_batch=16, measuring_steps=8, steady_steps=30, max_runs=1, repeat=False)
+
+
 def main() -> int:
-    """Run everything; 1 when no cluster can be built here."""
+    """Run everything; 1 when no cluster can be built on this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="fewer steps: shows that it works, not how well")
-    parser.add_argument("--steady-steps", type=int, default=0, help="steps before the links slow down")
+    parser.add_argument("--smoke", action="store_true", help="two candidates and few steps, to see that it works")
+    parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
     options = parser.parse_args()
@@ -75,18 +99,20 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     figures: dict[str, float] = {}
-    steps = 12 if options.quick else 40
+    size = SMOKE if options.smoke else Size()
+    if options.steady_steps is not None:
+        size = replace(size, steady_steps=options.steady_steps)
     with (
-        Cluster(max(NODES), RATE_MBIT, delay_ms=options.delay_ms) as cluster,
+        Cluster(size.max_nodes, RATE_MBIT, delay_ms=options.delay_ms) as cluster,
         served(cluster) as (client, environment),
         tempfile.TemporaryDirectory() as folder,
     ):
-        bench = Bench(cluster, client, environment, Path(folder), steps)
+        bench = Bench(cluster, client, environment, Path(folder), size)
         if options.only != "drift":
             figures |= bench.compare()
             write_json(options.json, figures)
         if options.only != "tune":
-            figures |= bench.drift(options.steady_steps or (300 if options.quick else 2000))
+            figures |= bench.drift()
     for key, value in figures.items():
         print(f"{key}: {value:.4g}")
     write_json(options.json, figures)
@@ -96,9 +122,9 @@ def main() -> int:
 class Bench:
     """One service, one cluster, and the command lines between them."""
 
-    def __init__(self, cluster: Cluster, client: Client, environment: dict[str, str], folder: Path, steps: int) -> None:
-        self.cluster, self.client, self.environment, self.folder, self.steps = (
-            cluster, client, environment, folder, steps,
+    def __init__(self, cluster: Cluster, client: Client, environment: dict[str, str], folder: Path, size: Size) -> None:
+        self.cluster, self.client, self.environment, self.folder, self.size = (
+            cluster, client, environment, folder, size,
         )  # fmt: skip
         self.projects: dict[str, Project] = {}
 
@@ -115,7 +141,7 @@ class Bench:
         """Errors, regrets and costs of both searches against every candidate measured."""
         before = self.tune("full", project="before")
         found = {search: self.tune(search) for search in ("adaptive", "partial")}
-        after = self.tune("full", project="after")
+        after = self.tune("full", project="after") if self.size.repeat else before
         first, again = _step_times(before), _step_times(after)
         truth = {key: min(first[key], again[key]) for key in first if key in again}
         price = min(_node_seconds(before), _node_seconds(after))
@@ -156,29 +182,32 @@ class Bench:
             }
         return figures
 
-    def drift(self, steady_steps: int) -> dict[str, float]:
-        """Steps from the cut of the links to the notice, and notices before it."""
+    def drift(self) -> dict[str, float]:
+        """Steps from the cut of the links to the alarm, and alarms before it."""
         client, clean = self.project("adaptive")
         jobs = [job.id for job in client.jobs().jobs]
         job_id = jobs[0] if jobs else self.tune("adaptive")["job"]["id"]
+        nodes, batch = min(4, self.size.max_nodes), min(32, self.size.max_batch)
         run = client.create_run(
             job_id,
-            RunCreate(kind="train", configuration=Configuration(num_nodes=4, local_batch_size=32), holder="bench"),
+            RunCreate(
+                kind="train", configuration=Configuration(num_nodes=nodes, local_batch_size=batch), holder="bench"
+            ),
         )
         log = self.folder / "train.log"
-        environment = {**clean, "TULA_RUN_ID": run.id, "TULA_JOB_ID": job_id, "TULA_LOCAL_BATCH_SIZE": "32"}
-        command = _fill(self.job_command(1_000_000, show=True), 4, 32)
+        environment = {**clean, "TULA_RUN_ID": run.id, "TULA_JOB_ID": job_id, "TULA_LOCAL_BATCH_SIZE": str(batch)}
+        command = _fill(self.job_command(1_000_000, show=True), nodes, batch)
         with log.open("w") as output:
             training = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
             )
         try:
-            print(f"  drift: training {steady_steps} steady steps, then the links slow down", flush=True)
-            _wait_for_step(log, steady_steps, training)
+            print(f"  drift: training {self.size.steady_steps} steady steps, then the links slow down", flush=True)
+            _wait_for_step(log, self.size.steady_steps, training)
             early = self.drifts(job_id, run.id)
             cut_at = _last_step(log)
             self.cluster.set_rate(RATE_MBIT / SLOWER)
-            until = cut_at + 10 * SETTLED_STEPS
+            until = cut_at + STEPS_TO_NOTICE
             found: list[dict[str, Any]] = []
             while not found and _last_step(log) < until:
                 time.sleep(0.5)
@@ -227,11 +256,13 @@ class Bench:
         folder = self.folder / (project or search)
         folder.mkdir()
         spec = folder / "job.toml"
-        full = search == "full"
+        full, size = search == "full", self.size
+        max_runs = size.num_candidates if full else size.max_runs
         spec.write_text(
             SPEC.format(
-                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5, steps=self.steps,
-                precision=0.0 if full else 0.05, budget=f"max_runs = {len(NODES) * len(BATCHES)}" if full else "",
+                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5,
+                steps=size.measuring_steps, max_nodes=size.max_nodes, max_batch=size.max_batch,
+                precision=0.0 if full else 0.05, budget=f"max_runs = {max_runs}" if max_runs else "",
             )
         )  # fmt: skip
         words = [
@@ -250,7 +281,7 @@ class Bench:
             try:
                 show_progress(search, client, tuning)
             finally:
-                tuning.terminate()  # Ctrl-C reaches it by itself; an error of ours does not
+                tuning.terminate()  # Ctrl-C reaches it too; an error in this process does not
                 tuning.wait()
             if tuning.returncode != 0:
                 error.seek(0)
@@ -277,26 +308,26 @@ class Bench:
 
 
 class Project(NamedTuple):
-    """Where one search lives, so that it learns nothing from another: its client and the environment of commands."""
+    """A search's project: its client and the environment of its commands."""
 
     client: Client
     environment: dict[str, str]
 
 
 def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) -> None:
-    """A line for each run that ends, until `tula tune` has; asked for seldom, as the runs share the machine's cores."""
-    shown: set[str] = set()
+    """Print a line for each run that ends, until `tula tune` ends; polls seldom, as the runs share the cores."""
+    printed: set[str] = set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             tuning.wait(timeout=PROGRESS_S)
         for job in [client.job(one.id) for one in client.jobs().jobs]:
             for run in job.plan:
-                if run.state not in _ENDED or run.id in shown:
+                if run.state not in _ENDED or run.id in printed:
                     continue
-                shown.add(run.id)
+                printed.add(run.id)
                 took = (run.finished_at - run.started_at).total_seconds() if run.finished_at and run.started_at else 0
                 print(
-                    f"  {search}: {len(shown)} of {job.runs_planned}, {run.configuration.num_nodes} nodes, "
+                    f"  {search}: {len(printed)} of {job.runs_planned}, {run.configuration.num_nodes} nodes, "
                     f"{run.configuration.local_batch_size}: {run.state} in {took:.1f} s",
                     flush=True,
                 )

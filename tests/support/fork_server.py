@@ -1,14 +1,16 @@
-"""Starts `python -m tula_service` in a fraction of a second: a parent that has imported the service forks it.
+"""Starts `python -m MODULE` in a fraction of a second: a parent that has imported what the module imports forks it.
 
-Run as a program, it is that parent. It reads one JSON object a line: argv, env and a file for stdout and stderr. For
-each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the folder
-that is the first argument. The child is what `python -m` would have started: a process with its session, environment
-and files, whose signals, `atexit` functions and exit status are the service's.
+Run as a program, it is that parent. Its arguments are a folder and the modules to import. It reads one JSON object a
+line: module, argv, env and a file for stdout and stderr. For each it answers the process id in a line. When a child
+ends, its exit status goes into the file `<pid>` of the folder. The child is what `python -m` would have started: a
+process with a separate session, environment and files, whose signals, `atexit` functions and exit status are the
+module's.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-IMPORTED = (
+SERVICE = (
     "tula_service.app",
     "tula_service.cli",
     "uvicorn.lifespan.on",
@@ -35,7 +37,7 @@ IMPORTED = (
 
 
 class ForkedProcess:
-    """A forked service, with the part of `subprocess.Popen` that `Server` needs."""
+    """A forked process, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, pid: int, status: Path) -> None:
         self.pid = pid
@@ -69,29 +71,29 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The parent process; started with the first service, ends with `close` or with this process."""
+    """The parent process, which has imported `modules`; ends with `close` or with this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tula-forks-")
         self._parent = subprocess.Popen(
-            [sys.executable, __file__, self._folder.name],
+            [sys.executable, __file__, self._folder.name, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
-    def start(self, argv: Sequence[str], env: dict[str, str], log: str) -> ForkedProcess:
-        """Fork `python -m tula_service ARGV`, which writes its output to `log`."""
+    def start(self, module: str, argv: Sequence[str], env: dict[str, str], log: str) -> ForkedProcess:
+        """Fork `python -m MODULE ARGV`, which appends its output to the file `log`."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps({"argv": list(argv), "env": env, "log": log}) + "\n")
+        self._parent.stdin.write(json.dumps({"module": module, "argv": list(argv), "env": env, "log": log}) + "\n")
         self._parent.stdin.flush()
         pid = int(self._parent.stdout.readline())
         return ForkedProcess(pid, Path(self._folder.name) / str(pid))
 
     def close(self) -> None:
-        """End the parent; services that still run are no longer waited for."""
+        """End the parent; it no longer waits for children that still run."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         self._parent.stdin.close()
@@ -100,10 +102,10 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def serve_forks(folder: Path) -> None:
-    """Fork a service for each line of standard input, until it ends."""
-    for name in IMPORTED:
-        __import__(name)
+def serve_forks(folder: Path, modules: Sequence[str]) -> None:
+    """Fork a module for each line of standard input, until it ends."""
+    for name in modules:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child does not copy pages that its collector never visits
 
@@ -124,13 +126,13 @@ def serve_forks(folder: Path) -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            become_service(order)
+            become(order)
             return
         print(pid, flush=True)
 
 
-def become_service(order: dict[str, Any]) -> None:
-    """Turn this fork into `python -m tula_service`."""
+def become(order: dict[str, Any]) -> None:
+    """Turn this fork into `python -m MODULE`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.clear()
@@ -138,10 +140,10 @@ def become_service(order: dict[str, Any]) -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
     for descriptor, target in ((os.open(os.devnull, os.O_RDWR), 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
-    sys.argv = ["tula_service", *order["argv"]]
+    sys.argv = [order["module"], *order["argv"]]
     sys.path[0] = ""
-    runpy.run_module("tula_service", run_name="__main__", alter_sys=True)
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    serve_forks(Path(sys.argv[1]))
+    serve_forks(Path(sys.argv[1]), sys.argv[2:])

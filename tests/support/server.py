@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.support import server
-from tests.support.fork_server import ForkServer
+from tests.support.fork_server import SERVICE, ForkServer
 
 
 @functools.cache
 def fork_server() -> ForkServer:
     """One for all tests of this process, since importing the service takes seconds."""
-    made = ForkServer()
+    made = ForkServer(SERVICE)
     atexit.register(made.close)
     return made
 
@@ -27,7 +27,7 @@ class Server(server.Server):
         """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
         if python != sys.executable or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
-        return fork_server().start(arguments, environment, self.log_file)
+        return fork_server().start("tula_service", arguments, environment, self.log_file)
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+"""Every benchmark and experiment runs: `--smoke` takes seconds and writes the keys that the stored results have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import ARGUMENTS, main, names
+from tests.support.fork_server import SERVICE, ForkServer
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+EXPERIMENTS = sorted(
+    path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py") if "--smoke" in path.read_text()
+)
+NEEDS_A_CLUSTER = {"cluster"}
+TIMEOUT_S = 240
+"""Far above the seconds that each takes, for a busy machine."""
+STORED = {"cluster": ("cluster-tune", "cluster-drift")}
+"""Results in several files; else one, whose name may end with the input that it was run on."""
+PEERS = re.compile(r"mlflow")
+"""Figures of other systems, which need an environment with them."""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    made = ForkServer([*SERVICE, "torch", "torch._dynamo", "torch.distributed", "tula_agent", "tula_client"])
+    yield made
+    made.close()
+
+
+def run(forks: ForkServer, module: str, words: list[str], folder: Path) -> dict[str, Any]:
+    """`python -m MODULE WORDS --smoke --json OUT`; the object in OUT."""
+    out, log = folder / "out.json", folder / "log"
+    log.touch()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    process = forks.start(module, [*words, "--smoke", "--json", str(out)], clean | {"OMP_NUM_THREADS": "1"}, str(log))
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    assert code == 0, log.read_text()[-4000:]
+    found = json.loads(out.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def newest(stem: str) -> dict[str, Any]:
+    """The stored result of this name with the latest date; {} without one."""
+    found = [*RESULTS.glob(f"*-{stem}.json"), *RESULTS.glob(f"*-{stem}-[0-9]*.json")]
+    return dict(json.loads(max(found).read_text())) if found else {}
+
+
+def stored(name: str) -> dict[str, Any]:
+    """The benchmark's newest stored figures."""
+    return functools.reduce(lambda left, right: left | newest(right), STORED.get(name, (name,)), {})
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in a JSON value."""
+    if isinstance(value, dict):
+        yield from itertools.chain.from_iterable(map(numbers, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(numbers, value))
+    elif isinstance(value, (int, float)):
+        yield float(value)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.cluster("namespaces") if name in NEEDS_A_CLUSTER else ())
+        for name in names()
+        if "--smoke" in (ROOT / "benchmarks" / f"{name}.py").read_text()
+    ],
+)
+def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: ForkServer, tmp_path: Path) -> None:
+    found = run(forks, f"benchmarks.{name}", ARGUMENTS.get(name, []), tmp_path)
+    assert {key for key in stored(name) if not PEERS.search(key)} <= set(found)
+    values = list(numbers(found))
+    assert values
+    assert all(map(math.isfinite, values))
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_smoke_run_of_an_experiment_writes_figures(name: str, forks: ForkServer, tmp_path: Path) -> None:
+    found = run(forks, f"experiments.{name}", [], tmp_path)
+    values = list(numbers(found))
+    assert values
+    assert all(map(math.isfinite, values))
+
+
+def test_all_benchmarks_run_in_turn_and_failures_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, int("benchmarks.memory" in command))
+
+    monkeypatch.setattr(subprocess, "run", start)
+    assert main(["--out", str(tmp_path)]) == 1
+    assert [command[2] for command in started] == [f"benchmarks.{name}" for name in names()]
+    assert all(command[command.index("--json") + 1].startswith(str(tmp_path)) for command in started)
+    assert "failed: memory" in capfd.readouterr().err
