@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tula_wire._base import Count, Positive, WireModel
 
 __all__ = ["Granularity", "ScalingPatch", "ScalingPolicy", "ScalingThresholds"]
 
 ScalingPolicy = Literal["gain", "ags", "static", "none"]
-Granularity = Literal["tensor", "channel", "element"]
+Granularity = Annotated[
+    Literal["tensor", "channel", "element"],
+    AfterValidator(lambda value: "tensor" if value == "channel" else value),
+    Field(description="One factor per tensor or per element. `channel` is deprecated and means `tensor`."),
+]
 
 
 class ScalingThresholds(WireModel):
-    """How the optimizer wrapper scales; a number that is null stays what the training script made it."""
+    """How the optimizer wrapper scales. The training script decides what is null here, and what it passed explicitly."""
 
     version: int = Field(1, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = "gain"
@@ -27,7 +31,7 @@ class ScalingThresholds(WireModel):
     s_max: Positive | None = None
     refresh_steps: Count | None = None
     restore_step: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Settings taken back: a checkpoint at or before this step has the weights from before them."
+        None, description="A setting was withdrawn: restore the weights of a checkpoint at or before this step."
     )
     restore_run_id: str | None = Field(None, description="The run that `restore_step` is a step of.")
     gradient_noise_scale: float | None = None
@@ -37,10 +41,10 @@ class ScalingThresholds(WireModel):
 
 
 class ScalingPatch(WireModel):
-    """What a user wants of a job's scaling; fields left out stay, null hands one back to tuning and the script.
+    """A user's change to a job's scaling; omitted fields stay, null returns a field to tuning and the script.
 
-    `policy` is the one that the job's agents use, whatever their scripts say; the other fields belong to one policy:
-    the one named in the query, else `policy`, else the job's.
+    Agents apply what their scripts did not pass explicitly. `policy` is the job's; the other fields belong to one
+    policy: the one named in the query, else `policy`, else the job's.
     """
 
     policy: ScalingPolicy | None = None

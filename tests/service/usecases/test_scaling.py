@@ -163,8 +163,8 @@ def change(cluster: Cluster, job_id: str, of: str | None = None, **body: object)
 
 def test_a_users_policy_goes_before_the_scripts_until_it_is_given_back(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, _ = training
-    chosen = change(cluster, job_id, policy="ags", granularity="element", s_max=3.0)
-    assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "element", 3.0)
+    chosen = change(cluster, job_id, policy="ags", granularity="channel", s_max=3.0)
+    assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "tensor", 3.0)
     assert current(cluster, job_id, "gain") == chosen
     assert "policy = ags" in chosen.reason
     freed = change(cluster, job_id, policy=None)
