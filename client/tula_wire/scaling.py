@@ -19,7 +19,7 @@ Granularity = Annotated[
 
 
 class ScalingThresholds(WireModel):
-    """How the optimizer wrapper scales. The training script decides what is null here, and what it passed explicitly."""
+    """How the optimizer wrapper scales; the training script decides what is null here or what it passed explicitly."""
 
     version: int = Field(1, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = "gain"

@@ -1,4 +1,4 @@
-"""Command line: python -m experiments.generalization --quick|--full|--gpu|--development [--json FILE]."""
+"""Command line: python -m experiments.generalization --quick|--full|--gpu|--development [--smoke] [--json FILE]."""
 
 from __future__ import annotations
 
@@ -21,18 +21,24 @@ from experiments.generalization.report import as_json, figures, markdown, report
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one mode and report it; `argv` is the command line by default."""
     parser = argparse.ArgumentParser(prog="experiments.generalization", description=__doc__)
-    modes = parser.add_mutually_exclusive_group(required=True)
+    modes = parser.add_mutually_exclusive_group()
     for name in MODES:
-        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=name)
+        default = " (the default)" if name == "quick" else ""
+        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=f"mode {name}{default}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and rows here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write table and plots here")
-    parser.add_argument("--runs", type=Path, metavar="FILE", help="keep single runs here, and go on from them")
-    parser.add_argument("--seeds", type=int, metavar="N", help="fewer or more seeds than the mode's")
+    parser.add_argument(
+        "--runs", type=Path, metavar="FILE", help="keep the result of each run here and skip the runs that it has"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds in place of the mode's")
     parser.add_argument("--only", metavar="METHODS", help="comma-separated methods; no report is made")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, in seconds: only shows that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    mode = MODES[arguments.mode]
+    mode = MODES[arguments.mode or "quick"]
+    if arguments.smoke:
+        mode = mode.smoke()
     if arguments.seeds:
         mode = replace(mode, seeds=arguments.seeds)
     if mode.device == "cuda" and not torch.cuda.is_available():

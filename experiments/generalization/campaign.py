@@ -1,4 +1,4 @@
-"""Runs a mode's cases, methods and seeds, and remembers each result, so that a broken campaign can go on."""
+"""Runs a mode's cases, methods and seeds, and keeps each result, so that an interrupted campaign can resume."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from experiments.generalization.cases import BASE_BATCH_SIZE, Case, Mode
 from experiments.generalization.methods import METHODS, SMALL, Method, multiplier
 from experiments.generalization.train import Result, train
 
-__all__ = ["Campaign", "run_mode"]
-
 
 class Campaign:
     """Results by case, method, seed and rate; with a `path`, kept as one JSON object a line."""
@@ -21,9 +19,9 @@ class Campaign:
         self._known: dict[tuple[str, str, int, float], Result] = {}
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
-                self._remember(Result(**json.loads(line)))
+                self._keep(Result(**json.loads(line)))
 
-    def _remember(self, result: Result) -> None:
+    def _keep(self, result: Result) -> None:
         self._known[result.case, result.method, result.seed, result.learning_rate] = result
 
     @property
@@ -32,11 +30,11 @@ class Campaign:
         return list(self._known.values())
 
     def run(self, case: Case, method: Method, mode: Mode, seed: int, learning_rate: float) -> Result:
-        """One result, from memory where it is known."""
+        """One result, trained unless it is known."""
         key = case.name, method.name, seed, learning_rate
         if key not in self._known:
             result = train(case, method, mode, seed=seed, learning_rate=learning_rate)
-            self._remember(result)
+            self._keep(result)
             if self._path is not None:
                 with self._path.open("a") as file:
                     file.write(json.dumps(result.row()) + "\n")
@@ -56,9 +54,9 @@ def tune_base_rate(campaign: Campaign, case: Case, mode: Mode) -> float:
 
 
 def run_mode(mode: Mode, campaign: Campaign, *, only: Iterable[str] | None = None) -> dict[str, list[Result]]:
-    """Results by case name, the small batch among them; `only` names the methods to run (all by default).
+    """Results by case name, including the small batch; `only` names the methods to run (all by default).
 
-    Seed by seed, so that a campaign cut short still compares like with like.
+    Seed by seed, so that an interrupted campaign has run all methods on the same seeds.
     """
     wanted = None if only is None else set(only)
     rates = {case.name: tune_base_rate(campaign, case, mode) for case in mode.cases}
@@ -80,6 +78,6 @@ def run_mode(mode: Mode, campaign: Campaign, *, only: Iterable[str] | None = Non
 
 
 def methods_of(mode: Mode, case: Case) -> list[Method]:
-    """Those of the mode, and the hand-tuned multipliers that suit the batch."""
+    """The mode's methods and the hand-tuned multipliers for this batch."""
     methods = [method for method in METHODS if mode.ablations or method.role != "ablation"]
     return methods + [multiplier(share * case.batch_size / BASE_BATCH_SIZE) for share in mode.shares]

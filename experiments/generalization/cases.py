@@ -1,10 +1,8 @@
-"""What is trained: a case is a data set, a network and a large batch; a mode is how much of it."""
+"""The cases that are trained (data set, network, large batch) and the modes (how much of them)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-__all__ = ["BASE_BATCH_SIZE", "MODES", "Case", "Mode"]
+from dataclasses import dataclass, replace
 
 BASE_BATCH_SIZE = 64
 
@@ -20,15 +18,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people and files."""
+        """For tables and files."""
         return f"{self.dataset}/{self.network}/{self.batch_size}"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How much is run. `development` cases served to choose the default rule and are never reported as its result.
+    """How much is run. The default rule was chosen on the `development` cases, which are never reported as its result.
 
-    `shares`: hand-tuned learning-rate multipliers to try, as shares of B / 64, beside 1 and its root.
+    `shares`: hand-tuned learning-rate multipliers to try, as shares of B / 64, besides 1 and its root.
     """
 
     name: str
@@ -41,6 +39,21 @@ class Mode:
     ablations: bool = False
     device: str = "cpu"
     real_ddp: Case | None = None
+    real_ddp_seeds: int = 3
+
+    def smoke(self) -> Mode:
+        """The same steps in seconds: the first case, one short epoch, one seed. Its figures mean nothing."""
+        return replace(
+            self,
+            cases=(replace(self.cases[0], batch_size=128, world_size=2),),
+            seeds=1,
+            epochs=1,
+            num_train=256,
+            learning_rates=self.learning_rates[:1],
+            shares=self.shares[:1],
+            real_ddp=None if self.real_ddp is None else replace(self.cases[0], batch_size=128, world_size=2),
+            real_ddp_seeds=1,
+        )
 
 
 _RATES = (0.02, 0.05, 0.1, 0.2)

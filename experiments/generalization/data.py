@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-__all__ = ["DATASETS", "ImageSet", "Split", "load"]
-
 GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"  # the 47 balanced classes of EMNIST
 DATASETS = ("digits", "glyphs", "shapes", "shapes32")
 

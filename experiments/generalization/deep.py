@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["resnet"]
-
 
 class _Block(nn.Module):
     def __init__(self, body: nn.Sequential, shortcut: nn.Module) -> None:

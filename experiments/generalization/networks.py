@@ -10,8 +10,6 @@ from torch import nn
 
 from experiments.generalization.deep import resnet
 
-__all__ = ["NETWORKS", "build"]
-
 NETWORKS = ("vgg", "residual", "depthwise", "resnet18", "resnet50")
 
 
@@ -80,9 +78,13 @@ def _separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
 def build(name: str, *, num_classes: int, side: int) -> nn.Module:
     """A freshly initialised network; seed torch before for a repeatable one."""
     if name in ("resnet18", "resnet50"):
-        return resnet(int(name.removeprefix("resnet")), num_classes=num_classes).to(memory_format=torch.channels_last)
+        return _channels_last(resnet(int(name.removeprefix("resnet")), num_classes=num_classes))
     kinds = {"vgg": Vgg, "residual": Residual, "depthwise": Depthwise}
     if name not in kinds:
         raise ValueError(f"network {name!r} is unknown: choose one of {', '.join(NETWORKS)}")
-    network: nn.Module = kinds[name](num_classes, side)
-    return network.to(memory_format=torch.channels_last)
+    return _channels_last(kinds[name](num_classes, side))
+
+
+def _channels_last(network: nn.Module) -> nn.Module:
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing from torch's types
+    return network

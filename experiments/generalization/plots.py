@@ -8,9 +8,7 @@ from typing import Any
 
 from experiments.generalization.train import Result
 
-__all__ = ["write_plots"]
-
-_SHOWN = ("small batch", "LBT", "LRS", "sqrt LR", "AGS tensor", "Tula default")
+_PLOTTED = ("small batch", "LBT", "LRS", "sqrt LR", "AGS tensor", "Tula default")
 
 
 def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> list[Path]:
@@ -19,11 +17,11 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
 
     rows: list[dict[str, Any]] = []
     for result in results:
-        if result.method in _SHOWN:
+        if result.method in _PLOTTED:
             dataset, network, batch = result.case.split("/")
             rows.append({**result.row(), "net": f"{dataset}/{network}", "batch": int(batch)})
     data = alt.Data(values=rows)
-    colour = alt.Color("method:N", sort=list(_SHOWN), title=None)
+    colour = alt.Color("method:N", sort=list(_PLOTTED), title=None)
     by_batch = (
         alt.Chart(data)
         .mark_line(point=True)

@@ -1,4 +1,4 @@
-"""One row of the table under torchrun: the same case with real ranks, which also must end with equal weights."""
+"""One row of the table with real ranks under torchrun, which must also end with equal weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from experiments.generalization.methods import METHODS, prepare
 from experiments.generalization.networks import build
 from experiments.generalization.train import accuracy, decay
 
-__all__ = ["compare"]
-
 _METHODS = ("LBT", "AGS tensor", "Tula default")
-_SEEDS = 3
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
     """Mean test accuracy by method with `case.world_size` gloo processes; 1.0 for equal weights on all ranks."""
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}
+    request["seeds"] = mode.real_ddp_seeds
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "experiments.generalization.real_ddp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -60,7 +58,7 @@ def _train(case: Case, name: str, *, seed: int, epochs: int, num_train: int, rat
             shard = images.train.images[batch], images.train.labels[batch]
             if hasattr(prepared.optimizer, "observe_batch"):
                 prepared.optimizer.observe_batch(shard)
-            F.cross_entropy(ddp(shard[0]), shard[1]).backward()
+            F.cross_entropy(ddp(shard[0]), shard[1]).backward()  # type: ignore[no-untyped-call]
             prepared.optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
     digests: list[object] = [None] * world_size
@@ -73,11 +71,11 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    case = Case(**request.pop("case"))
+    case, seeds = Case(**request.pop("case")), request.pop("seeds")
     values: dict[str, float] = {}
     equal = True
     for name in _METHODS:
-        found = [_train(case, name, seed=seed, **request) for seed in range(_SEEDS)]
+        found = [_train(case, name, seed=seed, **request) for seed in range(seeds)]
         values[f"real_ddp.{name}"] = statistics.fmean(test for test, _ in found)
         equal = equal and all(same for _, same in found)
     values["real_ddp.weights_equal"] = float(equal)

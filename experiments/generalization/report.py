@@ -1,4 +1,4 @@
-"""From single runs to the table, the figures of merit and their spread; selection on validation, report on test."""
+"""Table, figures of merit and their spread from single runs; selects on validation data, reports on test data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 from experiments.generalization.methods import METHODS, SMALL
 from experiments.generalization.train import Result
 
-__all__ = ["CaseReport", "figures", "markdown", "report_case"]
-
 WIDE_GAP = 8.0  # points by which the small batch must lead before a method is judged by the gap it closes
 ANY_GAP = 2.0  # for the share over all cases; below it that is a ratio of two noises
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and standard deviation over seeds, percent; `chosen`: what validation picked for the tuned multiplier."""
+    """Mean and standard deviation over seeds, percent; `chosen`: the tuned multiplier that validation selected."""
 
     mean: float
     sd: float
@@ -52,7 +50,7 @@ def report_case(name: str, results: Sequence[Result]) -> CaseReport:
     for result in results:
         by_method.setdefault(result.method, []).append(result)
     cells = {method: _cell(runs) for method, runs in by_method.items()}
-    # The root is a constant multiplier too, so its runs serve the hand tuning as well.
+    # The root is a constant multiplier too, so its runs count for hand tuning as well.
     candidates = {m: c for m, c in cells.items() if m in ("LBT", "sqrt LR") or (m.startswith("x") and m[1:2].isdigit())}
     if len(candidates) > 1:
         best = max(candidates, key=lambda method: candidates[method].validation)
@@ -110,14 +108,14 @@ def markdown(reports: Sequence[CaseReport], values: Mapping[str, float], *, seed
         "|---" * (len(columns) + 1) + "|",
     ]
     for report in reports:
-        cells = [_show(report.cells.get(column)) for column in columns]
+        cells = [_cell_text(report.cells.get(column)) for column in columns]
         lines.append(f"| {report.name} | " + " | ".join(cells) + " |")
     lines += ["", "| figure | value |", "|---|---|"]
     lines += [f"| `{key}` | {value:.2f} |" for key, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
-def _show(cell: Cell | None) -> str:
+def _cell_text(cell: Cell | None) -> str:
     if cell is None:
         return "-"
     return (
@@ -126,7 +124,7 @@ def _show(cell: Cell | None) -> str:
 
 
 def as_json(reports: Sequence[CaseReport], values: Mapping[str, float]) -> dict[str, Any]:
-    """Everything the report says, for a file."""
+    """All of the report, for a file."""
     rows = [
         {
             "case": report.name,

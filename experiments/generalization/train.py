@@ -19,8 +19,6 @@ from experiments.generalization.methods import POST_LOCAL_AFTER_EPOCHS, POST_LOC
 from experiments.generalization.networks import build
 from tula_agent.scaling import TulaOptimizer
 
-__all__ = ["Result", "accuracy", "decay", "train"]
-
 
 @dataclass(frozen=True)
 class Result:
@@ -53,7 +51,7 @@ def accuracy(network: nn.Module, split: Split) -> float:
     with torch.no_grad():
         right = sum(
             int((network(images).argmax(1) == labels).sum())
-            for images, labels in zip(split.images.split(1024), split.labels.split(1024), strict=True)
+            for images, labels in zip(torch.split(split.images, 1024), torch.split(split.labels, 1024), strict=True)
         )
     network.train()
     return 100.0 * right / len(split)
@@ -125,7 +123,7 @@ class _Run:
             optimizer.observe_batch((train.images[batch], train.labels[batch]))
         for shard in batch.chunk(self.case.world_size):
             loss = F.cross_entropy(self.network(train.images[shard]), train.labels[shard])
-            (loss / self.case.world_size).backward()
+            (loss / self.case.world_size).backward()  # type: ignore[no-untyped-call]
         self._record(optimizer)
         optimizer.step()
 
@@ -156,7 +154,7 @@ class _Run:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad()
-            F.cross_entropy(network(train.images[shard]), train.labels[shard]).backward()
+            F.cross_entropy(network(train.images[shard]), train.labels[shard]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if (step + 1) % max(1, self.steps_per_epoch // POST_LOCAL_SYNCS_PER_EPOCH) == 0:
             networks = [network for network, _ in replicas]
