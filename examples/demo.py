@@ -21,9 +21,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tula_client import Client, JobHandle, TulaError
-from tula_client.cli import units
+from tula_client.cli import format
 from tula_client.cli.output import table
-from tula_client.launch import Outcome, Runner, RunnerOptions, Silent, Template, WorkDir, with_launcher
+from tula_client.launch.report import Silent
+from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.template import Template, with_launcher
+from tula_client.launch.workdir import WorkDir
 from tula_wire import Candidate, Recommendation, Run, RunCreate
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +79,7 @@ def main() -> int:
     except TulaError as error:
         say(f"The demonstration failed: {error}")
         return 1
-    say(f"Done in {units.seconds(time.monotonic() - began)}; the service is shut down and its database deleted.")
+    say(f"Done in {format.seconds(time.monotonic() - began)}; the service is shut down and its database deleted.")
     return 0
 
 
@@ -110,7 +113,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         told = [line for log in sorted(logs) for line in log.read_text().splitlines() if line.startswith("epoch")]
         say("\n".join([*told[4:-1:5], *told[-1:]]))
         if trained.step_time_s is not None:
-            say(f"Measured over the training: {units.seconds(trained.step_time_s)} a step.")
+            say(f"Measured over the training: {format.seconds(trained.step_time_s)} a step.")
 
         heading("The trade-off curve")
         output.mkdir(parents=True, exist_ok=True)
@@ -128,19 +131,19 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
     """Profile one configuration of our own choice; raises `TulaError` when its command fails."""
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
-    with work.held() as holder:
+    with work.locked() as holder:
         runner = Runner(client, work, holder, RunnerOptions(url=client.url), Silent())
         wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
         active = runner.start(client.create_run(job.id, wanted), Template(words))
         try:
-            while (status := runner.attend(active)) is None:
+            while (status := runner.poll(active)) is None:
                 time.sleep(0.1)
         except BaseException:
             runner.abandon(active)
             raise
-        outcome: Outcome = runner.judge(active, status)
+        outcome = runner.finish(active, status)
     if outcome.state != "succeeded":
-        raise TulaError(f"{units.configuration(candidate.configuration)}: {outcome.message}")
+        raise TulaError(f"{format.configuration(candidate.configuration)}: {outcome.message}")
 
 
 def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> None:
@@ -153,10 +156,10 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
         error = (predicted.value - measured) / measured
         rows.append(
             [
-                units.configuration(candidate.configuration),
-                units.estimate(predicted),
-                units.seconds(measured),
-                units.percent(error, signed=True),
+                format.configuration(candidate.configuration),
+                format.estimate(predicted),
+                format.seconds(measured),
+                format.percent(error, signed=True),
                 "yes" if predicted.low <= measured <= predicted.high else "no",
             ]
         )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.client.test_client import profile, steps
 from tula_client import Client, ServiceUnreachableError
-from tula_client.cli import commands, jobs, units, watch
+from tula_client.cli import commands, format, jobs, watch
 from tula_client.cli.app import run
 from tula_wire import Configuration, Event, Job, JobPage, JobSpec, RunCreate, RunPatch, TelemetryChunk
 
@@ -87,7 +87,7 @@ def test_a_total_that_was_not_counted_to_its_end_says_so(total: int, said: str) 
     page = JobPage.model_validate({"jobs": [listed], "total": total, "next_cursor": "7"})
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(jobs._list_view(page))
+        console.print(jobs.list_view(page))
     assert said in capture.get()
 
 
@@ -113,7 +113,7 @@ def test_a_job_shows_what_was_promised_beside_what_came(tula: Tula, job: str, ad
     assert "against the prediction" in out
     line = next(line for line in out.splitlines() if answer_.id in line)
     assert training.id in line
-    assert units.percent(kept["error"], signed=True) in line
+    assert format.percent(kept["error"], signed=True) in line
 
 
 def test_archive_and_delete(tula: Tula, job: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tula_client._faults import fields_of, model_in
-from tula_client.launch import load_spec
+from tula_client.launch.spec import load_spec
 from tula_wire import JobSpec
 
 if sys.version_info >= (3, 11):

@@ -12,7 +12,9 @@ from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, answer, tula
 from tests.client.test_client import profile
 from tula_client import Client
-from tula_client.launch import WorkDir, load_spec, register
+from tula_client.launch.registration import register
+from tula_client.launch.spec import load_spec
+from tula_client.launch.workdir import WorkDir
 from tula_wire import ClaimRequest, JobPatch, JobSpec, RunPatch
 
 __all__ = ["tula"]
@@ -70,8 +72,8 @@ def test_what_no_job_can_change_makes_another_and_is_named(
     second = register(client, changed(spec, **values))
     assert second.job.id != first.id
     (said,) = second.notes
-    assert f"({first.id}) differs from it in " in said
-    fields = said.split("differs from it in ")[1].split(", which no job can change")[0].split(", ")
+    assert f"the existing job {first.id} differs in " in said
+    fields = said.split("differs in ")[1].split(", which cannot be changed")[0].split(", ")
     assert set(named.split(", ")) <= set(fields)
     assert f"tula jobs archive {first.id}" in said
     assert "objective" not in said
@@ -95,7 +97,7 @@ def test_what_failed_is_planned_anew_also_in_a_job_that_was_changed(
     for objective in ("knee", "time", "cost", "cost"):
         wanted = changed(spec, objective=objective)
         found = register(client, wanted, tmp_path)
-        found.remember(WorkDir(tmp_path, found.job.id))
+        found.save(WorkDir(tmp_path, found.job.id))
         assert found.job.objective == objective
         states = [run.state for run in found.job.plan]
         assert states.count("pending") >= 1, (objective, states)
@@ -116,12 +118,12 @@ def test_tune_says_what_it_changed_and_goes_on(tula: Tula, tmp_path: Path, addre
     command = ["--work-dir", str(tmp_path / "w"), "--", "true", "{local_batch_size}", "{num_nodes}"]
     code, out, err = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
     assert (code, err) == (0, "")
-    said = f"({job.id}) is changed, and what was measured for it holds: objective knee -> cost"
+    said = f"({job.id}), whose measurements are kept: objective knee -> cost"
     assert said in " ".join(out.split())
-    assert "usd_per_node_hour 1 -> 2" in out
+    assert "usd_per_node_hour 1 -> 2" in " ".join(out.split())
     assert tula("recommend", tmp_path.name)[0] == 0
     code, out, _ = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
-    assert (code, "is changed" in out) == (0, False)
+    assert (code, "Changed" in out) == (0, False)
 
 
 def test_jobs_add_registers_without_running_and_says_what_recommend_says(

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from tests.client.launch.fakes import FakeService, configuration
+from tula_client.cli.eta import seconds_left
 from tula_client.cli.progress import ProgressReporter
-from tula_client.cli.remaining import seconds_left
-from tula_client.launch import Outcome
+from tula_client.launch.judge import Outcome
 
 
 def planned(*runs):

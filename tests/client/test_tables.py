@@ -9,7 +9,7 @@ from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import jobs, recommend, units
+from tula_client.cli import format, jobs, recommend
 
 
 def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
@@ -25,7 +25,7 @@ def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None
         line = next(line for line in lines if run.id in line)
         for told in (run.state, "2, 128 (64)", "210 ms", "+5.0 %"):
             assert told in line
-    assert units.BRIEF in out.getvalue()
+    assert format.BRIEF in out.getvalue()
     assert "post_local_sgd" in next(line for line in lines if "run-9" in line)
     assert f"{runs[0].id}  {purpose}" in lines
 
@@ -46,9 +46,9 @@ def test_a_brief_configuration_says_what_sets_it_apart() -> None:
     typed = wire.Configuration(
         num_nodes=4, ranks_per_node=4, local_batch_size=64, grad_accum_steps=2, instance_type="g5.12xlarge"
     )
-    assert units.brief(plain) == "8, 256 (32)"
-    assert units.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
-    assert units.brief(None) == "-"
+    assert format.brief(plain) == "8, 256 (32)"
+    assert format.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
+    assert format.brief(None) == "-"
 
 
 def test_candidates_on_several_instance_types_say_which() -> None:

@@ -10,7 +10,7 @@ from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, tula
 from tests.client.test_client import profile
 from tula_client import Client
-from tula_client.launch import load_spec
+from tula_client.launch.spec import load_spec
 from tula_wire import RunCreate, RunPatch
 
 __all__ = ["tula"]
@@ -36,5 +36,5 @@ def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
     assert json.loads(out)["trained"] is None
     code, out, _ = tula("tune", path, "--then-run", *where, "--", *command)
     assert code == 0
-    assert "trained to its end already" in out
+    assert "This job is trained already" in out
     assert not list((tmp_path / "w").rglob("*.log"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.server import Server
 from tula_client import Client
-from tula_client.launch import load_spec
+from tula_client.launch.spec import load_spec
 from tula_wire import Run
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")

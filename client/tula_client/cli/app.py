@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     from tula_client._errors import TulaError
     from tula_client._faults import faults
     from tula_client.cli.commands import build
-    from tula_client.cli.exits import ExitCode, exit_code
+    from tula_client.cli.exit_codes import ExitCode, exit_code
 
     try:
         result = build(arguments)(args=arguments, prog_name="tula", standalone_mode=False)

@@ -16,8 +16,8 @@ import typer
 
 from tula_client._client import Client
 from tula_client._errors import MissingExtraError, TulaError
-from tula_client.cli import csv_samples, units
-from tula_client.cli.exits import UsageError
+from tula_client.cli import csv_samples, format
+from tula_client.cli.exit_codes import UsageError
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit
 from tula_client.handle import JobHandle, all_runs, find_job
@@ -105,7 +105,7 @@ def import_(
         csv_samples.check(measured, found.spec)
         sent = [_send(client, found.id, one, boot_id) for one in measured]
     rows, new = sum(len(one.step_time_s) for one in measured), sum(stored for _, stored in sent)
-    configurations = "; ".join(units.configuration(one.configuration) for one in measured)
+    configurations = "; ".join(format.configuration(one.configuration) for one in measured)
     told = (
         f"{new} new, {rows - new} known before: steps of {len(sent)} configuration{'s' if len(sent) != 1 else ''}: "
         f"{configurations}."

@@ -9,13 +9,14 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tula_client.cli import units
-from tula_client.cli.exits import UsageError
+from tula_client.cli import format
+from tula_client.cli.exit_codes import UsageError
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit, note, table
 from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import all_runs, find_job
-from tula_client.launch import load_spec, register
+from tula_client.launch.registration import register
+from tula_client.launch.spec import load_spec
 from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
 
 __all__ = ["add_to", "job_view"]
@@ -51,13 +52,12 @@ def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="Archived jobs too.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 20,
-    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier page ended.")] = None,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
     with connect() as client:
-        page = client.jobs(search=search, state=state, archived=archived, limit=limit, cursor=cursor)
-    emit(page, _list_view(page), as_json)
+        page = client.jobs(search=search, state=state, archived=archived, limit=limit)
+    emit(page, list_view(page), as_json)
 
 
 def show(job: JobName, as_json: Json = False) -> None:
@@ -104,15 +104,15 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
         ["model", job.model_name],
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{of_them}"],
         ["objective", job.objective],
-        ["recommended", units.configuration(job.recommended)],
+        ["recommended", format.configuration(job.recommended)],
     ]
     if job.predicted_time_s is not None:
-        facts.append(["training", f"{units.seconds(job.predicted_time_s)}, {units.dollars(job.predicted_cost_usd)}"])
+        facts.append(["training", f"{format.seconds(job.predicted_time_s)}, {format.dollars(job.predicted_cost_usd)}"])
     if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
-        small, large = units.saving(job.saving_vs_smallest_batch), units.saving(job.saving_vs_largest_batch)
+        small, large = format.saving(job.saving_vs_smallest_batch), format.saving(job.saving_vs_largest_batch)
         facts.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
-        facts.append(["measured", f"{units.percent(job.prediction_error, signed=True)} against the prediction"])
+        facts.append(["measured", f"{format.percent(job.prediction_error, signed=True)} against the prediction"])
     shown = table(["", ""], facts)
     shown.show_header = False
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
@@ -130,15 +130,15 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         [
             run.id,
             run.state.replace("_", " "),
-            units.brief(run.configuration),
-            units.seconds(run.step_time_s),
-            units.seconds(run.predicted_step_time_s),
+            format.brief(run.configuration),
+            format.seconds(run.step_time_s),
+            format.seconds(run.predicted_step_time_s),
             _error(run),
             (run.method or "train") if run.kind == "train" else "profile",
         ]
         for run in runs
     ]
-    heads = ["run", "=state", f"={units.BRIEF}", ">step time", ">predicted", ">error", "=kind"]
+    heads = ["run", "=state", f"={format.BRIEF}", ">step time", ">predicted", ">error", "=kind"]
     # Sentences go below: beside the numbers they would be broken into words.
     told = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
     return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in told if note))
@@ -147,7 +147,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
 def _error(run: Run) -> str:
     if not run.step_time_s or not run.predicted_step_time_s:
         return "-"
-    return units.percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
+    return format.percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
 
 
 def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
@@ -157,9 +157,9 @@ def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
             entry.recommendation_id,
             entry.run_id or "-",
             f"{entry.objective}, {entry.basis}",
-            units.estimate(entry.predicted_step_time_s),
-            units.seconds(entry.measured_step_time_s),
-            units.percent(entry.error, signed=True),
+            format.estimate(entry.predicted_step_time_s),
+            format.seconds(entry.measured_step_time_s),
+            format.percent(entry.error, signed=True),
             inside[entry.within_interval],
         ]
         for entry in entries
@@ -167,7 +167,7 @@ def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
     return table(["promised", "training", "for", ">step time", ">measured", ">error", "inside"], rows)
 
 
-def _list_view(page: JobPage) -> RenderableType:
+def list_view(page: JobPage) -> RenderableType:
     if not page.jobs:
         return Text("No jobs. Register one with tula jobs add SPEC.toml, or tula tune SPEC.toml -- COMMAND.")
     rows = [
@@ -176,15 +176,15 @@ def _list_view(page: JobPage) -> RenderableType:
             job.name,
             job.state,
             f"{job.runs_done}/{job.runs_planned}",
-            units.brief(job.recommended),
-            units.seconds(job.predicted_time_s),
-            units.dollars(job.predicted_cost_usd),
+            format.brief(job.recommended),
+            format.seconds(job.predicted_time_s),
+            format.dollars(job.predicted_cost_usd),
         ]
         for job in page.jobs
     ]
-    shown = table(["id", "name", "=state", ">runs", f"={units.BRIEF}", ">training", ">cost"], rows)
+    shown = table(["id", "name", "=state", ">runs", f"={format.BRIEF}", ">training", ">cost"], rows)
     if page.next_cursor is None:
         return shown
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"
-    rest = f"{len(page.jobs)} of {total} jobs: go on with --cursor {page.next_cursor}"
+    rest = f"{len(page.jobs)} of {total} jobs: give --limit (at most 500) or --search"
     return Group(shown, Text(rest, style="dim"))

@@ -1,4 +1,4 @@
-"""`tula tune`, `tula run` and `tula launchers`: the user's own launch command, from a job's spec to trained weights."""
+"""`tula tune`, `tula run` and `tula launchers`."""
 
 from __future__ import annotations
 
@@ -17,59 +17,45 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
-from tula_client.cli import units
+from tula_client.cli import format
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import console, emit
 from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import find_job
-from tula_client.launch import (
-    LAUNCHERS,
-    PLACEHOLDERS,
-    Outcome,
-    PlanOptions,
-    Reporter,
-    Runner,
-    RunnerOptions,
-    Silent,
-    Template,
-    TemplateError,
-    Trained,
-    TrainOptions,
-    Tuned,
-    WorkDir,
-    load_spec,
-    register,
-    train,
-    with_launcher,
-    work_through,
-)
-
-__all__ = ["add_to", "launchers", "run", "tune"]
+from tula_client.launch.errors import TemplateError
+from tula_client.launch.judge import Outcome
+from tula_client.launch.registration import register
+from tula_client.launch.report import Reporter, Silent
+from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.spec import load_spec
+from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
+from tula_client.launch.train import Trained, TrainOptions, train
+from tula_client.launch.tune import PlanOptions, Tuned, work_through
+from tula_client.launch.workdir import WorkDir
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
-"""Short, because the loops wait for an absent service themselves and keep an eye on their processes meanwhile."""
+"""Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
 _TIMEOUT_S = 15.0
+_TRAINING_GRACE_S = 30.0
+"""Seconds between SIGTERM and SIGKILL of a training: enough to write a checkpoint."""
 
 Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="Your launch command, with {placeholders}: see launchers.")
+    list[str], typer.Argument(metavar="-- COMMAND...", help="Launch command with {placeholders}: see tula launchers.")
 ]
 LauncherName = Annotated[
-    str | None, typer.Option("--launcher", metavar="NAME", help="Put a ready-made template first: see launchers.")
+    str | None, typer.Option("--launcher", metavar="NAME", help="Prepend a ready-made template: see tula launchers.")
 ]
 StopCommand = Annotated[
     str | None,
     typer.Option(
-        metavar="TEXT", help="Cancels what a command only submitted, as in 'scancel --name=tula-{launch_id}'."
+        metavar="TEXT", help="Cancels a command that only submits, such as 'scancel --name=tula-{launch_id}'."
     ),
 ]
-Folder = Annotated[Path, typer.Option(help="Where logs, spools and checkpoints lie.")]
+Folder = Annotated[Path, typer.Option(help="Folder for logs, spools and checkpoints.")]
 TimeLimit = Annotated[
-    float | None, typer.Option(min=1, help="Seconds that a run may take; then each rank shows its stack and is ended.")
+    float | None, typer.Option(min=1, help="Seconds after which each rank prints its stack and the run is ended.")
 ]
-Lease = Annotated[float, typer.Option(min=5, max=86400, help="Seconds after which an unattended run goes back.")]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds between asking a command to end and killing it.")]
-Patience = Annotated[float, typer.Option(min=0, help="Seconds to wait for a service that is away.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -83,41 +69,39 @@ def tune(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")],
     command: Command,
     launcher: LauncherName = None,
-    max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in use at once; default: the job's most.")] = None,
-    max_failures: Annotated[int, typer.Option(min=1, help="Give up after so many failures in a row.")] = 3,
-    then_run: Annotated[bool, typer.Option("--then-run", help="Train with the recommendation afterwards.")] = False,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Largest number of runs at once.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of nodes at once (default: the job's max_nodes).")
+    ] = None,
+    max_failures: Annotated[int, typer.Option(min=1, help="Stop after this many failures in a row.")] = 3,
+    then_run: Annotated[bool, typer.Option("--then-run", help="Then train with the recommendation.")] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = 1800.0,
-    lease: Lease = 60.0,
-    grace: Grace = 10.0,
-    patience: Patience = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Profile the runs that the service asks for and print its recommendation; goes on where it stopped."""
+    """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
     template, stop = _templates(command, launcher, stop_command)
     job_spec = load_spec(spec)
     template.check(job_spec)
     with _connect() as client, _reporter(as_json) as reporter:
-        options = _options(client, stop, time_limit, lease, grace, patience)
-        found = register(client, job_spec, work_dir)
-        job, work = found.job, WorkDir(work_dir, found.job.id)
-        with work.held() as holder, _signals_interrupt():
-            found.remember(work)
-            for told in found.notes:
-                reporter.note(told)
+        registered = register(client, job_spec, work_dir)
+        job, work = registered.job, WorkDir(work_dir, registered.job.id)
+        with work.locked() as holder, _signals_interrupt():
+            registered.save(work)
+            for note in registered.notes:
+                reporter.note(note)
             reporter.job(job)
+            options = _options(client, stop, time_limit)
             plan = PlanOptions(max_parallel=max_parallel, node_budget=nodes, max_failures=max_failures)
-            runner = Runner(client, work, holder, options, reporter)
-            tuned = work_through(client, job, template, runner, plan, reporter)
+            tuned = work_through(Runner(client, work, holder, options, reporter), job, template, plan)
             trained = None
             if then_run and tuned.job.state == "finished":
-                reporter.note("This job has been trained to its end already: `tula run` trains it another time.")
+                reporter.note("This job is trained already: use `tula run` to train it again.")
             elif then_run:
                 reporter.note(tuned.recommendation.why)
                 runner = Runner(client, work, holder, dataclasses.replace(options, time_limit_s=None), reporter)
-                trained = train(client, job, template, runner, work, TrainOptions(), reporter)
+                trained = train(runner, job, template, TrainOptions())
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
 
 
@@ -125,38 +109,35 @@ def run(
     job: JobName,
     command: Command,
     launcher: LauncherName = None,
-    method: Annotated[str | None, typer.Option(help="Name of the quality method, to compare runs by.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Starts after the first before giving up.")] = 10,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start another training, not the one begun before.")] = False,
+    method: Annotated[str | None, typer.Option(help="Label of the quality method, to compare runs.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Largest number of restarts.")] = 10,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start another training, not the unfinished one.")] = False,
     reconfigure: Annotated[
-        bool, typer.Option("--reconfigure", help="Go on with the training begun before as is recommended by now.")
+        bool, typer.Option("--reconfigure", help="Continue the unfinished training with the current recommendation.")
     ] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = None,
-    lease: Lease = 60.0,
-    grace: Grace = 30.0,
-    patience: Patience = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Train with the recommended configuration; goes on from the last checkpoint after out-of-memory or a stop."""
+    """Train with the recommended configuration; continue from the last checkpoint after a failure or a stop."""
     if fresh and reconfigure:
-        raise typer.BadParameter("give --fresh for another training or --reconfigure to go on with this one, not both")
+        raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
     template, stop = _templates(command, launcher, stop_command)
     with _connect() as client, _reporter(as_json) as reporter:
-        options = _options(client, stop, time_limit, lease, grace, patience)
-        known = client.job(find_job(client, job))
-        template.check(known.spec)
-        work = WorkDir(work_dir, known.id)
-        with work.held() as holder, _signals_interrupt():
+        found = client.job(find_job(client, job))
+        template.check(found.spec)
+        work = WorkDir(work_dir, found.id)
+        with work.locked() as holder, _signals_interrupt():
+            options = dataclasses.replace(_options(client, stop, time_limit), grace_s=_TRAINING_GRACE_S)
             runner = Runner(client, work, holder, options, reporter)
             wanted = TrainOptions(method=method, max_restarts=max_restarts, fresh=fresh, reconfigure=reconfigure)
-            trained = train(client, known, template, runner, work, wanted, reporter)
+            trained = train(runner, found, template, wanted)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
 
 
 def launchers(as_json: Json = False) -> None:
-    """Show the ready-made templates and every placeholder."""
+    """Print the ready-made templates and all placeholders."""
     plain = {
         "launchers": {name: dataclasses.asdict(one) for name, one in LAUNCHERS.items()},
         "placeholders": dict(PLACEHOLDERS),
@@ -177,8 +158,8 @@ def _templates(command: list[str], launcher: str | None, stop_command: str | Non
     try:
         stop = Template(tuple(shlex.split(stop_command)))
     except (ValueError, TemplateError) as error:
-        said = str(error)
-        raise TemplateError(f"--stop-command cannot be used: {said[:1].lower()}{said[1:]}") from None
+        message = str(error)
+        raise TemplateError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
     return Template(tuple(words)), stop
 
 
@@ -186,16 +167,11 @@ def _connect() -> Client:
     return Client(timeout_s=_TIMEOUT_S, retry=_RETRY)
 
 
-def _options(
-    client: Client, stop: Template | None, time_limit_s: float | None, lease_s: float, grace_s: float, patience_s: float
-) -> RunnerOptions:
+def _options(client: Client, stop: Template | None, time_limit_s: float | None) -> RunnerOptions:
     return RunnerOptions(
         url=client.url,
         token=os.environ.get("TULA_TOKEN") or None,
         time_limit_s=time_limit_s,
-        lease_s=lease_s,
-        grace_s=grace_s,
-        patience_s=patience_s,
         stop_template=stop,
     )
 
@@ -211,7 +187,7 @@ def _reporter(as_json: bool) -> Iterator[Reporter]:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end `tula` as Ctrl-C does: commands stopped, leases given back."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that commands are stopped and leases given back."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -262,4 +238,4 @@ def _tuned_view(tuned: Tuned, trained: Trained | None) -> RenderableType:
 
 
 def _trained_view(trained: Trained) -> RenderableType:
-    return Text(f"Trained with {units.configuration(trained.configuration)}: run {trained.run.id}.")
+    return Text(f"Trained with {format.configuration(trained.configuration)}: run {trained.run.id}.")

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import Self
 
-from tula_client.cli import units
-from tula_client.cli.remaining import seconds_left
-from tula_client.launch import Outcome
+from tula_client.cli import format
+from tula_client.cli.eta import seconds_left
+from tula_client.launch.judge import Outcome
 from tula_wire import Configuration, Job, Run
 
 __all__ = ["ProgressReporter"]
@@ -66,7 +66,7 @@ class ProgressReporter:
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
         purpose += f", log {log}" if self._console.is_terminal else ""
         self._console.print(
-            f"[dim]start[/]     {units.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
+            f"[dim]start[/]     {format.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
         )
         self._describe()
 
@@ -78,7 +78,7 @@ class ProgressReporter:
         word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
         self._console.print(
-            f"[{colour}]{word:<9}[/] {units.configuration(run.configuration)} in {took_s:.1f} s", highlight=False
+            f"[{colour}]{word:<9}[/] {format.configuration(run.configuration)} in {took_s:.1f} s", highlight=False
         )
         if outcome.state != "succeeded" and outcome.message:
             self._console.print(f"          {outcome.message}", highlight=False, markup=False)
@@ -101,7 +101,7 @@ class ProgressReporter:
         if self._task is None:
             return
         now = (
-            ", ".join(units.configuration(configuration) for configuration in self._running.values())
+            ", ".join(format.configuration(configuration) for configuration in self._running.values())
             or "nothing running"
         )
         left = 0 if self._job is None else self._job.runs_planned - self._job.runs_done
@@ -111,4 +111,4 @@ class ProgressReporter:
         clock = time.monotonic()
         going = {run_id: clock - self._began[run_id] for run_id in self._running}
         seconds = None if self._job is None else seconds_left(self._job, self._took_s, going)
-        return f"; {left} left" + ("" if seconds is None else f", about {units.seconds(seconds)}")
+        return f"; {left} left" + ("" if seconds is None else f", about {format.seconds(seconds)}")

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tula_client.cli import units
+from tula_client.cli import format
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, emit, table
 from tula_client.handle import find_job
@@ -53,7 +53,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     if answer.chosen is None:
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
-        lines.append(Text.assemble(("Recommended: ", "bold"), units.configuration(answer.chosen.configuration)))
+        lines.append(Text.assemble(("Recommended: ", "bold"), format.configuration(answer.chosen.configuration)))
         lines.append(Padding(_promises(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
     others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
@@ -65,8 +65,8 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     rows = [
         [
             ", ".join(names),
-            units.configuration(one.configuration) + (", spot" if one.spot else ""),
-            units.seconds(one.total_time_s.value),
+            format.configuration(one.configuration) + (", spot" if one.spot else ""),
+            format.seconds(one.total_time_s.value),
             _cost(one),
         ]
         for names, one in named.values()
@@ -75,7 +75,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         lines += [Text(), table(["", "instead", ">time", ">cost"], rows)]
     knee = answer.knee
     reason = knee.reason[:1].upper() + knee.reason[1:]
-    where = f"Knee: {units.configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
+    where = f"Knee: {format.configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
     lines += [Text(), Text(where + reason)]
     if answer.max_sensible_batch_size is not None:
         lines.append(
@@ -87,7 +87,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     rests = f"Rests on {BASIS[answer.basis]}"
     if answer.basis == "profiled":
         error = answer.model.cross_validated_error
-        checked = f", cross-validated error {units.percent(error)}" if error is not None else ""
+        checked = f", cross-validated error {format.percent(error)}" if error is not None else ""
         rests += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
     lines.append(Text(f"{rests}; intervals hold 90 %.", style="dim"))
     lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
@@ -107,11 +107,11 @@ def candidates_table(answer: Recommendation) -> RenderableType:
                 str(chosen.world_size),
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
-                units.estimate(one.step_time_s),
-                units.seconds(one.epoch_time_s.value),
-                units.seconds(one.total_time_s.value),
+                format.estimate(one.step_time_s),
+                format.seconds(one.epoch_time_s.value),
+                format.seconds(one.total_time_s.value),
                 _cost(one),
-                units.bytes_(one.memory_bytes.value if one.memory_bytes else None),
+                format.bytes_(one.memory_bytes.value if one.memory_bytes else None),
                 ", ".join(_marks(one, answer)),
             ]
         )
@@ -120,15 +120,15 @@ def candidates_table(answer: Recommendation) -> RenderableType:
 
 def _promises(one: Candidate) -> RenderableType:
     rows = [
-        ["step", units.estimate(one.step_time_s)],
-        ["epoch", units.estimate(one.epoch_time_s)],
-        ["training", units.estimate(one.total_time_s)],
+        ["step", format.estimate(one.step_time_s)],
+        ["epoch", format.estimate(one.epoch_time_s)],
+        ["training", format.estimate(one.total_time_s)],
     ]
     if one.cost_usd is not None:
-        rows.append(["cost", units.estimate(one.cost_usd, "usd")])
+        rows.append(["cost", format.estimate(one.cost_usd, "usd")])
     if one.memory_bytes is not None:
         fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
-        rows.append(["memory", units.estimate(one.memory_bytes, "bytes") + fits])
+        rows.append(["memory", format.estimate(one.memory_bytes, "bytes") + fits])
     if one.extrapolated:
         rows.append(["", "beyond what was measured"])
     shown = table(["", ""], rows)
@@ -137,7 +137,7 @@ def _promises(one: Candidate) -> RenderableType:
 
 
 def _cost(one: Candidate) -> str:
-    return units.dollars(one.cost_usd.value if one.cost_usd else None)
+    return format.dollars(one.cost_usd.value if one.cost_usd else None)
 
 
 def _marks(one: Candidate, answer: Recommendation) -> list[str]:

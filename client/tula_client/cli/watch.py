@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tula_client._client import Client
 from tula_client._errors import NotFoundError, ServiceUnavailableError, ServiceUnreachableError, TulaError
-from tula_client.cli import units
+from tula_client.cli import format
 from tula_client.cli.jobs import job_view
 from tula_client.cli.options import JobName, Json
 from tula_client.cli.output import connect, console, emit
@@ -130,7 +130,7 @@ def _last(series: TelemetrySeries) -> str:
     last = next((value for value in reversed(series.values) if value is not None), None)
     if last is None:
         return ""
-    shown = units.seconds(last) if series.column.endswith("_s") else f"{last:.4g}"
+    shown = format.seconds(last) if series.column.endswith("_s") else f"{last:.4g}"
     return f"{shown} at step {series.steps[-1]}"
 
 

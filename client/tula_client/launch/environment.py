@@ -1,4 +1,4 @@
-"""The environment variables that a launched command sees: the service, the run, and what to do in it."""
+"""The environment variables of a launched command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from tula_wire import Run
-
-__all__ = ["run_variables", "starts_torchrun", "whole_environment"]
 
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 
@@ -23,7 +21,7 @@ def run_variables(
     restart: int,
     stacks_at_s: float | None = None,
 ) -> dict[str, str]:
-    """Tula's own variables for `run`; `docs/launchers.md` lists them."""
+    """The `TULA_*` variables of `run`, listed in `docs/launchers.md`."""
     configuration = run.configuration
     variables = {
         "TULA_URL": url,
@@ -49,19 +47,19 @@ def run_variables(
 
 
 def starts_torchrun(command: Sequence[str]) -> bool:
-    """True when a word of `command`, or a word within one as in `bash -c "torchrun ..."`, is torchrun or its module."""
+    """True if a word of `command`, or a word within one as in `bash -c "torchrun ..."`, is torchrun or its module."""
     return any(part.rpartition("/")[2] in _TORCHRUN for word in command for part in word.split())
 
 
-def whole_environment(
+def command_environment(
     inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
 ) -> dict[str, str]:
-    """What `command` inherits, without an outer Tula run's variables, and with stacks and output shown at once."""
+    """The environment of `command`: inherited, without the `TULA_*` variables of an outer run, output unbuffered."""
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     if starts_torchrun(command):
-        # torchrun sets this by itself, but only where it starts more than one rank on a node. A run of one rank would
-        # compute with every core, and be measured under other conditions than the runs it is compared with.
+        # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
+        # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
     outer = {name: inherited[name] for name in ("TULA_DISABLED", "TULA_PROJECT") if name in inherited}
     return {**defaults, **kept, **outer, **variables}

@@ -1,4 +1,4 @@
-"""Start, watch and stop one launched command, so that nothing of it outlives `tula`."""
+"""Starts and stops one launched command under its supervisor, so that no process of it outlives `tula`."""
 
 from __future__ import annotations
 
@@ -10,78 +10,76 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tula_client.launch import guard
-from tula_client.launch._errors import CommandNotFoundError
-
-__all__ = ["Process", "Started", "start"]
+from tula_client.launch import supervisor
+from tula_client.launch.errors import CommandNotFoundError
 
 _MARGIN_S = 45.0
-"""What the guard may need beyond the grace period: its stop command, a dump of stacks, and SIGKILL."""
+"""Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
 
 
 class Started(Protocol):
-    """What the loops need of a started command."""
+    """A started command, as the runner uses it."""
 
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
 
     def request_stop(self) -> None:
-        """Ask for an orderly end and return at once."""
+        """Ask the command to stop; returns at once."""
 
     def dump_stacks(self) -> None:
-        """Ask every rank to print its stacks and return at once."""
+        """Ask every rank to print its stacks; returns at once."""
 
     def stop(self) -> int:
-        """End it and everything below it; the exit status."""
+        """Stop the command and all processes below it; the exit status."""
 
 
 class Process:
-    """One command under its guard (see `guard`), with all output in one log file."""
+    """One command under its supervisor, with all output in one log file."""
 
-    def __init__(self, guarded: subprocess.Popen[bytes], grace_s: float) -> None:
-        self._guarded = guarded
+    def __init__(self, supervisor_process: subprocess.Popen[bytes], grace_s: float) -> None:
+        self._supervisor = supervisor_process
         self._grace_s = grace_s
 
     @property
     def pid(self) -> int:
-        """Process id of the guard."""
-        return self._guarded.pid
+        """Process id of the supervisor."""
+        return self._supervisor.pid
 
     def poll(self) -> int | None:
         """Exit status, 128 + n for signal n; None while it runs."""
-        status = self._guarded.poll()
+        status = self._supervisor.poll()
         return status if status is None or status >= 0 else 128 - status
 
     def dump_stacks(self) -> None:
-        """Make each rank print its stacks into the log; ends the ranks. Returns at once."""
+        """Make each rank print its stacks into the log, which ends the rank; returns at once."""
         self._order(b"d")
 
     def request_stop(self) -> None:
-        """Ask for SIGTERM, the grace period, SIGKILL; returns at once."""
+        """Ask for SIGTERM, the grace period, then SIGKILL; returns at once."""
         self._order(b"s")
 
     def stop(self) -> int:
-        """End the command and everything below it; the exit status."""
+        """Stop the command and all processes below it; the exit status."""
         self.request_stop()
         try:
-            self._guarded.wait(timeout=self._grace_s + _MARGIN_S)
+            self._supervisor.wait(timeout=self._grace_s + _MARGIN_S)
         except subprocess.TimeoutExpired:
-            self._guarded.kill()
-            self._guarded.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
         self._close()
         return self.poll() or 0
 
     def _order(self, letter: bytes) -> None:
-        if self._guarded.stdin is not None and self._guarded.poll() is None:
+        if self._supervisor.stdin is not None and self._supervisor.poll() is None:
             try:
-                self._guarded.stdin.write(letter)
-                self._guarded.stdin.flush()
+                self._supervisor.stdin.write(letter)
+                self._supervisor.stdin.flush()
             except BrokenPipeError:
                 return
 
     def _close(self) -> None:
-        if self._guarded.stdin is not None:
-            self._guarded.stdin.close()
+        if self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
 
     def __del__(self) -> None:
         self._close()
@@ -95,10 +93,10 @@ def start(
     grace_s: float = 10.0,
     stop_command: Sequence[str] | None = None,
 ) -> Process:
-    """Start `command` in a session of its own, output appended to `log`.
+    """Start `command` in another session, output appended to `log`.
 
-    `stop_command` cancels what a submitting command (`sbatch --wait`, `kubectl`) left running elsewhere.
-    Raises `CommandNotFoundError` when the first word of either is no program here.
+    `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
+    `CommandNotFoundError` if the first word of either is no program on this machine.
     """
     for what, words in (("command", command), ("stop command", stop_command)):
         if words and shutil.which(words[0], path=environment.get("PATH")) is None:
@@ -110,12 +108,12 @@ def start(
         options += ["--stop-command", json.dumps(list(stop_command))]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        guarded = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, *options, "--", *command],
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", supervisor.__file__, *options, "--", *command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment),
             start_new_session=True,
         )
-    return Process(guarded, grace_s)
+    return Process(process, grace_s)

@@ -1,4 +1,4 @@
-"""Finding the job that a specification describes, changed where it may be, or registering a new one."""
+"""Finds the job that a specification describes, changes what may change in it, or registers another."""
 
 from __future__ import annotations
 
@@ -17,156 +17,169 @@ from tula_client.launch.spec import idempotency_key
 from tula_client.launch.workdir import WorkDir
 from tula_wire import ClusterSpec, Job, JobPatch, JobSpec
 
-__all__ = ["Registered", "register"]
-
 _STATE: Final = "registered"
-_MOST: Final = 20
-"""So many of the newest jobs of one name are looked at."""
+_MAX_JOBS: Final = 20
+"""How many of the newest jobs of one name are compared."""
 
 _CHANGEABLE: Final = re.compile(r"objective|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL)
-"""Paths of what `JobPatch` can change: objective, limits and prices."""
+"""Paths that `JobPatch` can change: objective, limits and prices."""
 
 Changes = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The job, and one line for a person about each thing that they might not expect of it."""
+    """The job, and notes for the user about what changed.
+
+    `first_spec` is the specification under which the job was first registered, if known: the job is found, and its
+    failed runs are planned again, only by that one.
+    """
 
     job: Job
     notes: tuple[str, ...]
-    first: JobSpec | None
-    """The specification under which the service has first met it, if that is known."""
+    first_spec: JobSpec | None
 
-    def remember(self, work: WorkDir) -> None:
-        """Keep the first specification: the job is found, and what failed in it planned anew, only under that."""
-        first = None if self.first is None else self.first.model_dump(mode="json")
-        key = None if self.first is None else idempotency_key(self.first)
-        work.save(_STATE, {"spec": first, "key": key})
+    def save(self, work: WorkDir) -> None:
+        """Keep the first specification for the next `tula tune` in this folder."""
+        spec = None if self.first_spec is None else self.first_spec.model_dump(mode="json")
+        key = None if self.first_spec is None else idempotency_key(self.first_spec)
+        work.save(_STATE, {"spec": spec, "key": key})
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """How a registered job differs from the specification: where it can be changed, and where not."""
+
+    job: Job
+    changes: Changes
+    fixed: tuple[str, ...]
 
 
 def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Registered:
-    """The job of `spec`: one of its name that differs in nothing, or only in what may change, is changed and used.
+    """The job of `spec`: a job of the same name that is equal, or equal once it is changed, else a new job.
 
-    What failed in a job that is found is planned anew, given the `work_dir` of whoever is to run it. Raises what the
-    client raises.
+    With `work_dir`, the failed runs of a job that is found are planned again. Raises the client's errors.
     """
-    named = _named(client, spec.name)
-    differing = [(job, *_differences(job.spec, spec)) for job in named]
-    usable = [(job, changed) for job, changed, fixed in differing if not fixed]
-    exact = [job for job, changed in usable if not changed]
-    notes: list[str] = []
-    first: JobSpec | None = spec
-    found: Job | None = None
-    if exact:
-        found, first = exact[0], _first_of(exact[0], work_dir, otherwise=spec)
-    elif len(usable) == 1:
-        found, first = usable[0][0], _first_of(usable[0][0], work_dir, otherwise=None)
+    known = [_compare(job, spec) for job in _jobs_named(client, spec.name)]
+    found, first_spec = _find(known, spec, work_dir)
     job = found
-    if job is None or (first is not None and work_dir is not None):
-        assert first is not None
-        job = client.register(first, idempotency_key=idempotency_key(first)).job
-        if job.id not in {one.id for one in named} and named:
-            notes.append(_another(spec.name, job, differing))
-    changed, fixed = _differences(job.spec, spec)
-    if changed and not fixed:
-        job = client.patch_job(job.id, _patch(changed, spec))
-        notes.append(f"{job.name} ({job.id}) is changed, and what was measured for it holds: {_told(changed)}.")
-    return Registered(job, tuple(notes), first)
+    notes: list[str] = []
+    if job is None or (first_spec is not None and work_dir is not None):
+        first_spec = first_spec or spec
+        job = client.register(first_spec, idempotency_key=idempotency_key(first_spec)).job
+        if known and job.id not in {one.job.id for one in known}:
+            notes.append(_explain_new_job(spec.name, job, known))
+    comparison = _compare(job, spec)
+    if comparison.changes and not comparison.fixed:
+        job = client.patch_job(job.id, _patch(comparison.changes, spec))
+        changes = _format_changes(comparison.changes)
+        notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")
+    return Registered(job, tuple(notes), first_spec)
 
 
-def _named(client: Client, name: str) -> list[Job]:
-    """The newest jobs of that name, which are not archived."""
-    if not name.isprintable():  # no list can be searched for it
+def _find(known: list[_Comparison], spec: JobSpec, work_dir: Path | None) -> tuple[Job | None, JobSpec | None]:
+    """(the job to use, the specification it was first registered under); None for a job to create, for unknown."""
+    usable = [one for one in known if not one.fixed]
+    equal = [one.job for one in usable if not one.changes]
+    if equal:
+        return equal[0], _first_spec(equal[0], work_dir, default=spec)
+    if len(usable) == 1:
+        return usable[0].job, _first_spec(usable[0].job, work_dir, default=None)
+    return None, spec
+
+
+def _jobs_named(client: Client, name: str) -> list[Job]:
+    """The newest jobs of that name that are not archived."""
+    if not name.isprintable():  # no search takes it
         return []
-    same = (one.id for one in all_jobs(client, search=name) if one.name == name)
-    return [client.job(job_id) for job_id in islice(same, _MOST)]
+    ids = (one.id for one in all_jobs(client, search=name) if one.name == name)
+    return [client.job(job_id) for job_id in islice(ids, _MAX_JOBS)]
 
 
-def _first_of(job: Job, work_dir: Path | None, *, otherwise: JobSpec | None) -> JobSpec | None:
-    """The specification under which `job` was registered, as this folder knows it; `otherwise` where it never met it.
+def _first_spec(job: Job, work_dir: Path | None, *, default: JobSpec | None) -> JobSpec | None:
+    """The specification under which `job` was registered, as saved in `work_dir`; `default` if nothing is saved.
 
-    None where it cannot be known: a job that was changed is not found by what it now is.
+    None if it is unknown: a job that was changed is not found by its current specification.
     """
     state = None if work_dir is None else WorkDir(work_dir, job.id).load(_STATE)
     if state is None:
-        return otherwise
+        return default
     try:
-        first = JobSpec.model_validate(state.get("spec"))
+        spec = JobSpec.model_validate(state.get("spec"))
     except ValidationError:
         return None
-    return first if idempotency_key(first) == state.get("key") else None  # another version of Tula may read it anew
+    return spec if idempotency_key(spec) == state.get("key") else None  # another version of Tula may add fields
 
 
-def _differences(known: JobSpec, wanted: JobSpec) -> tuple[Changes, tuple[str, ...]]:
-    """(what differs that a job can change, fields that differ and that none can)."""
-    types = [sorted(cluster.instance_type for cluster in spec.cluster) for spec in (known, wanted)]
-    before, after = _facts(known), _facts(wanted)
+def _compare(job: Job, spec: JobSpec) -> _Comparison:
+    types = [sorted(cluster.instance_type for cluster in one.cluster) for one in (job.spec, spec)]
+    before, after = _values_by_path(job.spec), _values_by_path(spec)
     differ = {
         path: (before.get(path), after.get(path))
         for path in dict.fromkeys([*before, *after])
         if before.get(path) != after.get(path)
     }
-    changed = {path: values for path, values in differ.items() if _CHANGEABLE.fullmatch(path)}
-    fixed = [path for path in differ if not _CHANGEABLE.fullmatch(path)]
+    changes = {path: values for path, values in differ.items() if _CHANGEABLE.fullmatch(path)}
+    fixed = [path for path in differ if path not in changes]
     if types[0] != types[1]:
         fixed = [path for path in fixed if not path.startswith("cluster")] + ["cluster.instance_type"]
-    return changed, tuple(fixed)
+    return _Comparison(job, changes, tuple(fixed))
 
 
-def _facts(spec: JobSpec) -> dict[str, Any]:
-    """Every single value by its dotted path; clusters by instance type, in any order, one alone without it."""
-    plain = spec.model_dump(mode="json", exclude={"cluster"})
-    facts = dict(_flat("", plain))
+def _values_by_path(spec: JobSpec) -> dict[str, Any]:
+    """Every value by its dotted path; clusters by instance type, so that their order does not matter."""
+    values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     for cluster in spec.cluster:
-        facts.update(_flat(_place(cluster, spec), cluster.model_dump(mode="json", exclude={"instance_type"})))
-    return facts
+        plain = cluster.model_dump(mode="json", exclude={"instance_type"})
+        values.update(_flatten(_cluster_path(cluster, spec), plain))
+    return values
 
 
-def _place(cluster: ClusterSpec, spec: JobSpec) -> str:
+def _cluster_path(cluster: ClusterSpec, spec: JobSpec) -> str:
     return "cluster" if len(spec.cluster) == 1 else f"cluster[{cluster.instance_type}]"
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _flat(f"{path}.{name}" if path else name, inner)
+            yield from _flatten(f"{path}.{name}" if path else name, inner)
     else:
         yield path, value
 
 
-def _patch(changed: Changes, spec: JobSpec) -> JobPatch:
+def _patch(changes: Changes, spec: JobSpec) -> JobPatch:
     values: dict[str, Any] = {}
-    if "objective" in changed:
+    if "objective" in changes:
         values["objective"] = spec.objective
-    if any(path.startswith("limits.") for path in changed):
+    if any(path.startswith("limits.") for path in changes):
         values["limits"] = spec.limits
     prices = {
         cluster.instance_type: cluster.price
         for cluster in spec.cluster
-        if any(path.startswith(f"{_place(cluster, spec)}.price.") for path in changed)
+        if any(path.startswith(f"{_cluster_path(cluster, spec)}.price.") for path in changes)
     }
     if prices:
         values["prices"] = prices
     return JobPatch(**values)
 
 
-def _told(changed: Changes) -> str:
-    return ", ".join(f"{path} {_shown(before)} -> {_shown(after)}" for path, (before, after) in changed.items())
+def _format_changes(changes: Changes) -> str:
+    pairs = changes.items()
+    return ", ".join(f"{path} {_format_value(before)} -> {_format_value(after)}" for path, (before, after) in pairs)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else str(value).removesuffix(".0")
 
 
-def _another(name: str, job: Job, differing: list[tuple[Job, Changes, tuple[str, ...]]]) -> str:
-    """Why there is now another job of this name, and how to tell them apart."""
-    nearest, _, fixed = min(differing, key=lambda each: len(each[2]))
-    if fixed:
-        why = f"differs from it in {', '.join(fixed)}, which no job can change"
+def _explain_new_job(name: str, job: Job, known: list[_Comparison]) -> str:
+    """Why another job of this name was registered, and how to address each."""
+    nearest = min(known, key=lambda each: len(each.fixed))
+    if nearest.fixed:
+        why = f"the existing job {nearest.job.id} differs in {', '.join(nearest.fixed)}, which cannot be changed"
     else:
-        why = "is one of several that this one could be"
+        why = f"several existing jobs match, among them {nearest.job.id}"
     return (
-        f"A new job called {name!r} is registered ({job.id}): what was there ({nearest.id}) {why}. Name each by its "
-        f"id, or archive the other: tula jobs archive {nearest.id}."
+        f"Registered a new job {name!r} ({job.id}): {why}. Use the ids of these jobs instead of their name, or archive "
+        f"the other: tula jobs archive {nearest.job.id}."
     )

@@ -1,37 +1,35 @@
-"""What launching tells whoever watches: a terminal, a test, or nobody."""
+"""Where `tula tune` and `tula run` report progress."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
 
-from tula_client.launch.outcome import Outcome
+from tula_client.launch.judge import Outcome
 from tula_wire import Job, Run
-
-__all__ = ["Reporter", "Silent"]
 
 
 class Reporter(Protocol):
-    """Told of everything that happens, in order; must not raise."""
+    """Called for every event, in order; must not raise."""
 
     def job(self, job: Job) -> None:
-        """The job as it now stands: its plan and how much of it is done."""
+        """The job changed: its plan, or how much of it is done."""
 
     def started(self, run: Run, log: Path) -> None:
-        """A run's command was started."""
+        """The command of a run was started."""
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """A run's command ended and was judged."""
+        """The command of a run ended and was judged."""
 
     def waiting(self, reason: str) -> None:
-        """Nothing to do for now."""
+        """Nothing can be started at present."""
 
     def note(self, text: str) -> None:
-        """Something a person should know."""
+        """A message for the user."""
 
 
 class Silent:
-    """Says nothing."""
+    """Reports nothing."""
 
     def job(self, job: Job) -> None:
         """Ignore."""

@@ -1,4 +1,4 @@
-"""Reading a job's specification from a TOML file."""
+"""Reads a job's specification from a TOML file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tula_client._faults import faults
-from tula_client.launch._errors import SpecError
+from tula_client.launch.errors import SpecError
 from tula_wire import JobSpec
 
 if sys.version_info >= (3, 11):
@@ -18,11 +18,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["idempotency_key", "load_spec"]
-
 
 def load_spec(path: Path) -> JobSpec:
-    """The job that `path` describes; raises `SpecError` naming every field that is wrong, and its remedy."""
+    """The job that `path` describes; raises `SpecError` with each wrong field and its remedy."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -32,23 +30,23 @@ def load_spec(path: Path) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError(_wrong(path, document, error)) from None
+        raise SpecError(_explain(path, document, error)) from None
 
 
-def _wrong(path: Path, document: dict[str, Any], error: ValidationError) -> str:
-    """Every field that is wrong, with its remedy; each on a line of its own where there are several."""
-    told = []
-    for place, said in faults(error, JobSpec):
+def _explain(path: Path, document: dict[str, Any], error: ValidationError) -> str:
+    """Each wrong field with its remedy; several fields take one line each."""
+    lines = []
+    for place, message in faults(error, JobSpec):
         parts = list(place)
         if parts[:2] == ["cluster", 0] and isinstance(document["cluster"], dict):
-            del parts[1]  # one cluster may be written as a table; it has no number there
+            del parts[1]  # a single cluster may be a table, whose path has no index
         where = ".".join(str(part) for part in parts)
-        told.append(f"{where}: {said}" if where else said)
-    if len(told) == 1:
-        return f"{path}: {told[0]}"
-    return "\n  ".join([f"{path}: {len(told)} fields are wrong:", *told])
+        lines.append(f"{where}: {message}" if where else message)
+    if len(lines) == 1:
+        return f"{path}: {lines[0]}"
+    return "\n  ".join([f"{path}: {len(lines)} fields are wrong:", *lines])
 
 
 def idempotency_key(spec: JobSpec) -> str:
-    """The same for the same specification, so that registering it again finds the job and its plan."""
+    """A key that is equal for equal specifications, so that registering one again finds its job."""
     return "tune-" + hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The user's launch command with placeholders, and its check against what the job will vary."""
+"""The user's launch command with placeholders, its check against the job, and templates for common launchers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from tula_client.launch._errors import TemplateError
+from tula_client.launch.errors import TemplateError
 from tula_wire import Configuration, JobSpec
-
-__all__ = ["PLACEHOLDERS", "Template"]
 
 PLACEHOLDERS: Final = {
     "num_nodes": "nodes of this run",
@@ -20,8 +18,8 @@ PLACEHOLDERS: Final = {
     "grad_accum_steps": "micro-steps per optimizer step",
     "instance_type": "name of the instance type, as in the job's cluster",
     "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
-    "run_id": "the service's name of this run; the same when an interrupted run is started again",
-    "launch_id": "a name of this one start, never given twice, for example to name a cluster job after it",
+    "run_id": "id of this run; stays the same when an interrupted run is started again",
+    "launch_id": "unique id of this start, for example as the name of a cluster job",
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 
@@ -30,7 +28,7 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True)
 class Template:
-    """A command as words; `{name}` is filled in, `{{` and `}}` stand for braces, other braces stay as they are."""
+    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, other braces stay unchanged."""
 
     words: tuple[str, ...]
 
@@ -82,7 +80,7 @@ class Template:
         return [_TOKEN.sub(replace, word) for word in self.words if resume is not None or not _holds_resume(word)]
 
     def check(self, spec: JobSpec) -> None:
-        """Raise `TemplateError` when the job varies something that the command cannot be told."""
+        """Raise `TemplateError` if the job varies something for which the command has no placeholder."""
         has = self.placeholders
         for needed, varies, because in _needs(spec):
             if varies and not any(names <= has for names in needed):
@@ -91,7 +89,7 @@ class Template:
 
     @property
     def can_accumulate(self) -> bool:
-        """True when the command can be told to accumulate gradients."""
+        """True if the placeholders let the command accumulate gradients."""
         return _can_accumulate(self.placeholders)
 
 
@@ -104,7 +102,7 @@ def _can_accumulate(names: frozenset[str]) -> bool:
 
 
 def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
-    """(sets of placeholders of which one must be there whole, whether the job varies it, why)."""
+    """(alternative sets of placeholders, whether the job varies what they stand for, why)."""
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
@@ -140,3 +138,74 @@ def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
             f"the job offers {len(clusters)} instance types",
         ),
     ]
+
+
+_SLURM_RANK: Final = (
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; "
+    'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1); '
+    "export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + SLURM_STEP_ID) % 20000)); "
+    'exec python "$@"'
+)
+"""srun starts every rank itself; `env://` of torch.distributed needs these five variables."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A template that precedes the user's script and its arguments."""
+
+    name: str
+    description: str
+    words: tuple[str, ...]
+    stop_words: tuple[str, ...] = ()
+
+
+LAUNCHERS: Final = {
+    launcher.name: launcher
+    for launcher in (
+        Launcher(
+            "torchrun",
+            "all ranks on this machine",
+            ("torchrun", "--standalone", "--nproc-per-node={world_size}"),
+        ),
+        Launcher(
+            "slurm",
+            "srun starts every rank, inside an allocation or with one of its own",
+            (
+                "srun",
+                "--job-name=tula-{launch_id}",
+                "--nodes={num_nodes}",
+                "--ntasks={world_size}",
+                "--ntasks-per-node={ranks_per_node}",
+                "--kill-on-bad-exit=1",
+                "--export=ALL",
+                "bash",
+                "-c",
+                _SLURM_RANK.replace("{", "{{").replace("}", "}}"),
+                "tula",
+            ),
+            ("scancel", "--name=tula-{launch_id}"),
+        ),
+        Launcher(
+            "ray",
+            "a Ray job whose script starts {world_size} workers itself, for example with TorchTrainer",
+            (
+                "ray",
+                "job",
+                "submit",
+                "--submission-id=tula-{launch_id}",
+                "--runtime-env={env_file}",
+                "--",
+                "python",
+            ),
+            ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
+        ),
+    )
+}
+
+
+def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
+    """(whole template, template of the command that cancels it) for script and arguments under a named launcher."""
+    launcher = LAUNCHERS.get(name)
+    if launcher is None:
+        raise TemplateError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")
+    return [*launcher.words, *command], list(launcher.stop_words)

@@ -1,40 +1,33 @@
-"""`tula run`: train with the recommended configuration; go on from checkpoints after out-of-memory or pre-emption."""
+"""`tula run`: train with the recommended configuration and continue from checkpoints after a failure."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from tula_client._errors import InvalidInputError
-from tula_client.launch._errors import LaunchError
-from tula_client.launch.fallback import Fallback, next_smaller
-from tula_client.launch.outcome import Outcome
-from tula_client.launch.report import Reporter
-from tula_client.launch.runner import Runner
-from tula_client.launch.service import Service
+from tula_client.launch.errors import LaunchError, TrainingFailedError
+from tula_client.launch.judge import Outcome
+from tula_client.launch.run_loop import ActiveRun, Runner
 from tula_client.launch.template import Template
-from tula_client.launch.workdir import WorkDir, holds_files
+from tula_client.launch.workdir import WorkDir, may_hold_files
 from tula_wire import Configuration, Job, Run, RunCreate
-
-__all__ = ["Attempt", "TrainOptions", "Trained", "TrainingFailedError", "train"]
 
 _STATE = "training"
 _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
 
 
-class TrainingFailedError(LaunchError):
-    """The training ended without finishing, and starting it again as it is would not help."""
-
-
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train with, and how often to start again.
+    """What to train with, and how often to restart.
 
-    `fresh` begins another training; `reconfigure` goes on with the one that was begun, as is recommended by now.
+    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation.
     """
 
     configuration: Configuration | None = None
@@ -71,86 +64,96 @@ class _State:
     run_id: str | None = None
 
     def save(self, work: WorkDir) -> None:
-        state = {
-            "configuration": asdict(self.configuration),
-            "training": self.training,
-            "restart": self.restart,
-            "run_id": self.run_id,
-        }
-        work.save(_STATE, state)
+        work.save(_STATE, asdict(self))
+
+    @classmethod
+    def load(cls, work: WorkDir) -> _State | None:
+        state = work.load(_STATE)
+        if state is None:
+            return None
+        try:
+            configuration = TypeAdapter(Configuration).validate_python(state["configuration"])
+            return cls(configuration, int(state.get("training", 1)), int(state["restart"]), state.get("run_id"))
+        except (KeyError, TypeError, ValueError):
+            return None
 
 
-def train(
-    service: Service,
-    job: Job,
-    template: Template,
-    runner: Runner,
-    work: WorkDir,
-    options: TrainOptions,
-    reporter: Reporter,
-) -> Trained:
-    """Train until the command ends well.
+def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -> Trained:
+    """Train until the command succeeds.
 
-    After an out-of-memory it goes on with the next smaller configuration (`fallback.next_smaller`); after a
-    pre-emption, or a failure since which a checkpoint was written, with the same one; both from the last checkpoint.
-    The same command after `tula` died goes on likewise, if there is a checkpoint.
+    After an out-of-memory, continues with the next smaller configuration (`next_smaller`); after a pre-emption, or a
+    failure since which a checkpoint was written, with the same one; both from the last checkpoint. Calling it again
+    after `tula` died continues too, if there is a checkpoint.
 
-    Raises `TrainingFailedError`, and what the client raises.
+    Raises `TrainingFailedError`, and the client's errors.
     """
-    runner.cancel_left()
-    state = None if options.fresh else _load(work)
-    if state is not None and not holds_files(work.checkpoints(state.training)):
-        reporter.note("The training that was begun before left no checkpoint: another begins.")
-        state = None  # what it was to train with may be a guess of long ago
-    if state is None or (options.configuration is not None and options.configuration != state.configuration):
-        state = _State(options.configuration or _recommended(service, job, runner, reporter), work.next_training())
-    elif options.reconfigure:
-        state.configuration = _recommended(service, job, runner, reporter)
-        reporter.note("Going on with the training that was begun before, with what is recommended now.")
-    else:
-        reporter.note(
-            "Going on with the training that was begun before; --fresh starts another, --reconfigure goes on with it "
-            "as is recommended now."
-        )
+    runner.cancel_pending()
+    state = _begin(runner, job, options)
+    checkpoints = runner.work.checkpoints(state.training)
     attempts: list[Attempt] = []
-    checkpoints = work.checkpoints(state.training)
     while True:
-        newest = _newest(checkpoints)
-        run = _begun(service, job, state, runner, options, reporter)
+        before = _newest_file(checkpoints)
+        run = _create_run(runner, job, state, options)
         state.run_id = run.id
-        resume = checkpoints if state.restart and newest is not None else None
+        resume = checkpoints if state.restart and before is not None else None
         active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
         state.restart += 1
-        state.save(work)
-        try:
-            while (status := runner.attend(active)) is None:
-                runner.sleep(runner.options.poll_s)
-        except BaseException:
-            runner.abandon(active)
-            raise
-        outcome = runner.judge(active, status)
-        attempts.append(Attempt(active.run, outcome))
+        state.save(runner.work)
+        status = _wait(runner, active)
+        outcome = runner.finish(active, status)
+        attempts.append(Attempt(run, outcome))
         if outcome.state == "succeeded":
-            work.forget(_STATE)
+            runner.work.delete(_STATE)
             return Trained(run, state.configuration, tuple(attempts))
         if len(attempts) > options.max_restarts:
             raise TrainingFailedError(
                 f"the training was started {len(attempts)} times without finishing: see {active.log}"
             )
         if outcome.state == "out_of_memory":
-            fallback = _fall_back(service, job, template, runner, state.configuration)
-            reporter.note(fallback.explanation)
+            fallback = _fall_back(runner, job, template, state.configuration)
+            runner.reporter.note(fallback.explanation)
             state.configuration = fallback.configuration
-        elif outcome.state == "failed" and (status in _PREEMPTED or _newest(checkpoints) != newest):
-            reporter.note(f"{outcome.message} Starting again from the last checkpoint in {checkpoints}.")
+        elif outcome.state == "failed" and (status in _PREEMPTED or _newest_file(checkpoints) != before):
+            runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
             lines = "".join(f"\n    {line}" for line in outcome.lines)
             raise TrainingFailedError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
-        state.save(work)
+        state.save(runner.work)
 
 
-def _begun(service: Service, job: Job, state: _State, runner: Runner, options: TrainOptions, reporter: Reporter) -> Run:
-    """A run that goes on from the one before, or stands alone where the service does not know that one any more."""
+def _begin(runner: Runner, job: Job, options: TrainOptions) -> _State:
+    """The state of the unfinished training, changed as `options` ask, or of another training."""
+    work, note = runner.work, runner.reporter.note
+    state = None if options.fresh else _State.load(work)
+    if state is not None and not may_hold_files(work.checkpoints(state.training)):
+        note("The unfinished training left no checkpoint: starting another.")
+        state = None  # its configuration may be an outdated guess
+    if state is None or (options.configuration is not None and options.configuration != state.configuration):
+        return _State(options.configuration or _recommended(runner, job), work.next_training())
+    if options.reconfigure:
+        state.configuration = _recommended(runner, job)
+        note("Continuing the unfinished training with the current recommendation.")
+    else:
+        note(
+            "Continuing the unfinished training. --fresh starts another; --reconfigure continues this one with the "
+            "current recommendation."
+        )
+    return state
+
+
+def _wait(runner: Runner, active: ActiveRun) -> int:
+    """The exit status of the command; if the wait is interrupted, stops the command."""
+    try:
+        while (status := runner.poll(active)) is None:
+            runner.sleep(runner.options.poll_s)
+    except BaseException:
+        runner.abandon(active)
+        raise
+    return status
+
+
+def _create_run(runner: Runner, job: Job, state: _State, options: TrainOptions) -> Run:
+    """Register a run that continues the one before, or none if the service does not know that one any more."""
     create = RunCreate(
         kind="train",
         configuration=state.configuration,
@@ -160,52 +163,104 @@ def _begun(service: Service, job: Job, state: _State, runner: Runner, options: T
         lease_s=runner.options.lease_s,
     )
     try:
-        return runner.patiently(service.create_run, job.id, create)
+        return runner.retrying(runner.service.create_run, job.id, create)
     except InvalidInputError as error:
         if error.field != "continues":
             raise
-    reporter.note(f"The service does not know {state.run_id}, so what it took counts toward no limit.")
-    return runner.patiently(service.create_run, job.id, create.model_copy(update={"continues": None}))
+    runner.reporter.note(
+        f"The service does not know run {state.run_id} any more: its time and cost do not count toward the limits."
+    )
+    return runner.retrying(runner.service.create_run, job.id, create.model_copy(update={"continues": None}))
 
 
-def _recommended(service: Service, job: Job, runner: Runner, reporter: Reporter) -> Configuration:
-    recommendation = runner.patiently(service.recommendation, job.id)
+def _recommended(runner: Runner, job: Job) -> Configuration:
+    recommendation = runner.retrying(runner.service.recommendation, job.id)
     if recommendation.chosen is None:
         raise LaunchError(f"there is no configuration to train with: {recommendation.why}")
     if recommendation.basis == "prior":
-        reporter.note("Nothing of this job was measured, so this configuration is a guess: `tula tune` measures first.")
+        runner.reporter.note("Nothing was measured for this job, so this configuration is a guess. Measure: tula tune.")
     return recommendation.chosen.configuration
 
 
-def _fall_back(service: Service, job: Job, template: Template, runner: Runner, failed: Configuration) -> Fallback:
-    """The next smaller configuration, within what the memory model allows after it has learnt of the failure."""
-    bound = runner.patiently(service.recommendation, job.id).max_local_batch_size.get(failed.instance_type)
-    fallback = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
-    if fallback is None:
-        raise TrainingFailedError(
-            f"a local batch of {failed.local_batch_size} ran out of memory and nothing smaller is left: "
-            "use a smaller model or more memory per rank"
-        )
-    return fallback
-
-
-def _load(work: WorkDir) -> _State | None:
-    state = work.load(_STATE)
-    if state is None:
-        return None
-    try:
-        configuration = TypeAdapter(Configuration).validate_python(state["configuration"])
-        return _State(configuration, int(state.get("training", 1)), int(state["restart"]), state.get("run_id"))
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _newest(folder: Path) -> tuple[str, float] | None:
-    """Name and time of the newest file among the checkpoints; None where none can be read."""
+def _newest_file(folder: Path) -> tuple[str, float] | None:
+    """Name and modification time of the newest file below `folder`; None if none can be read."""
     entries = []
-    with suppress(OSError):  # the script may be writing or pruning while this looks
+    with suppress(OSError):  # the script may write or delete checkpoints meanwhile
         for entry in folder.rglob("*"):
             with suppress(OSError):
                 if entry.is_file():
                     entries.append((entry.stat().st_mtime, entry.name))
     return (max(entries)[1], max(entries)[0]) if entries else None
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """The configuration to continue with, and a sentence that explains it."""
+
+    configuration: Configuration
+    same_global_batch: bool
+    explanation: str
+
+
+def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Fallback:
+    """The next smaller configuration, within the bound of the memory model, which has seen the failure."""
+    recommendation = runner.retrying(runner.service.recommendation, job.id)
+    bound = recommendation.max_local_batch_size.get(failed.instance_type)
+    fallback = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
+    if fallback is None:
+        raise TrainingFailedError(
+            f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller one: "
+            "use a smaller model or more memory per rank"
+        )
+    return fallback
+
+
+def next_smaller(
+    failed: Configuration,
+    *,
+    can_accumulate: bool,
+    max_local_batch_size: int | None = None,
+    min_local_batch_size: int = 1,
+) -> Fallback | None:
+    """What to try after `failed` ran out of memory; None if there is nothing smaller.
+
+    First the same global batch B from a smaller local batch b and more accumulation (b * accumulation constant), the
+    largest such b below the failed one and at most `max_local_batch_size`. Without a way to accumulate, the same nodes
+    with half the local batch, hence a smaller B.
+    """
+    bound = min(failed.local_batch_size - 1, max_local_batch_size or failed.local_batch_size)
+    if can_accumulate:
+        per_rank = failed.local_batch_size * failed.grad_accum_steps
+        for local in _divisors_below(per_rank, bound):
+            if local >= min_local_batch_size:
+                smaller = replace(failed, local_batch_size=local, grad_accum_steps=per_rank // local)
+                return Fallback(smaller, True, _explain_same_batch(failed, smaller))
+    local = failed.local_batch_size // 2
+    while local > bound:
+        local //= 2
+    if local < max(1, min_local_batch_size):
+        return None
+    smaller = replace(failed, local_batch_size=local)
+    return Fallback(smaller, False, _explain_smaller_batch(failed, smaller))
+
+
+def _divisors_below(number: int, bound: int) -> Iterator[int]:
+    """Divisors of `number` from `bound` down, but not below a quarter of it: smaller ones waste the accelerator."""
+    return (d for d in range(bound, max(1, bound // 4) - 1, -1) if number % d == 0)
+
+
+def _explain_same_batch(failed: Configuration, smaller: Configuration) -> str:
+    return (
+        f"Out of memory at a local batch of {failed.local_batch_size}: continuing with {smaller.local_batch_size} and "
+        f"{smaller.grad_accum_steps} accumulation steps. The global batch stays {smaller.global_batch_size}, so keep "
+        "the learning rate; a step takes longer."
+    )
+
+
+def _explain_smaller_batch(failed: Configuration, smaller: Configuration) -> str:
+    ratio = smaller.global_batch_size / failed.global_batch_size
+    return (
+        f"Out of memory at a local batch of {failed.local_batch_size}: continuing with {smaller.local_batch_size}. The "
+        f"global batch falls from {failed.global_batch_size} to {smaller.global_batch_size}: multiply a learning rate "
+        f"chosen for the larger batch by {ratio:g} (SGD, linear rule) or {sqrt(ratio):.3g} (Adam, square root rule)."
+    )

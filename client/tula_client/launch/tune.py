@@ -1,34 +1,23 @@
-"""`tula tune`: work through a job's plan with the user's own launch command, end with its recommendation."""
+"""`tula tune`: run a job's plan with the user's own launch command and return its recommendation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tula_client.launch._errors import LaunchError
-from tula_client.launch.outcome import Outcome
-from tula_client.launch.report import Reporter
-from tula_client.launch.runner import Active, Runner
-from tula_client.launch.service import Service
+from tula_client.launch.errors import ConfigurationMismatchError, LaunchError, TooManyFailuresError
+from tula_client.launch.judge import Outcome
+from tula_client.launch.run_loop import ActiveRun, Runner
 from tula_client.launch.template import Template
-from tula_wire import ClaimRequest, Job, Recommendation, Run
+from tula_wire import ClaimRequest, Job, Recommendation, Run, RunClaimed
 
-__all__ = ["NotAsToldError", "PlanOptions", "TooManyFailuresError", "Tuned", "work_through"]
-
-_LONGEST_WAIT_S = 5.0
-_LOOKS_BEFORE_GIVING_UP = 6
-
-
-class NotAsToldError(LaunchError):
-    """The script ran with another batch or number of ranks than it was given."""
-
-
-class TooManyFailuresError(LaunchError):
-    """Runs fail one after the other: the command is probably at fault."""
+_MAX_WAIT_S = 5.0
+_WAIT_BESIDE_RUNS_S = 0.2
+_MAX_CHECKS_OF_NODES = 6
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How much of the plan runs at once, and when to give up."""
+    """How many runs and nodes are in use at once, and when to give up."""
 
     max_parallel: int = 1
     node_budget: int | None = None
@@ -37,7 +26,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of the plan."""
+    """The job and its recommendation after the plan, and the runs that ended meanwhile."""
 
     job: Job
     recommendation: Recommendation
@@ -45,103 +34,123 @@ class Tuned:
     reason: str
 
 
-def work_through(
-    service: Service, job: Job, template: Template, runner: Runner, options: PlanOptions, reporter: Reporter
-) -> Tuned:
-    """Run what the plan still wants, up to `max_parallel` runs on at most `node_budget` nodes at once.
+def work_through(runner: Runner, job: Job, template: Template, options: PlanOptions) -> Tuned:
+    """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
 
-    A run that fails before any has succeeded stops everything, as do `max_failures` failures in a row; what was
-    measured stays. So does a run that did not do as told.
-    Raises `TooManyFailuresError`, `NotAsToldError`, `CommandNotFoundError`, `LaunchError` when what is left needs more
-    nodes than there are, and what the client raises.
+    Stops if a run fails before any has succeeded, after `max_failures` failures in a row, and if a run used another
+    configuration than planned. Measurements are kept. Raises `TooManyFailuresError`, `ConfigurationMismatchError`,
+    `CommandNotFoundError`, `LaunchError` if every pending run needs more nodes than `node_budget`, and the client's
+    errors.
     """
-    budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
-    runner.cancel_left()
-    _release_orphans(job, runner)
-    active: list[Active] = []
-    finished: list[tuple[Run, Outcome]] = []
-    too_few_nodes = 0
-    failures, succeeded = 0, any(run.state == "succeeded" for run in job.plan)
-    reason = job.plan_reason
-    try:
-        while True:
-            for one in list(active):
-                status = runner.attend(one)
-                if status is None:
-                    continue
-                active.remove(one)
-                outcome = runner.judge(one, status)
-                finished.append((one.run, outcome))
-                succeeded |= outcome.state == "succeeded"
-                failures = failures + 1 if outcome.state == "failed" else 0
-                reporter.job(runner.patiently(service.job, job.id))
-                if outcome.state == "succeeded":
-                    _check_told(service, job, one, runner)
-                if failures and (not succeeded or failures >= options.max_failures):
-                    raise TooManyFailuresError(_failed(one, outcome, failures))
-            wait_s = runner.options.poll_s
-            free = budget - sum(one.run.configuration.num_nodes for one in active)
-            if len(active) < options.max_parallel and free > 0:
-                claim = ClaimRequest(holder=runner.holder, lease_s=runner.options.lease_s, max_nodes=free)
-                claimed = runner.patiently(service.claim, job.id, claim)
-                if claimed.run is not None:
-                    active.append(runner.start(claimed.run, template))
-                    continue
-                reason = claimed.reason
-                if not active:
-                    if claimed.retry_after_s is None:
-                        break
-                    # Looked at more than once: another tula's run may just have ended, and the plan be about to change.
-                    short = _nodes_missing(runner.patiently(service.job, job.id), budget)
-                    too_few_nodes = 0 if short is None else too_few_nodes + 1
-                    if short is not None and too_few_nodes >= _LOOKS_BEFORE_GIVING_UP:
-                        raise LaunchError(short)
-                    reporter.waiting(claimed.reason)
-                    wait_s = min(claimed.retry_after_s, _LONGEST_WAIT_S)
-                else:
-                    wait_s = max(wait_s, 0.2)
-            runner.sleep(wait_s)
-    except BaseException:
-        for one in active:
-            one.process.request_stop()
-        for one in active:
-            runner.abandon(one)
-        raise
-    job = runner.patiently(service.job, job.id)
-    return Tuned(job, runner.patiently(service.recommendation, job.id), tuple(finished), reason)
-
-
-def _release_orphans(job: Job, runner: Runner) -> None:
-    """Give back what an earlier `tula` of this folder left leased; the folder's lock says that it is gone."""
-    for run in job.plan:
+    runner.cancel_pending()
+    for run in job.plan:  # leases of an earlier `tula`, which is dead: this process holds the folder's lock
         if run.state in ("claimed", "running"):
             runner.release(run)
+    plan = _PlanLoop(runner, job, template, options)
+    try:
+        while (wait_s := plan.step()) is not None:
+            runner.sleep(wait_s)
+    except BaseException:
+        plan.abandon()
+        raise
+    job = runner.retrying(runner.service.job, job.id)
+    recommendation = runner.retrying(runner.service.recommendation, job.id)
+    return Tuned(job, recommendation, tuple(plan.finished), plan.reason)
 
 
-def _nodes_missing(job: Job, budget: int) -> str | None:
-    """What is wrong when nobody could run what waits on so many nodes, else None."""
-    waiting = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
-    at_work = any(run.state in ("claimed", "running") for run in job.plan)
-    if not waiting or at_work or min(waiting) <= budget:
+class _PlanLoop:
+    """The state of `work_through` between two steps."""
+
+    def __init__(self, runner: Runner, job: Job, template: Template, options: PlanOptions) -> None:
+        self._runner = runner
+        self._job_id = job.id
+        self._template = template
+        self._options = options
+        self._budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
+        self._active: list[ActiveRun] = []
+        self._failures = 0
+        self._any_success = any(run.state == "succeeded" for run in job.plan)
+        self._checks_of_nodes = 0
+        self.finished: list[tuple[Run, Outcome]] = []
+        self.reason = job.plan_reason
+
+    def step(self) -> float | None:
+        """Finish runs that ended and start the next; the seconds until the next step, or None once the plan is done."""
+        for active in list(self._active):
+            status = self._runner.poll(active)
+            if status is not None:
+                self._active.remove(active)
+                self._finish(active, status)
+        poll_s = self._runner.options.poll_s
+        free = self._budget - sum(active.run.configuration.num_nodes for active in self._active)
+        if len(self._active) >= self._options.max_parallel or free <= 0:
+            return poll_s
+        claim = ClaimRequest(holder=self._runner.holder, lease_s=self._runner.options.lease_s, max_nodes=free)
+        claimed = self._runner.retrying(self._runner.service.claim, self._job_id, claim)
+        if claimed.run is not None:
+            self._active.append(self._runner.start(claimed.run, self._template))
+            return poll_s
+        self.reason = claimed.reason
+        return max(poll_s, _WAIT_BESIDE_RUNS_S) if self._active else self._wait_s(claimed)
+
+    def abandon(self) -> None:
+        """Stop all commands and give their runs back."""
+        for active in self._active:
+            active.process.request_stop()
+        for active in self._active:
+            self._runner.abandon(active)
+
+    def _finish(self, active: ActiveRun, status: int) -> None:
+        outcome = self._runner.finish(active, status)
+        self.finished.append((active.run, outcome))
+        self._runner.reporter.job(self._job())
+        if outcome.state == "succeeded":
+            self._any_success = True
+            self._check_configuration(active)
+        self._failures = self._failures + 1 if outcome.state == "failed" else 0
+        if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
+            raise TooManyFailuresError(_explain_failure(active, outcome, self._failures))
+
+    def _check_configuration(self, active: ActiveRun) -> None:
+        """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
+        mismatch = self._runner.retrying(self._runner.service.run, active.run.id).configuration_mismatch
+        if mismatch is not None:
+            raise ConfigurationMismatchError(
+                f"{mismatch} The measurement is kept for the configuration that ran. Log: {active.log}"
+            )
+
+    def _wait_s(self, claimed: RunClaimed) -> float | None:
+        """Seconds until the next claim while nothing runs; None once the plan is done."""
+        if claimed.retry_after_s is None:
+            return None
+        # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
+        problem = _explain_too_few_nodes(self._job(), self._budget)
+        self._checks_of_nodes = 0 if problem is None else self._checks_of_nodes + 1
+        if problem is not None and self._checks_of_nodes >= _MAX_CHECKS_OF_NODES:
+            raise LaunchError(problem)
+        self._runner.reporter.waiting(claimed.reason)
+        return min(claimed.retry_after_s, _MAX_WAIT_S)
+
+    def _job(self) -> Job:
+        return self._runner.retrying(self._runner.service.job, self._job_id)
+
+
+def _explain_too_few_nodes(job: Job, budget: int) -> str | None:
+    """Error message if every pending run needs more than `budget` nodes and none is running, else None."""
+    pending = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
+    running = any(run.state in ("claimed", "running") for run in job.plan)
+    if not pending or running or min(pending) <= budget:
         return None
     return (
-        f"the runs that are left need at least {min(waiting)} nodes, but --nodes is {budget}: raise it, or lower "
-        "max_nodes in the job; what was measured is kept"
+        f"the pending runs need at least {min(pending)} nodes, but --nodes is {budget}: raise it, or lower max_nodes "
+        "in the job; finished measurements are kept"
     )
 
 
-def _check_told(service: Service, job: Job, one: Active, runner: Runner) -> None:
-    """Stop when the agent saw another configuration than planned: every further run would measure the same one."""
-    warnings = runner.patiently(service.recommendation, job.id).model.warnings
-    said = next((warning for warning in warnings if one.run.id in warning), None)
-    if said is not None:
-        raise NotAsToldError(f"{said} What was measured is kept, as what it was; log: {one.log}")
-
-
-def _failed(one: Active, outcome: Outcome, failures: int) -> str:
+def _explain_failure(active: ActiveRun, outcome: Outcome, failures: int) -> str:
     lines = "".join(f"\n    {line}" for line in outcome.lines)
-    many = f" {failures} runs in a row have failed." if failures > 1 else ""
+    repeated = f" {failures} runs in a row have failed." if failures > 1 else ""
     return (
-        f"run {one.run.id} failed: {outcome.message}{many} Mend the command and start the same again: what was "
-        f"measured is kept. Log: {one.log}{lines}"
+        f"run {active.run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: finished "
+        f"measurements are kept. Log: {active.log}{lines}"
     )

@@ -1,4 +1,4 @@
-"""Where a job's logs, spools, checkpoints and training state lie, held by one `tula` at a time."""
+"""The folder of a job's logs, spools, checkpoints and training state, locked by one `tula` at a time."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tula_client.launch._errors import WorkDirBusyError, WorkDirError
-
-__all__ = ["WorkDir", "holds_files"]
+from tula_client.launch.errors import WorkDirBusyError, WorkDirError
 
 _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
-"""Ray takes lines that differ in digits only for the same one, and would show one rank's stack of many."""
+"""Ray merges lines that differ only in digits, and would show the stack of one rank only."""
 
 
-def holds_files(folder: Path) -> bool:
-    """True where a file lies below `folder`, or may: what cannot be read is not taken for nothing."""
+def may_hold_files(folder: Path) -> bool:
+    """True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
     errors: list[OSError] = []
     return _any_file(folder, errors) or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def _any_file(folder: Path, errors: list[OSError]) -> bool:
-    """True where a file was seen below `folder`; what could not be looked at is added to `errors`."""
+    """True if a file was found below `folder`; appends what could not be read to `errors`."""
     return any(files for _, _, files in os.walk(folder, onerror=errors.append))
 
 
 class WorkDir:
-    """One folder per job; everything in it survives `tula`, so that the same command goes on where it stopped."""
+    """One folder per job. Its content survives `tula`, so that the same command continues where it stopped."""
 
     def __init__(self, root: Path, job_id: str) -> None:
         self.path = (root / job_id).resolve()
 
     @contextmanager
-    def held(self) -> Iterator[str]:
-        """Hold the folder; yields this folder's name as a lease holder, the same after a restart.
+    def locked(self) -> Iterator[str]:
+        """Lock the folder; yields the name under which this folder holds leases, the same after a restart.
 
-        The lock falls with the process, also by kill -9, so whoever holds it knows that leases under its name are
-        orphans. Raises `WorkDirBusyError` while another process holds it, `WorkDirError` when it cannot be used.
+        The kernel releases the lock when the process ends, even by kill -9, so under the lock any lease of that name is
+        an orphan. Raises `WorkDirBusyError` if another process has the lock, `WorkDirError` if the folder cannot be
+        used.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -57,20 +56,20 @@ class WorkDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise WorkDirBusyError(
-                    f"another tula is at work on this job in {self.path}: wait for it or give another --work-dir"
+                    f"another tula uses {self.path} for this job: wait for it or give another --work-dir"
                 ) from None
             yield self._holder()
 
     def log(self, launch_id: str) -> Path:
-        """The log file of one start, so that no start is judged by what an earlier one printed."""
+        """The log file of one start; each has its own, so that it is not judged by the output of an earlier one."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
-        """Where the agent keeps what it could not send yet."""
+        """Where the agent keeps samples that it could not send yet."""
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
-        """Where the script keeps the checkpoints of a training, shared by its restarts and by no other training."""
+        """The checkpoint folder of a training, shared by its restarts but not with other trainings."""
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
@@ -78,11 +77,11 @@ class WorkDir:
         return next(n for n in count(1) if not _any_file(self.checkpoints(n), []))
 
     def scratch(self, run_id: str) -> Path:
-        """A checkpoint folder for a profiling run, whose weights nobody needs."""
+        """The checkpoint folder of a profiling run, whose weights are not used."""
         return self.path / "scratch" / run_id
 
     def env_file(self, run_id: str, variables: dict[str, str]) -> Path:
-        """Write this run's variables where only the user can read them (they may hold a token)."""
+        """Write the run's variables to a file that only the user can read, as they may contain a token."""
         path = self.path / "env" / f"{run_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -99,7 +98,7 @@ class WorkDir:
         return value if isinstance(value, dict) else None
 
     def save(self, name: str, state: dict[str, Any]) -> None:
-        """Replace a saved state at once, so that a crash leaves the old or the new one."""
+        """Replace a saved state atomically: a crash leaves the old or the new one."""
         self.path.mkdir(parents=True, exist_ok=True)
         new = self.path / f".{name}.json.new"
         with new.open("w") as file:
@@ -108,12 +107,12 @@ class WorkDir:
             os.fsync(file.fileno())
         new.replace(self.path / f"{name}.json")
 
-    def saved(self, prefix: str) -> list[str]:
-        """Names of saved states that begin with `prefix`."""
+    def names(self, prefix: str) -> list[str]:
+        """Names of saved states that start with `prefix`."""
         return sorted(path.stem for path in self.path.glob(f"{prefix}*.json"))
 
-    def forget(self, name: str) -> None:
-        """Drop a saved state."""
+    def delete(self, name: str) -> None:
+        """Delete a saved state, if it exists."""
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def _holder(self) -> str:

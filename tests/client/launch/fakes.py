@@ -6,7 +6,9 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from tula_client import ConflictError, InvalidInputError, ServiceUnreachableError
-from tula_client.launch import Runner, RunnerOptions, Template, WorkDir
+from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.template import Template
+from tula_client.launch.workdir import WorkDir
 from tula_wire import (
     Candidate,
     Configuration,
@@ -38,7 +40,7 @@ class FakeService:
     """Keeps the rules that matter here: leases by holder, final states that stay, an optional absence."""
 
     def __init__(self, configurations=(), chosen=None):
-        self.runs, self.away, self.calls, self.warnings, self.bound = {}, 0, [], [], {}
+        self.runs, self.away, self.calls, self.bound = {}, 0, [], {}
         self.chosen, self.holders, self.continued = chosen, {}, []
         self.basis = "profiled"
         for configuration in configurations:
@@ -117,7 +119,7 @@ class FakeService:
             id="x", job_id=job_id, created_at=NOW, basis=self.basis, objective="knee", chosen=chosen,
             knee=Knee(found=False, reason=""), why="No reason.", candidates=[], frontier=[],
             max_local_batch_size=self.bound,
-            model=ModelReport(form="", version="", num_runs=0, num_samples=0, warnings=self.warnings),
+            model=ModelReport(form="", version="", num_runs=0, num_samples=0),
         )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from tula_client.cli.launch import launchers
-from tula_client.launch import LAUNCHERS, PLACEHOLDERS, Template, TemplateError, WorkDir, with_launcher
+from tula_client.launch.errors import TemplateError
+from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
+from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)

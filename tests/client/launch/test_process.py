@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_client.launch import CommandNotFoundError, start
+from tula_client.launch.errors import CommandNotFoundError
+from tula_client.launch.process import start
 
 # A command whose grandchild moves to a session of its own, as torchrun's ranks do, and ignores SIGTERM when told to.
 FAMILY = """
@@ -100,7 +101,7 @@ def test_kill_9_of_the_starter_leaves_no_process(tmp_path):
     log = tmp_path / "log"
     starter = f"""
 import os, time, pathlib
-from tula_client.launch import start
+from tula_client.launch.process import start
 process = start({family(True)!r}, environment=dict(os.environ), log=pathlib.Path({str(log)!r}), grace_s=0.2)
 print(process.pid, flush=True)
 time.sleep(600)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_client.launch import Template, TemplateError
+from tula_client.launch.errors import TemplateError
+from tula_client.launch.template import Template
 from tula_wire import Configuration, JobSpec
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32, grad_accum_steps=3)

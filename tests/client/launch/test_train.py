@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
-from tula_client.launch import LaunchError, Template, TrainingFailedError, TrainOptions, next_smaller, train
+from tula_client.launch.errors import LaunchError, TrainingFailedError
+from tula_client.launch.template import Template
+from tula_client.launch.train import TrainOptions, next_smaller, train
 
 RESUMING = Template((*TEMPLATE.words, "--resume={resume}"))
 
 
-def go(bench, service, notes, template=RESUMING, **options):
-    return train(service, service.job("job-1"), template, bench.runner, bench.work, TrainOptions(**options), notes)
+def go(bench, service, template=RESUMING, **options):
+    return train(bench.runner, service.job("job-1"), template, TrainOptions(**options))
 
 
 def script(*fates):
@@ -49,17 +51,17 @@ def bench_of(tmp_path, service, notes, *fates, **options):
 def test_it_trains_with_what_is_recommended(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
-    assert go(bench, service, notes).configuration == configuration(2, 64)
+    assert go(bench, service).configuration == configuration(2, 64)
     assert [command for command, _, _ in bench.started] == [["launch", "2", "64", "1"]]
 
 
 def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the_learning_rate(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (137, True), (137, False), (0, False))
-    trained = go(bench, service, notes)
+    trained = go(bench, service)
     assert [command[1:4] for command, _, _ in bench.started] == [["2", "64", "1"], ["2", "32", "2"], ["2", "16", "4"]]
     assert trained.configuration.global_batch_size == 128
-    assert "global batch stays 128, so the learning rate stays as it is" in notes.notes[0]
+    assert "global batch stays 128, so keep the learning rate" in notes.notes[0]
     assert [environment["TULA_RESTART"] for _, environment, _ in bench.started] == ["0", "1", "2"]
     assert bench.started[0][0][4:] == []
     assert bench.started[1][0][4] == f"--resume={bench.work.checkpoints()}"
@@ -68,23 +70,23 @@ def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the
 def test_without_a_way_to_accumulate_the_global_batch_falls_and_so_should_the_learning_rate(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
-    trained = go(bench, service, notes, Template(("launch", "{world_size}", "{local_batch_size}")))
+    trained = go(bench, service, Template(("launch", "{world_size}", "{local_batch_size}")))
     assert trained.configuration == configuration(2, 32)
     assert "falls from 128 to 64" in notes.notes[0]
-    assert "multiplied by 0.5 (SGD, linear rule) or 0.707 (Adam" in notes.notes[0]
+    assert "by 0.5 (SGD, linear rule) or 0.707 (Adam" in notes.notes[0]
 
 
 def test_the_memory_models_new_bound_is_respected(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     service.bound = {"default": 20}
     bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
-    assert go(bench, service, notes).configuration == configuration(2, 16, 4)
+    assert go(bench, service).configuration == configuration(2, 16, 4)
 
 
 def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (143, True), (1, True), (0, False))
-    trained = go(bench, service, notes)
+    trained = go(bench, service)
     assert [attempt.outcome.state for attempt in trained.attempts] == ["failed", "failed", "succeeded"]
     assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints()}"
 
@@ -93,7 +95,7 @@ def test_a_failure_without_progress_is_not_repeated(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (1, False), (0, False))
     with pytest.raises(TrainingFailedError, match="exit code 1"):
-        go(bench, service, notes)
+        go(bench, service)
     assert len(bench.started) == 1
 
 
@@ -101,7 +103,7 @@ def test_restarts_are_bounded(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, *[(143, True)] * 9)
     with pytest.raises(TrainingFailedError, match="started 3 times"):
-        go(bench, service, notes, max_restarts=2)
+        go(bench, service, max_restarts=2)
 
 
 def test_the_same_command_after_a_crash_goes_on_with_the_smaller_configuration(tmp_path):
@@ -116,39 +118,39 @@ def test_the_same_command_after_a_crash_goes_on_with_the_smaller_configuration(t
 
     bench.runner.sleep = crash
     with pytest.raises(KeyboardInterrupt):
-        go(bench, service, notes)
+        go(bench, service)
     again = bench_of(tmp_path, service, notes, (0, False))
-    assert go(again, service, notes).configuration == configuration(2, 32, 2)
+    assert go(again, service).configuration == configuration(2, 32, 2)
     assert again.started[0][1]["TULA_RESTART"] == "2"
     assert again.started[0][0][4] == f"--resume={again.work.checkpoints()}"
     fresh = bench_of(tmp_path, service, notes, (0, False))
-    assert go(fresh, service, notes).configuration == configuration(2, 64)
+    assert go(fresh, service).configuration == configuration(2, 64)
 
 
 def test_every_start_says_which_run_it_goes_on_from(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
-    go(bench_of(tmp_path, service, notes, (143, True), (0, True)), service, notes)
-    go(bench_of(tmp_path, service, notes, (0, True)), service, notes)
+    go(bench_of(tmp_path, service, notes, (143, True), (0, True)), service)
+    go(bench_of(tmp_path, service, notes, (0, True)), service)
     assert service.continued == [None, "r0", None]  # the third is another training
 
 
 def test_a_run_that_the_service_has_forgotten_does_not_keep_its_checkpoints_from_being_used(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     with pytest.raises(TrainingFailedError):
-        go(bench_of(tmp_path, service, notes, (143, True)), service, notes, max_restarts=0)
+        go(bench_of(tmp_path, service, notes, (143, True)), service, max_restarts=0)
     restored = FakeService(chosen=configuration())  # from a back-up of before that run
     bench = bench_of(tmp_path, restored, notes, (0, False))
-    go(bench, restored, notes)
+    go(bench, restored)
     assert restored.continued == [None]
     assert bench.started[0][0][4] == f"--resume={bench.work.checkpoints()}"
-    assert any("counts toward no limit" in note for note in notes.notes)
+    assert any("do not count toward the limits" in note for note in notes.notes)
 
 
 def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(tmp_path, monkeypatch):
     service, notes = FakeService(chosen=configuration()), Notes()
     first = bench_of(tmp_path, service, notes, (143, True))
     with pytest.raises(TrainingFailedError):
-        go(first, service, notes, max_restarts=0)
+        go(first, service, max_restarts=0)
 
     def stale(folder, *, onerror):
         onerror(OSError(errno.ESTALE, "Stale file handle"))
@@ -156,19 +158,19 @@ def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(tmp_path, mo
 
     monkeypatch.setattr("os.walk", stale)
     again = bench_of(tmp_path, service, notes, (0, False))
-    go(again, service, notes)
+    go(again, service)
     assert again.started[0][1]["TULA_CHECKPOINT_DIR"] == str(first.work.checkpoints())
 
 
 def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     first = bench_of(tmp_path, service, notes, (0, True))
-    go(first, service, notes)
+    go(first, service)
     finished = bench_of(tmp_path, service, notes, (1, True), (1, False))
     with pytest.raises(TrainingFailedError):
-        go(finished, service, notes)
+        go(finished, service)
     fresh = bench_of(tmp_path, service, notes, (0, False))
-    go(fresh, service, notes, fresh=True)
+    go(fresh, service, fresh=True)
     folders = [
         environment["TULA_CHECKPOINT_DIR"] for bench in (first, finished, fresh) for _, environment, _ in bench.started
     ]
@@ -181,10 +183,10 @@ def test_a_training_goes_on_with_what_is_recommended_by_now_when_told_to(tmp_pat
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (143, True), (143, True))
     with pytest.raises(TrainingFailedError):
-        go(bench, service, notes, max_restarts=1)
+        go(bench, service, max_restarts=1)
     service.chosen = configuration(4, 32)
     told = bench_of(tmp_path, service, notes, (0, False))
-    assert go(told, service, notes, reconfigure=True).configuration == configuration(4, 32)
+    assert go(told, service, reconfigure=True).configuration == configuration(4, 32)
     assert told.started[0][0][4] == f"--resume={told.work.checkpoints()}"
     assert service.continued[-1] == "r1"
 
@@ -192,12 +194,12 @@ def test_a_training_goes_on_with_what_is_recommended_by_now_when_told_to(tmp_pat
 def test_a_start_that_left_no_checkpoint_settles_nothing(tmp_path):
     service, notes = FakeService(chosen=configuration(1, 32)), Notes()
     with pytest.raises(TrainingFailedError):
-        go(bench_of(tmp_path, service, notes, (1, False)), service, notes)
+        go(bench_of(tmp_path, service, notes, (1, False)), service)
     service.chosen = configuration(2, 64)  # tuned since
     bench = bench_of(tmp_path, service, notes, (0, False))
-    assert go(bench, service, notes).configuration == configuration(2, 64)
+    assert go(bench, service).configuration == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
-    assert any("left no checkpoint: another begins" in note for note in notes.notes)
+    assert any("left no checkpoint: starting another" in note for note in notes.notes)
 
 
 def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
@@ -205,23 +207,23 @@ def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
     bench = bench_of(tmp_path, service, notes, (0, False))
     bench.runner.sleep = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        go(bench, service, notes)
+        go(bench, service)
     assert [run.state for run in service.runs.values()] == ["cancelled"]
 
 
 def test_training_before_anything_was_measured_is_told_to_be_a_guess(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
-    go(bench_of(tmp_path, service, notes, (0, False)), service, notes)
+    go(bench_of(tmp_path, service, notes, (0, False)), service)
     assert notes.notes == []
     service.basis = "prior"
-    go(bench_of(tmp_path, service, notes, (0, False)), service, notes)
+    go(bench_of(tmp_path, service, notes, (0, False)), service)
     assert ["a guess" in note for note in notes.notes] == [True]
 
 
 def test_without_a_choice_it_says_why(tmp_path):
     service, notes = FakeService(), Notes()
     with pytest.raises(LaunchError, match=r"no configuration to train with: No reason\."):
-        go(bench_of(tmp_path, service, notes), service, notes)
+        go(bench_of(tmp_path, service, notes), service)
 
 
 @given(

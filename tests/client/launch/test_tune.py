@@ -9,8 +9,9 @@ import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client import ServiceUnreachableError
-from tula_client.launch import LaunchError, PlanOptions, Template, TooManyFailuresError, work_through
-from tula_client.launch.tune import NotAsToldError
+from tula_client.launch.errors import ConfigurationMismatchError, LaunchError, TooManyFailuresError
+from tula_client.launch.template import Template
+from tula_client.launch.tune import PlanOptions, work_through
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
 
@@ -25,14 +26,14 @@ def measured(service):
     return fate
 
 
-def tune(bench, service, notes, **options):
-    return work_through(service, service.job("job-1"), TEMPLATE, bench.runner, PlanOptions(**options), notes)
+def tune(bench, service, **options):
+    return work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions(**options))
 
 
 def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
-    tuned = tune(bench, service, notes)
+    tuned = tune(bench, service)
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
     assert [command for command, _, _ in bench.started] == [
         ["launch", "4", "32", "1"],
@@ -61,7 +62,7 @@ def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_othe
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
     bench.runner.options.inherited.update(inherited)
-    work_through(service, service.job("job-1"), Template(words), bench.runner, PlanOptions(), notes)
+    work_through(bench.runner, service.job("job-1"), Template(words), PlanOptions())
     assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
 
 
@@ -69,7 +70,7 @@ def test_runs_that_need_more_nodes_than_there_are_are_not_waited_for(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
     with pytest.raises(LaunchError, match="need at least 4 nodes, but --nodes is 2"):
-        tune(bench, service, notes, node_budget=2)
+        tune(bench, service, node_budget=2)
     assert [run.state for run in service.runs.values()] == ["pending", "succeeded", "succeeded"]
 
 
@@ -86,7 +87,7 @@ def test_a_plan_that_is_about_to_hold_smaller_runs_is_waited_for(tmp_path):
         return claim(job_id, request)
 
     service.claim = planned_meanwhile
-    tuned = tune(bench, service, notes, node_budget=2)
+    tuned = tune(bench, service, node_budget=2)
     assert [run.state for run in tuned.job.plan] == ["cancelled", "succeeded"]
 
 
@@ -103,7 +104,7 @@ def test_runs_go_in_parallel_within_the_node_budget(tmp_path):
         return process
 
     bench = Bench(tmp_path, service, fate, notes)
-    tune(bench, service, notes, max_parallel=3, node_budget=4)
+    tune(bench, service, max_parallel=3, node_budget=4)
     assert bench.started[1][0] == ["launch", "2", "64", "1"]
     assert [sum(at_once.values()) for at_once in together] == [0, 0, 2]  # 4; then 2 and 1 side by side
 
@@ -117,7 +118,7 @@ def test_a_first_run_that_fails_stops_with_its_last_lines_and_gives_the_rest_bac
 
     bench = Bench(tmp_path, service, fate, notes)
     with pytest.raises(TooManyFailuresError, match=r"(?s)exit code 1.*ValueError: no such dataset"):
-        tune(bench, service, notes)
+        tune(bench, service)
     assert [run.state for run in service.runs.values()] == ["failed", "pending", "pending"]
     assert "ValueError" in service.runs["r0"].message
 
@@ -128,7 +129,7 @@ def test_failures_in_a_row_are_counted_in_words_that_fit_every_number(tmp_path, 
     service.change("r0", state="succeeded", num_samples=9)
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(status=1), notes)
     with pytest.raises(TooManyFailuresError, match=rf" {allowed} runs in a row have failed\."):
-        tune(bench, service, notes, max_failures=allowed)
+        tune(bench, service, max_failures=allowed)
     assert len(bench.started) == allowed
 
 
@@ -139,7 +140,7 @@ def test_an_out_of_memory_is_reported_and_the_plan_goes_on(tmp_path):
         return FakeProcess(status=137) if command[2] == "32" else measured(service)(command, environment, log)
 
     bench = Bench(tmp_path, service, fate, notes)
-    tune(bench, service, notes)
+    tune(bench, service)
     assert [run.state for run in service.runs.values()] == ["out_of_memory", "succeeded", "succeeded"]
 
 
@@ -147,15 +148,15 @@ def test_a_script_without_the_agent_is_told_so(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(), notes)
     with pytest.raises(TooManyFailuresError, match=r"no measurement arrived: call tula_agent.init\(\)"):
-        tune(bench, service, notes)
+        tune(bench, service)
 
 
 def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
     service, notes = FakeService(THREE), Notes()
-    service.warnings = ["Run r0 was to use local batch 32, but its process saw 8."]
+    service.change("r0", configuration_mismatch="Run r0 was to use local batch 32, but its process saw 8.")
     bench = Bench(tmp_path, service, measured(service), notes)
-    with pytest.raises(NotAsToldError, match="its process saw 8"):
-        tune(bench, service, notes)
+    with pytest.raises(ConfigurationMismatchError, match="its process saw 8"):
+        tune(bench, service)
     assert service.runs["r0"].state == "succeeded"
 
 
@@ -168,10 +169,10 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
         return process
 
     bench = Bench(tmp_path, service, fate, notes)
-    tuned = tune(bench, service, notes)
+    tuned = tune(bench, service)
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
     assert notes.waits
-    assert "The service is away" in notes.waits[0]
+    assert "The service is unreachable" in notes.waits[0]
 
 
 def test_a_service_that_stays_away_ends_it_with_every_command_stopped(tmp_path):
@@ -181,9 +182,9 @@ def test_a_service_that_stays_away_ends_it_with_every_command_stopped(tmp_path):
         service.away = 10_000
         return FakeProcess(lasts=3)
 
-    bench = Bench(tmp_path, service, fate, notes, patience_s=30)
+    bench = Bench(tmp_path, service, fate, notes, retry_s=30)
     with pytest.raises(ServiceUnreachableError):
-        tune(bench, service, notes)
+        tune(bench, service)
     assert bench.now >= 30
 
 
@@ -199,7 +200,7 @@ def test_ctrl_c_stops_the_command_and_gives_the_lease_back(tmp_path):
 
     bench.runner.sleep = interrupted
     with pytest.raises(KeyboardInterrupt):
-        tune(bench, service, notes)
+        tune(bench, service)
     assert bench.started[0][2].asked == ["stop", "stop"]
     assert service.runs["r0"].state == "pending"
 
@@ -210,7 +211,7 @@ def test_runs_left_leased_by_a_tula_that_died_are_done_first_and_finished_ones_n
     service.change("r1", state="running")
     service.holders = {"r1": "me"}
     bench = Bench(tmp_path, service, measured(service), notes)
-    tune(bench, service, notes)
+    tune(bench, service)
     assert [environment["TULA_RUN_ID"] for _, environment, _ in bench.started] == ["r1", "r2"]
 
 
@@ -223,10 +224,10 @@ def test_what_a_vanished_machine_left_in_a_queue_is_cancelled_by_the_next_tula(t
     service.holders = {"r0": "me"}
     again = Bench(tmp_path, service, measured(service), notes, stop_template=stop)
     again.runner.options.inherited["PATH"] = os.environ["PATH"]
-    tune(again, service, notes)
+    tune(again, service)
     (left,) = tmp_path.glob("cancelled-r0-*")
     assert notes.notes == [
-        f"Ran the stop command of {left.name.removeprefix('cancelled-')}, which an interrupted start had left behind."
+        f"Ran the stop command of {left.name.removeprefix('cancelled-')}, left behind by an interrupted start."
     ]
     assert not list(again.work.path.glob("submitted-*"))
 
@@ -244,7 +245,7 @@ def test_no_start_is_judged_by_what_an_earlier_start_of_the_same_run_printed(tmp
     logs = []
     bench = Bench(tmp_path, service, fate, notes)
     bench.runner.abandon(bench.runner.start(service.runs["r0"], TEMPLATE))
-    tune(bench, service, notes)
+    tune(bench, service)
     assert notes.ends == [("r0", "succeeded")]
     assert logs[0] != logs[1]
 
@@ -262,15 +263,15 @@ def test_a_run_held_elsewhere_is_waited_for(tmp_path):
             service.change("r0", state="succeeded")
 
     bench.runner.sleep = until_done
-    assert tune(bench, service, notes).finished == ()
+    assert tune(bench, service).finished == ()
     assert notes.waits
 
 
 def test_a_run_past_its_time_limit_shows_its_stacks_and_fails(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, time_limit_s=3)
-    with pytest.raises(TooManyFailuresError, match="still going after its time limit of 3 s"):
-        tune(bench, service, notes)
+    with pytest.raises(TooManyFailuresError, match="did not end within its time limit of 3 s"):
+        tune(bench, service)
     assert bench.started[0][2].asked == ["dump", "stop"]
     # Ranks that no signal reaches know when to show theirs: a tenth of the limit before it, and 5 s at most.
     assert bench.started[0][1]["TULA_STACKS_AT"] == "1000000002.7"
@@ -285,7 +286,7 @@ def test_the_lease_is_renewed_while_a_run_lasts(tmp_path):
         return process
 
     bench = Bench(tmp_path, service, fate, notes, lease_s=30)
-    tune(bench, service, notes)
+    tune(bench, service)
     assert 9 <= service.calls.count(("patch_run", "r0", "running")) <= 12
 
 
@@ -297,7 +298,7 @@ def test_a_run_cancelled_at_the_service_is_stopped(tmp_path):
         return FakeProcess(lasts=10_000)
 
     bench = Bench(tmp_path, service, fate, notes)
-    tune(bench, service, notes)
+    tune(bench, service)
     assert notes.ends == [("r0", "cancelled")]
 
 
@@ -309,6 +310,6 @@ def test_a_profiling_script_that_catches_its_out_of_memory_and_hangs_is_ended(tm
         return FakeProcess(lasts=10_000)
 
     bench = Bench(tmp_path, service, fate, notes)
-    tune(bench, service, notes)
+    tune(bench, service)
     assert notes.ends == [("r0", "out_of_memory")]
     assert bench.now < 60

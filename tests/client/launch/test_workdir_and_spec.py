@@ -6,7 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from tula_client._faults import faults
-from tula_client.launch import SpecError, WorkDir, WorkDirBusyError, idempotency_key, load_spec
+from tula_client.launch.errors import SpecError, WorkDirBusyError
+from tula_client.launch.spec import idempotency_key, load_spec
+from tula_client.launch.workdir import WorkDir
 from tula_service.api.problems import field_errors
 from tula_wire import JobSpec
 
@@ -20,12 +22,12 @@ cluster = { max_nodes = 4 }
 
 def test_a_second_tula_is_refused_and_a_later_one_has_the_same_name(tmp_path):
     with (
-        WorkDir(tmp_path, "job-1").held() as first,
-        pytest.raises(WorkDirBusyError, match="another tula is at work"),
-        WorkDir(tmp_path, "job-1").held(),
+        WorkDir(tmp_path, "job-1").locked() as first,
+        pytest.raises(WorkDirBusyError, match="another tula uses"),
+        WorkDir(tmp_path, "job-1").locked(),
     ):
         pass
-    with WorkDir(tmp_path, "job-1").held() as later:
+    with WorkDir(tmp_path, "job-1").locked() as later:
         assert later == first
 
 

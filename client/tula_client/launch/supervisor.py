@@ -1,9 +1,9 @@
-"""A small parent for one launched command that leaves nothing behind, whatever happens to `tula` itself.
+"""Parent process of one launched command: ends it, and every process below it, whatever happens to `tula`.
 
-It runs as a script of its own and imports only the standard library. It makes itself the reaper of all orphans below
-it (Linux, prctl PR_SET_CHILD_SUBREAPER), so that ranks that torchrun put into sessions of their own are still found.
-Its standard input is a pipe from `tula`: `s` stops the command, `d` makes every rank print its stack, and the end of
-the pipe (`tula` died, even by kill -9) stops the command too. Its exit status is the command's, 128 + n for signal n.
+Runs as a script and imports only the standard library. It registers as the reaper of orphans below it (Linux, prctl
+PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
+from `tula`: `s` stops the command, `d` makes every rank print its stack, and the end of the pipe (`tula` died, even by
+kill -9) stops the command too. Its exit status is the command's, or 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["main"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_WITHIN_S = 5.0
 _STOP_COMMAND_WITHIN_S = 30.0
@@ -34,7 +32,7 @@ _NOT_STARTED = 127
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command after `--`; see the module's text for the protocol."""
+    """Run the command after `--`; the module's docstring describes the protocol."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--stop-command", type=json.loads, default=None)
@@ -55,18 +53,25 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tula: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return _NOT_STARTED
     while (status := _reap(child)) is None:
-        ready, _, _ = select.select([0, wake], [], [], 1.0)
-        if wake in ready:
-            os.read(wake, 4096)
-        order = os.read(0, 16) if 0 in ready else None
-        if order is not None and b"d" in order:
-            _dump_stacks()
-        if stop_signals or (order is not None and (order == b"" or b"s" in order)):
+        if _asked_to_stop(wake) or stop_signals:
             _run_stop_command(options.stop_command)
             status = _end_all(child, options.grace)
             break
     _end_all(child, min(options.grace, _LEFTOVER_GRACE_S))
     return status if status is not None else 128 + signal.SIGKILL
+
+
+def _asked_to_stop(wake: int) -> bool:
+    """Wait up to a second for a signal or an order of `tula`; True if the order is to stop."""
+    ready, _, _ = select.select([0, wake], [], [], 1.0)
+    if wake in ready:
+        os.read(wake, 4096)
+    if 0 not in ready:
+        return False
+    order = os.read(0, 16)
+    if b"d" in order:
+        _dump_stacks()
+    return order == b"" or b"s" in order
 
 
 def _become_subreaper() -> None:
@@ -75,7 +80,7 @@ def _become_subreaper() -> None:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Reap the command and every orphan that came to us; the command's exit status once it has one."""
+    """Reap the command and its orphans; the exit status of the command, or None while it runs."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -91,7 +96,7 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Every process below this one, parents first; zombies left out."""
+    """Ids of all processes below this one, parents first, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -109,7 +114,7 @@ def _descendants() -> list[int]:
 
 
 def _signal_all(child: subprocess.Popen[bytes], *numbers: int) -> bool:
-    """Send signals to everything below; False when nothing is left."""
+    """Send signals to all processes below; False if there is none."""
     pids = _descendants() if sys.platform == "linux" else [child.pid] * (child.returncode is None)
     for pid in pids:
         for number in numbers:
@@ -123,7 +128,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """SIGTERM, then after `grace_s` SIGKILL, to everything below, until nothing is left; the command's status."""
+    """SIGTERM all processes below, after `grace_s` SIGKILL them; the exit status of the command."""
     _reap(child)
     left = _signal_all(child, signal.SIGTERM, signal.SIGCONT)
     until = time.monotonic() + grace_s
@@ -140,7 +145,7 @@ def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
 
 
 def _run_stop_command(words: list[str] | None) -> None:
-    """For commands that only submit (sbatch, kubectl): the user's own way to cancel what runs elsewhere."""
+    """Cancel the cluster job of a command that only submits (sbatch, kubectl)."""
     if words:
         try:
             subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_STOP_COMMAND_WITHIN_S, check=False)
@@ -149,11 +154,11 @@ def _run_stop_command(words: list[str] | None) -> None:
 
 
 def _dump_stacks() -> None:
-    """Make each rank below that has not done so by itself print the stack of each thread, in order of rank.
+    """Make each rank on this machine print the stack of each thread, in order of rank, unless its agent already did.
 
-    SIGABRT, because Python's faulthandler (on through PYTHONFAULTHANDLER=1) prints on it without help from the script,
-    even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. Everything
-    is stopped first: otherwise the launcher and the peers of the first rank would react before the second is asked.
+    SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) prints on it without help from the script,
+    even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. All
+    processes are suspended first: otherwise the launcher and the other ranks would react to the end of the first.
     """
     below = _descendants()
     for pid in below:
@@ -162,10 +167,10 @@ def _dump_stacks() -> None:
     for pid in below:
         rank = _rank_of(pid)
         if rank is not None and _catches(pid, signal.SIGABRT):
-            ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and come later
-    shown = _ranks_shown()
+            ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and follow it
+    printed = _ranks_with_stacks()
     for rank, pid in sorted(ranks.items()):
-        if rank in shown:
+        if rank in printed:
             continue
         print(f"\ntula: stack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
@@ -175,14 +180,14 @@ def _dump_stacks() -> None:
         until = time.monotonic() + _DUMP_WITHIN_S
         while time.monotonic() < until and pid in _descendants():
             time.sleep(0.01)
-    if not ranks and not shown:
-        print("tula: no rank of this run was found on this machine, so there is no stack to show", file=sys.stderr)
+    if not ranks and not printed:
+        print("tula: no rank of this run was found on this machine, so there is no stack to print", file=sys.stderr)
     for pid in below:
         _kill(pid, signal.SIGCONT)
 
 
-def _ranks_shown() -> set[int]:
-    """Ranks whose agent has shown their stack by itself, as one on another node does: they stand in our own output."""
+def _ranks_with_stacks() -> set[int]:
+    """Ranks whose agent has printed their stack, for example on another node: the log, our output, names them."""
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tula_client.launch.logs import agent_warnings, ran_out_of_memory, relevant_lines
+from tula_client.launch.judge import agent_warnings, ran_out_of_memory, relevant_lines
 
 TORCHRUN = """\
 Traceback (most recent call last):

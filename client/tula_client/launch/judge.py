@@ -1,0 +1,119 @@
+"""How a finished command is judged, from its exit status, its log and what the service knows of the run."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tula_wire import Run, RunPatch, RunState
+
+AGENT_PREFIX: Final = "tula:"
+"""Starts each line that the agent prints for the user."""
+
+STACK_OF_RANK: Final = "stack of rank "
+"""Follows the prefix, with a number, above the stacks that a run prints at its time limit; it is no warning."""
+
+_OUT_OF_MEMORY = re.compile(
+    r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bMemoryError\b|Unable to allocate .* for an array"
+    r"|std::bad_alloc|Cannot allocate memory|oom[-_ ]kill|Out[- ]of[- ]memory|OUT_OF_ME(?:MORY)?\b"
+    r"|exitcode\s*:\s*(?:-9|137)\b|signal 9 \(SIGKILL\)|exit code:? 137|died with <Signals.SIGKILL",
+    re.IGNORECASE,
+)
+_ELASTIC = re.compile(
+    r"torch/distributed/(?:elastic|run|launcher)|multiprocessing/api|torch\.distributed\.elastic|ChildFailedError"
+    r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause|^\[\d\]:"
+    r"|^\s+(?:time|host|rank|exitcode)\s+:|^[WEI]\d{4} |^Traceback \(most recent call last\):$|^\s{2,}"
+    r"|^srun: error: \S+: tasks? |^slurmstepd: |^\s*\^+\s*$"
+)
+_ERROR = re.compile(
+    r"\b\w*(?:Error|Exception|Exit|Interrupt)\b|error:|fatal|cannot|can't|not available|No such", re.IGNORECASE
+)
+_READ_BYTES: Final = 262_144
+_MAX_MESSAGE: Final = 2000
+_KILLED: Final = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The final state of a run and why."""
+
+    state: RunState
+    message: str | None = None
+    lines: tuple[str, ...] = ()
+    failed_local_batch_size: int | None = None
+
+    def patch(self, holder: str) -> RunPatch:
+        """The request that reports this outcome to the service."""
+        text = self.message if not self.lines else f"{self.message} Last lines: {' | '.join(self.lines)}"
+        return RunPatch(
+            state=self.state,
+            message=None if text is None else text[:_MAX_MESSAGE],
+            failed_local_batch_size=self.failed_local_batch_size,
+            holder=holder,
+        )
+
+
+def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
+    """The outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
+
+    A failure that the agent reported stands, because it saw the cause inside the process. Otherwise status 0 with
+    samples is a success; status 137 (SIGKILL, which the kernel sends when memory is short) or a log that names an
+    out-of-memory is an out-of-memory; everything else is a failure.
+    """
+    batch = run.configuration.local_batch_size
+    if timed_out_after_s is not None:
+        return Outcome(
+            "failed",
+            f"The run did not end within its time limit of {timed_out_after_s:g} s and was stopped: its log holds the "
+            "stack of each rank. Raise --time-limit if the run was only slow.",
+        )
+    if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
+        return Outcome(
+            "out_of_memory",
+            run.message or f"The run ran out of memory at a local batch of {batch}.",
+            failed_local_batch_size=batch,
+        )
+    if status != 0:
+        return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
+    if run.state == "failed":
+        return Outcome("failed", run.message or "The agent reported a failure.", tuple(relevant_lines(lines)))
+    if run.num_samples == 0:
+        return Outcome(
+            "failed",
+            "The command succeeded but no measurement arrived: call tula_agent.init() and loop over "
+            "run.steps(loader) in the script.",
+        )
+    return Outcome("succeeded")
+
+
+def tail(log: Path) -> list[str]:
+    """The lines in the last 256 KiB of `log`; empty if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _READ_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def ran_out_of_memory(lines: list[str]) -> bool:
+    """True if a line reports an out-of-memory of device or host in one of the usual wordings."""
+    return any(_OUT_OF_MEMORY.search(line) for line in lines)
+
+
+def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
+    """The last lines with an error, without the launcher's own frames and tables; without an error, the last lines."""
+    own = [line.rstrip() for line in lines if line.strip() and not _ELASTIC.search(line)]
+    errors = [line for line in own if _ERROR.search(line)]
+    return list(dict.fromkeys(errors or own or [line.rstrip() for line in lines if line.strip()]))[-count:]
+
+
+def agent_warnings(lines: list[str]) -> list[str]:
+    """The agent's messages for the user, without prefix and repetitions."""
+    texts = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
+    return list(dict.fromkeys(text for text in texts if text and not text.startswith(STACK_OF_RANK)))
