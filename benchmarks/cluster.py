@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -400,7 +401,6 @@ def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _node_seconds(tuned: dict[str, Any]) -> float:
     """Node-seconds from start to end of the profiling runs, as the service saw them."""
-    from datetime import datetime
 
     def seconds(run: dict[str, Any]) -> float:
         start, end = (
@@ -408,7 +408,7 @@ def _node_seconds(tuned: dict[str, Any]) -> float:
         )
         return (end - start).total_seconds()
 
-    return sum(seconds(run) * run["configuration"]["num_nodes"] for run in _done(tuned))
+    return sum(seconds(run) * int(run["configuration"]["num_nodes"]) for run in _done(tuned))
 
 
 def _last_step(log: Path) -> int:

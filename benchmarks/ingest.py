@@ -151,7 +151,7 @@ def measure(on: Service, load: Load, kind: str, steps: int) -> tuple[Measured, f
 def cpu_s(server: Server) -> float:
     """User and system seconds of the processes that answer requests."""
     times = [psutil.Process(each).cpu_times() for each in server.worker_ids()]
-    return sum(one.user + one.system for one in times)
+    return float(sum(one.user + one.system for one in times))
 
 
 def raw_commits_per_s(database: str, steps: int, seconds: float) -> float:

@@ -87,7 +87,7 @@ def compare(workload: Workload) -> dict[str, tuple[float, float]]:
         rest = [c for c in workload.candidates if c not in set(runs)]
         actual = np.array([workload.step_time_s[c] for c in rest])
         theirs = Pollux(runs, [workload.step_time_s[c] for c in runs]).predict(rest)
-        found[name] = (median(np.abs(theirs / actual - 1.0)), median(held_out(workload, runs)[0]))  # type: ignore[arg-type]
+        found[name] = (median(np.abs(theirs / actual - 1.0)), median(held_out(workload, runs)[0]))
     return found
 
 

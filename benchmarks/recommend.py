@@ -115,7 +115,7 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
     made = []
     for place, number in enumerate(numbers):
         wanted = spec(f"job-{number}")
-        own = {"id": f"job-{number:016x}", "name": wanted.name, "model_name": wanted.model.name}
+        own: dict[str, object] = {"id": f"job-{number:016x}", "name": wanted.name, "model_name": wanted.model.name}
         own |= {"key": shift[tables.jobs] + place, "spec": wanted.model_dump(mode="json")}
         new[tables.jobs].append(job | own)
         for which, (run, source) in enumerate(zip(runs, sources, strict=True)):

@@ -128,13 +128,13 @@ def unprofiled(recommendation: Recommendation) -> list[Candidate]:
 
 
 def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) -> None:
-    """Profile one configuration of our own choice; raises `TulaError` when its command fails."""
+    """Profile one configuration that the search did not choose; raises `TulaError` when its command fails."""
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
     with work.locked() as holder:
         runner = Runner(client, work, holder, RunnerOptions(url=client.url), Silent())
         wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
-        active = runner.start(client.create_run(job.id, wanted), Template(words))
+        active = runner.start(client.create_run(job.id, wanted), Template(tuple(words)))
         try:
             while (status := runner.poll(active)) is None:
                 time.sleep(0.1)
