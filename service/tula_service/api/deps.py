@@ -69,11 +69,11 @@ async def authenticate(request: Request) -> Principal:
             raise Unauthenticated("A token is needed: send `Authorization: Bearer TOKEN` (see `tula token create`).")
         _refuse_strangers(request)
     else:
-        principal = have.access.remembered(secret)
+        principal = have.access.cached(secret)
         if principal is None:
             address = request.client.host if request.client else "unknown"
             # Of a token that was right when it was last asked for nothing is guessed.
-            with nullcontext() if have.access.has_seen(secret) else have.limiter.guess(address):
+            with nullcontext() if have.access.has_validated(secret) else have.limiter.guess(address):
                 principal = await to_thread.run_sync(have.access.authenticate, secret, limiter=threads)
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from tula_service.api.deps import Caller, Current
-from tula_service.usecases.projects import create_project, visible_projects
+from tula_service.usecases.access import create_project, visible_projects
 from tula_wire import Project, ProjectCreate, ProjectList, routes
 
 __all__ = ["router"]

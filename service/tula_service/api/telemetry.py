@@ -12,7 +12,7 @@ from tula_service.api.deps import Caller, Current
 from tula_service.store import NewChunk
 from tula_service.usecases.ingest import chunk_from_wire
 from tula_service.usecases.packed import chunk_from_packed
-from tula_service.usecases.telemetry import read_series
+from tula_service.usecases.telemetry import SeriesQuery, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
 __all__ = ["post_telemetry", "router"]
@@ -60,13 +60,4 @@ def get_telemetry(
     last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> TelemetrySeries:
     """One column of one rank, thinned to `max_points` so that every peak and dip stays."""
-    return read_series(
-        have.store,
-        caller,
-        run_id,
-        column,
-        rank=rank,
-        max_points=max_points,
-        first_step=first_step,
-        last_step=last_step,
-    )
+    return read_series(have.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))

@@ -11,7 +11,7 @@ from tula_service.dashboard import charts
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.errors import NotFound
 from tula_service.usecases import ledger, recommend, register, runs, scaling
-from tula_service.usecases.telemetry import memory_of, read_with_trend
+from tula_service.usecases.telemetry import SeriesQuery, memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, TelemetrySeries, read, routes
 
 __all__ = ["quality_runs", "router", "series_of"]
@@ -97,16 +97,8 @@ def series_of(
 ) -> tuple[TelemetrySeries, TelemetrySeries | None] | tuple[None, None]:
     """A column and its trend (None for a short one), or nothing when the run never reported it."""
     try:
-        return read_with_trend(
-            here.store,
-            here.principal,
-            run_id,
-            column,
-            rank=rank,
-            max_points=max_points,
-            first_step=first_step,
-            last_step=last_step,
-        )
+        query = SeriesQuery(run_id, column, rank, max_points, first_step, last_step)
+        return read_with_trend(here.store, here.principal, query)
     except NotFound as missing:
         if missing.field != "column":
             raise

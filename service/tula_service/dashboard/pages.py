@@ -15,8 +15,7 @@ from tula_service.dashboard.happenings import KINDS, happenings
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.dashboard.templating import render
 from tula_service.usecases import events, ledger, recommend, register, runs
-from tula_service.usecases.access import visible_tokens
-from tula_service.usecases.projects import visible_projects
+from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
 __all__ = ["router"]

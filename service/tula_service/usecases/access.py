@@ -1,4 +1,4 @@
-"""Who is asking, and what they may touch: tokens, projects and the one rule for seeing a job."""
+"""Who is calling, and what they may touch: tokens, projects and the one rule for access to a job."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
-from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, RunRecord, Store, TokenRecord, Transaction
-
-__all__ = [
-    "ANONYMOUS",
-    "Access",
-    "IssuedToken",
-    "Principal",
-    "check_still_valid",
-    "digest",
-    "issue_token",
-    "revoke_token",
-    "visible_job",
-    "visible_run",
-    "visible_tokens",
-]
+from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, ProjectRecord, RunRecord, Store, TokenRecord, Transaction
 
 SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"
@@ -36,9 +22,26 @@ TOUCH_EVERY_S: Final = 60.0
 TRUSTED_S: Final = 60.0
 
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class BoundedDict(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
+    """A cache of at most `limit` entries; one more evicts the oldest. Writers hold a lock, single reads need none."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self._limit:
+            self.popitem(last=False)
+
+
 @dataclass(frozen=True)
 class Principal:
-    """Whoever sent a request: `scope` is agent, user or admin; agents are bound to one job, users to one project."""
+    """The sender of a request: `scope` is agent, user or admin; agents are bound to one job, users to one project."""
 
     name: str
     scope: str
@@ -71,12 +74,12 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
-"""The one person on this machine, while no token exists and nobody else can reach the service."""
+"""The user of this machine, while no token exists and the service listens on loopback only."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
-    """The job, unless it is not the caller's to see. Raises NotFound in both cases, which tells nothing."""
-    if not job_id.isprintable():  # Postgres refuses NUL in a text, and no id of ours holds such a thing
+    """The job. Raises NotFound both without such a job and for a caller who may not see it, so that ids do not leak."""
+    if not job_id.isprintable():  # Postgres refuses NUL in a text, and no id holds unprintable characters
         raise NotFound.of("job", job_id)
     job = tx.jobs.get(job_id)
     if not principal.may_touch(job_id=job.id, project_id=job.project_id):
@@ -85,7 +88,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """The run, unless it is not the caller's to see. Raises NotFound in both cases."""
+    """The run. Raises NotFound both without such a run and for a caller who may not see it."""
     if not run_id.isprintable():
         raise NotFound.of("run", run_id)
     run = tx.runs.get(run_id)
@@ -103,7 +106,7 @@ class IssuedToken:
 
 
 def digest(secret: str) -> str:
-    """What the store keeps. Secrets hold 256 random bits, so a plain hash is as good as a slow one."""
+    """The SHA-256 that the store keeps. Secrets hold 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -166,13 +169,33 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
     return token
 
 
-def check_still_valid(tx: Transaction, principal: Principal) -> None:
-    """Raise Unauthenticated when the token of a caller who was let in before has ended since.
+def create_project(store: Store, actor: Principal, name: str) -> ProjectRecord:
+    """A new project, recorded in the audit log. Raises Forbidden, or Conflict if the name is taken."""
+    if not actor.is_admin:
+        raise Forbidden("Only an administrator creates projects: ask one.")
+    with store.transaction() as tx:
+        project = tx.projects.create(name)
+        tx.audit.append(
+            actor=actor.token_id or actor.name, action="project.create", target=project.id, detail={"name": name}
+        )
+    return project
 
-    For whoever stays: a single request is over before that matters.
+
+def visible_projects(store: Store, caller: Principal) -> Sequence[ProjectRecord]:
+    """Every project for an administrator, otherwise the caller's own."""
+    with store.reading() as tx:
+        if caller.is_admin:
+            return tx.projects.list()
+        return [tx.projects.get(caller.project_id or DEFAULT_PROJECT_ID)]
+
+
+def check_still_valid(tx: Transaction, principal: Principal) -> None:
+    """Raise Unauthenticated if the token of a caller who was authenticated earlier has ended since.
+
+    For streams, which stay open longer than a request.
     """
     if principal.token_id is None:
-        ended = tx.tokens.any_usable()  # the loopback's user, until the first token
+        ended = tx.tokens.any_usable()  # the anonymous user exists until the first token
     else:
         ended = _ended(tx.tokens.get(principal.token_id), tx.now()) is not None
     if ended:
@@ -187,47 +210,48 @@ def _ended(token: TokenRecord, now: datetime) -> str | None:
 
 
 class Access:
-    """Turns a secret into a principal, remembering it so that ingest costs no query.
+    """Authenticates secrets, with a cache so that ingest costs no query.
 
-    Every `cache_s` one request looks whether tokens have changed anywhere (another worker, replica or command) and if
-    so all of the memory goes: that long a revocation may take, in the worker that revokes no time at all. Bounded.
+    Every `cache_s` one request checks whether tokens have changed anywhere (another worker, replica or command) and
+    clears the cache if so: that is the longest that a revocation takes; in the worker that revokes, it is immediate.
+    Request threads share an instance: writes to its caches hold `_lock`, reads are single dict operations.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
         self._store = store
-        self._cache_s = cache_s
+        self.cache_s = cache_s
         self._tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
-        self._seen: OrderedDict[str, tuple[float, Principal]] = OrderedDict()
-        self._right: OrderedDict[str, None] = OrderedDict()
-        self._touched: OrderedDict[str, float] = OrderedDict()
+        self._principals: BoundedDict[str, tuple[float, Principal]] = BoundedDict(CACHED_TOKENS)
+        self._validated: BoundedDict[str, None] = BoundedDict(CACHED_TOKENS)
+        self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
         self._tokenless_until = 0.0
-        self._look_again = 0.0
+        self.check_again_at = 0.0
         self._generation: tuple[object, ...] = ()
         self._changes = 0
 
-    def remembered(self, secret: str) -> Principal | None:
-        """The principal of a secret that was checked before, None for the one request that has to look; never waits."""
+    def cached(self, secret: str) -> Principal | None:
+        """The principal of a secret that was checked before; None for a request that has to check. Never blocks."""
         now = time.monotonic()
-        entry = self._seen.get(secret)
+        entry = self._principals.get(secret)
         if entry is None or entry[0] <= now:
-            return None  # whoever guesses takes no look away from the others
-        if now >= self._look_again:
-            self._look_again = now + self._cache_s  # the others go on with what is known while this one looks
+            return None  # unknown secrets must not consume the periodic revalidation
+        if now >= self.check_again_at:
+            self.check_again_at = now + self.cache_s  # other requests use the cache while this one checks
             return None
         return entry[1]
 
-    def has_seen(self, secret: str) -> bool:
-        """True for a secret that was right when it was last asked for: asking again is no guess."""
-        return secret in self._right
+    def has_validated(self, secret: str) -> bool:
+        """True if this secret was valid at its last check: checking it again is no guess."""
+        return secret in self._validated
 
     def authenticate(self, secret: str) -> Principal:
-        """The principal behind a secret. Raises Unauthenticated when it is unknown, expired or revoked."""
+        """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
         try:
             return self._checked(secret)
         except Unauthenticated:
             with self._lock:
-                self._right.pop(secret, None)
+                self._validated.pop(secret, None)
             raise
 
     def _checked(self, secret: str) -> Principal:
@@ -237,13 +261,13 @@ class Access:
                 generation = tx.tokens.generation()
                 token = tx.tokens.by_hash(digest(secret))
         except StoreUnavailable:
-            self._look_again = 0.0
+            self.check_again_at = 0.0
             raise
         with self._lock:
             if generation != self._generation and changes == self._changes:
-                self._drop(generation)
-            elif generation != self._generation:  # read before a change that is known by now, or after one more
-                self._look_again = 0.0
+                self._clear(generation)
+            elif generation != self._generation:  # this read raced with another change: one more check decides
+                self.check_again_at = 0.0
         now = self._store.now()
         if token is None:
             raise Unauthenticated("This token is unknown: create one with `tula token create`.")
@@ -254,50 +278,44 @@ class Access:
         if token.expires_at is not None:
             trusted_s = min(trusted_s, (token.expires_at - now).total_seconds())
         principal = Principal(token.name, token.scope, token.id, token.project_id, token.job_id)
-        self._remember(secret, principal, trusted_s, generation)
+        self._cache(secret, principal, trusted_s, generation)
         return principal
 
     def tokenless_now(self) -> Principal | None:
-        """The anonymous principal if it was found a moment ago that it may exist; never waits."""
+        """The anonymous principal if a recent check allowed it. Never blocks."""
         return ANONYMOUS if time.monotonic() < self._tokenless_until else None
 
     def tokenless(self) -> Principal | None:
-        """The anonymous principal while it may exist: on loopback, before the first token."""
+        """The anonymous principal while it is allowed: on loopback, before the first token."""
         if not self._tokenless_allowed:
             return None
         with self._store.reading() as tx:
             if tx.tokens.any_usable():
                 return None
-        self._tokenless_until = time.monotonic() + self._cache_s
+        self._tokenless_until = time.monotonic() + self.cache_s
         return ANONYMOUS
 
     def forget(self) -> None:
-        """Drop everything remembered, after a token was made or revoked here."""
+        """Clear the cache, after a token was created or revoked in this process."""
         with self._lock:
-            self._drop(())
+            self._clear(())
 
-    def _drop(self, generation: tuple[object, ...]) -> None:
-        self._seen.clear()
+    def _clear(self, generation: tuple[object, ...]) -> None:
+        self._principals.clear()
         self._tokenless_until = 0.0
         self._generation = generation
         self._changes += 1
 
-    def _remember(self, secret: str, principal: Principal, trusted_s: float, generation: tuple[object, ...]) -> None:
+    def _cache(self, secret: str, principal: Principal, trusted_s: float, generation: tuple[object, ...]) -> None:
         now = time.monotonic()
         with self._lock:
             if generation == self._generation:  # what was read before a change must not outlive it
-                self._seen[secret] = (now + trusted_s, principal)
-            while len(self._seen) > CACHED_TOKENS:
-                self._seen.popitem(last=False)
-            self._right[secret] = None
-            while len(self._right) > CACHED_TOKENS:
-                self._right.popitem(last=False)
+                self._principals[secret] = (now + trusted_s, principal)
+            self._validated[secret] = None
             token_id = str(principal.token_id)
             due = now - self._touched.get(token_id, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
             if due:
                 self._touched[token_id] = now
-                while len(self._touched) > CACHED_TOKENS:
-                    self._touched.popitem(last=False)
         if due:
             with self._store.transaction() as tx:
                 tx.tokens.touch(token_id)

@@ -1,11 +1,10 @@
-"""Taking in what agents measure: stored once, committed before the answer, and cheap enough for a whole cluster."""
+"""Ingest of samples and telemetry: each row is stored once and committed before the answer."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -20,22 +19,23 @@ from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, S
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
-from tula_service.usecases.access import Principal
-from tula_service.usecases.later import Later, Work
+from tula_service.usecases.access import BoundedDict, Principal
+from tula_service.usecases.background import BackgroundQueue, Work
 from tula_wire import SampleBatch, SamplesAccepted, TelemetryAccepted, TelemetryChunk
 
-__all__ = ["Ingest", "SamplesObserver", "chunk_from_wire", "samples_from_wire"]
-
 SamplesObserver = Callable[[Transaction, RunRecord, NewSamples], Work | None]
-"""Called in the transaction that stores new samples, after they are in it: how drift is watched. What it gives back is
-done after the commit, and no request waits for it."""
+"""Called in the transaction that stores new samples, after their insert; monitoring is one. The work that it returns is
+done after the commit, in the background."""
 
 KNOWN_RUNS: Final = 20_000
 EVENT_EVERY_S: Final = 1.0
 
 
 class Ingest:
-    """Keeps only what never changes (a run's key, job and project) and when it last announced a run."""
+    """Caches what never changes of a run (its key, job and project), and when samples of a run were last announced.
+
+    Request threads and the event loop share an instance: writes to its caches hold `_lock`.
+    """
 
     def __init__(
         self,
@@ -43,97 +43,95 @@ class Ingest:
         *,
         observers: Sequence[SamplesObserver] = (),
         threads: CapacityLimiter | None = None,
-        later: Later | None = None,
+        background: BackgroundQueue | None = None,
     ) -> None:
         self._store = store
-        self._later = later or Later(store)
+        self._background = background or BackgroundQueue(store)
         self._threads = threads
         self._observers = tuple(observers)
         self._writer = TelemetryWriter(store)
         self._lock = threading.Lock()
-        self._runs: OrderedDict[str, tuple[int, str, str]] = OrderedDict()
-        self._announced: OrderedDict[str, float] = OrderedDict()
+        self._runs: BoundedDict[str, tuple[int, str, str]] = BoundedDict(KNOWN_RUNS)
+        self._announced: BoundedDict[str, float] = BoundedDict(KNOWN_RUNS)
 
     def samples(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
-        """Store a batch of samples and say whether the run has been measured well enough.
+        """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
 
-        Raises NotFound, and InvalidInput for a rank that the run does not have, neither by its configuration nor by
-        what the process saw.
+        Raises NotFound, and InvalidInput for a rank beyond both the run's world size and the one its process saw.
         """
         run_key, job_id = self._authorised(principal, run_id)
         new = samples_from_wire(batch)
-        left: list[Work] = []
+        pending: list[Work] = []
         with self._store.transaction() as tx:
             try:
                 counted = tx.samples.add(run_key, job_id, new)
-            except sa.exc.IntegrityError:  # deleted since we learned of it
+            except sa.exc.IntegrityError:  # deleted since its key was cached
                 raise NotFound.of("run", run_id) from None
-            run = tx.runs.get(run_id)  # deleted too, where SQLite has given its key to another run
+            run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank(batch.rank, world_size)
             if counted.stored:
-                left = [work for observer in self._observers if (work := observer(tx, run, new)) is not None]
-            stop, reason = self._verdict(tx, run)
+                pending = [work for observer in self._observers if (work := observer(tx, run, new)) is not None]
+            stop, reason = self._may_stop(tx, run)
             tx.runs.renew(run_id)
-            if counted.stored and self._due(run_id):
+            if counted.stored and self._may_announce(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
-        for work in left:
-            self._later.do(run_id, work)
+        for work in pending:
+            self._background.enqueue(run_id, work)
         return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)
 
     async def telemetry(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
-        """Store a chunk of telemetry, together with whatever else waits. Raises NotFound, Busy, StoreUnavailable.
+        """Store a chunk of telemetry in one commit with other waiting chunks. Raises NotFound, Busy, StoreUnavailable.
 
-        Asynchronous, unlike everything else, since it is asked for a thousand times a second and only waits.
+        Asynchronous, unlike other use cases: at a thousand requests a second a thread for each would cost more.
         """
         if run_id not in self._runs:
-            await to_thread.run_sync(self._learn, run_id, limiter=self._threads)
+            await to_thread.run_sync(self._load, run_id, limiter=self._threads)
         run_key, job_id = self._authorised(principal, run_id)
         try:
             new = await self._writer.add(run_id, chunk_row(run_key, chunk))
-        except NotFound:  # deleted since we learned of it
+        except NotFound:  # deleted since its key was cached
             self._runs.pop(run_id, None)
             raise NotFound.of("run", run_id) from None
-        if new and self._due(run_id):
+        if new and self._may_announce(run_id):
             await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
         return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
 
     def close(self) -> None:
-        """Finish what was taken in."""
+        """Store chunks that wait, then end the threads."""
         self._writer.close()
-        self._later.close()
+        self._background.close()
 
     def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
-        with contextlib.suppress(sa.exc.IntegrityError), self._store.transaction() as tx:  # or the job went meanwhile
+        with (
+            contextlib.suppress(sa.exc.IntegrityError),
+            self._store.transaction() as tx,
+        ):  # raised if the job was deleted meanwhile
             tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": last_step})
 
-    def _learn(self, run_id: str) -> tuple[int, str, str]:
+    def _load(self, run_id: str) -> tuple[int, str, str]:
         with self._store.reading() as tx:
             known = tx.telemetry.run_key(run_id)
         with self._lock:
             self._runs[run_id] = known
-            while len(self._runs) > KNOWN_RUNS:
-                self._runs.popitem(last=False)
         return known
 
     def _authorised(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        run_key, job_id, project_id = self._runs.get(run_id) or self._learn(run_id)
+        run_key, job_id, project_id = self._runs.get(run_id) or self._load(run_id)
         if not principal.may_touch(job_id=job_id, project_id=project_id):
             raise NotFound.of("run", run_id)
         return run_key, job_id
 
-    def _due(self, run_id: str) -> bool:
+    def _may_announce(self, run_id: str) -> bool:
         now = time.monotonic()
         if now - self._announced.get(run_id, -EVENT_EVERY_S) < EVENT_EVERY_S:
             return False
         with self._lock:
             self._announced[run_id] = now
-            while len(self._announced) > KNOWN_RUNS:
-                self._announced.popitem(last=False)
         return True
 
     @staticmethod
-    def _verdict(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
+    def _may_stop(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
         if run.state is RunState.CANCELLED:
             return True, "The run was cancelled."
         if run.state.is_final:

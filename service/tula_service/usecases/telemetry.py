@@ -1,9 +1,10 @@
-"""Reading telemetry back: one column of one rank, thinned so that its peaks and dips stay."""
+"""Telemetry of a run: one column of one rank, downsampled so that its peaks and dips stay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from tsdownsample import MinMaxDownsampler
@@ -14,45 +15,37 @@ from tula_service.store.records import FloatArray, IntArray, MemoryReading
 from tula_service.usecases.access import Principal, visible_run
 from tula_wire import TelemetrySeries
 
-__all__ = ["TREND_POINTS", "downsample", "memory_of", "read_series", "read_with_trend", "trend"]
-
 TREND_POINTS = 150
 _STEP_TIME = "step_time_s"
 _MOST_SAMPLES = 200_000
 
 
-def read_series(
-    store: Store,
-    principal: Principal,
-    run_id: str,
-    column: str,
-    *,
-    rank: int = 0,
-    max_points: int = 2000,
-    first_step: int | None = None,
-    last_step: int | None = None,
-) -> TelemetrySeries:
+@dataclass(frozen=True)
+class SeriesQuery:
+    """A column of one rank of a run; both ends of the range of steps belong to it, None: no bound."""
+
+    run_id: str
+    column: str
+    rank: int = 0
+    max_points: int = 2000
+    first_step: int | None = None
+    last_step: int | None = None
+
+
+def read_series(store: Store, principal: Principal, query: SeriesQuery) -> TelemetrySeries:
     """A column of a run; step times fall back on its samples. Raises NotFound for an unknown run or column."""
-    found = _read(store, principal, run_id, column, rank, first_step, last_step)
-    return found.series(*downsample(found.steps, found.values, max_points))
+    found = _read(store, principal, query)
+    return found.series(*downsample(found.steps, found.values, query.max_points))
 
 
 def read_with_trend(
-    store: Store,
-    principal: Principal,
-    run_id: str,
-    column: str,
-    *,
-    rank: int = 0,
-    max_points: int = 2000,
-    first_step: int | None = None,
-    last_step: int | None = None,
+    store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """The same, and its `trend`: what a person sees of a noisy series at a glance. None where there are few points."""
-    found = _read(store, principal, run_id, column, rank, first_step, last_step)
+    """The same, and its `trend`, in which a person sees a noisy series at a glance; None with few points."""
+    found = _read(store, principal, query)
     smooth = trend(found.steps, found.values)
     return (
-        found.series(*downsample(found.steps, found.values, max_points)),
+        found.series(*downsample(found.steps, found.values, query.max_points)),
         None if smooth is None else found.series(*smooth),
     )
 
@@ -65,21 +58,19 @@ def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 1
 
 @dataclass(frozen=True)
 class _Column:
-    """Every point of a column of a rank."""
+    """Every point that a query asks for; `available` are the run's columns."""
 
-    run_id: str
-    name: str
-    rank: int
+    query: SeriesQuery
     steps: IntArray
     values: FloatArray
     available: list[str]
 
     def series(self, steps: IntArray, values: FloatArray) -> TelemetrySeries:
-        """These of its points, as the wire has them."""
+        """Some of its points as the wire's model."""
         return TelemetrySeries(
-            run_id=self.run_id,
-            column=self.name,
-            rank=self.rank,
+            run_id=self.query.run_id,
+            column=self.query.column,
+            rank=self.query.rank,
             steps=steps.tolist(),
             values=[None if value != value else value for value in values.tolist()],
             total_points=int(self.steps.size),
@@ -88,35 +79,26 @@ class _Column:
         )
 
 
-def _read(
-    store: Store,
-    principal: Principal,
-    run_id: str,
-    column: str,
-    rank: int,
-    first_step: int | None,
-    last_step: int | None,
-) -> _Column:
+def _read(store: Store, principal: Principal, query: SeriesQuery) -> _Column:
+    where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
     with store.reading() as tx:
-        run = visible_run(tx, principal, run_id)
+        run = visible_run(tx, principal, query.run_id)
         available = tx.telemetry.columns(run.key)
-        steps, values = tx.telemetry.read(run.key, column, rank=rank, first_step=first_step, last_step=last_step)
-        if column == _STEP_TIME and column not in available and run.num_samples:
-            steps, values = tx.samples.step_times(
-                run.key, rank=rank, first_step=first_step, last_step=last_step, limit=_MOST_SAMPLES
-            )
+        steps, values = tx.telemetry.read(run.key, query.column, **where)
+        if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
+            steps, values = tx.samples.step_times(run.key, **where, limit=_MOST_SAMPLES)
     names = sorted({*available, *([_STEP_TIME] if run.num_samples else [])})
-    if column not in names:
+    if query.column not in names:
         known = ", ".join(names) or "none yet"
-        raise NotFound(f"Run {run_id} has no column {column!r}: it has {known}.", field="column")
-    return _Column(run_id, column, rank, steps, values, names)
+        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
+    return _Column(query, steps, values, names)
 
 
 def trend(steps: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray] | None:
-    """The median of each of `TREND_POINTS` stretches of equally many points, at the middle step of each.
+    """The medians of `TREND_POINTS` intervals of equally many points, each at its middle step.
 
-    A running mean would follow a single straggling step, and a mean of thinned points would follow the peaks that
-    thinning keeps. None where a stretch would hold fewer than three points.
+    A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
+    downsampling keeps. None if an interval would hold fewer than three points.
     """
     known = ~np.isnan(values)
     if not bool(known.all()):
@@ -129,9 +111,9 @@ def trend(steps: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray] | 
 
 
 def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """At most `max_points` of the points: the least and the greatest of every stretch, and the first and the last.
+    """At most `max_points` of the points: minimum and maximum of every interval, and the first and the last point.
 
-    Steps without a value go first: a column that is reported now and then (validation accuracy) keeps what it has.
+    Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
     """
     if steps.size <= max_points:
         return steps, values

@@ -11,8 +11,8 @@ from tula_service.domain import RunKind
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.store import JobRecord, NewSamples, RunRecord, Transaction
 from tula_service.usecases import advice, fitting
+from tula_service.usecases.background import Work
 from tula_service.usecases.explain import explain
-from tula_service.usecases.later import Work
 from tula_service.usecases.recommend import Expectation
 from tula_service.usecases.remaining import examples_left, usd_per_s
 from tula_service.usecases.watched import Alarm, Watched, read, told, written

@@ -208,7 +208,7 @@ def test_a_remembered_token_costs_no_query_until_it_is_time_to_look(
     looks: list[object] = []
     look = Tokens.generation
     monkeypatch.setattr(Tokens, "generation", lambda tokens: looks.append(tokens) or look(tokens))
-    service.app.state.services.access._cache_s = 3600.0
+    service.app.state.services.access.cache_s = 3600.0
     secrets = [service.token("user") for _ in range(5)]
     clients = [service.client(secret) for secret in secrets]
     for client in clients * 4:
@@ -221,7 +221,7 @@ def test_what_was_read_before_a_revocation_is_not_remembered_after_it(
 ) -> None:
     """A request that read its token just before the revocation, and ends after it, is the last one let in."""
     access, secret = service.app.state.services.access, service.token("user")
-    access._cache_s = 3600.0
+    access.cache_s = 3600.0
     read = Tokens.by_hash
 
     def revoked_meanwhile(tokens: Tokens, sha256: str) -> object:
@@ -242,10 +242,10 @@ def test_guesses_take_no_look_away_from_the_tokens_that_are_known(service: Servi
     """Else a flood of wrong tokens would keep a revocation elsewhere from being noticed."""
     access, secret = service.app.state.services.access, service.token("user")
     access.authenticate(secret)
-    access._look_again = 0.0
-    assert access.remembered("tula_guess") is None
-    assert access.remembered(secret) is None, "the look is still to be taken"
-    assert access.remembered(secret) is not None
+    access.check_again_at = 0.0
+    assert access.cached("tula_guess") is None
+    assert access.cached(secret) is None, "the check is still due"
+    assert access.cached(secret) is not None
 
 
 def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Service) -> None:

@@ -13,8 +13,8 @@ from tests.service.store.examples import add_chunk
 from tula_service.store import NewChunk, Store
 from tula_service.usecases import recommend, register, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
+from tula_service.usecases.background import BackgroundQueue, Work
 from tula_service.usecases.ingest import Ingest, SamplesObserver
-from tula_service.usecases.later import Later, Work
 from tula_service.usecases.watch import observe
 
 OPEN = frozenset({"pending", "claimed", "running"})
@@ -42,12 +42,12 @@ def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
     return float((compute**2.5 + ring**2.5) ** 0.4)
 
 
-class AtOnce(Later):
-    """What requests leave behind is done before they return, so that a test finds it done."""
+class Immediately(BackgroundQueue):
+    """Background work is done before the request returns, so that a test finds it done."""
 
-    def do(self, run_id: str, work: Work) -> None:
+    def enqueue(self, run_id: str, work: Work) -> None:
         """Do it."""
-        self._do(run_id, work)
+        self.run(run_id, work)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(7)
-        self.ingest = Ingest(self.store, observers=self.observers, later=AtOnce(self.store))
+        self.ingest = Ingest(self.store, observers=self.observers, background=Immediately(self.store))
         self.sequence = 0
 
     def register(self, wanted: wire.JobSpec | None = None, **options: Any) -> wire.JobCreated:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tula_wire as wire
-from tests.service.usecases.cluster import AtOnce, Cluster, overlapping, spec
+from tests.service.usecases.cluster import Cluster, Immediately, overlapping, spec
 from tests.support.clock import ManualClock
 from tula_service.errors import Busy, StoreUnavailable
 from tula_service.perfmodel.step_time_model import StepTimeModel
@@ -181,7 +181,7 @@ def test_a_worker_that_ends_before_it_explained_a_drift_leaves_it_to_the_next_sa
     feed(cluster, run, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     with monkeypatch.context() as dying:
-        dying.setattr(AtOnce, "do", lambda *_: None)
+        dying.setattr(Immediately, "enqueue", lambda *_: None)
         feed(cluster, run, 50)
     assert cluster.events(job_id, "drift") == []
     feed(cluster, run, 10)
