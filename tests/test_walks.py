@@ -1,0 +1,131 @@
+"""The walks in docs/architecture.md are true: every function exists, and one before it on the walk refers to it.
+
+A walk is a heading that begins with "Walk: " and, below it, a list in which each item begins with a function:
+
+    ## Walk: sample to recommendation
+
+    1. `tula_agent.recorder:Recorder.step`: hands a step's times to the exporter
+    2. `tula_service.api.samples:post_samples` via HTTP: reads the body
+
+"via" and a few words stand where one process, thread or framework hands over to another, so that no function before it
+names the next one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "architecture.md"
+ROOTS = {"tula_wire": "client", "tula_client": "client", "tula_agent": "agent", "tula_service": "service"}
+HEADING = re.compile(r"^#+ Walk: (.+)$")
+ITEM = re.compile(r"^\s*(?:\d+\.|-) `([\w.]+):([\w.]+)`(?: via ([^:]+))?")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function, method or class on a walk."""
+
+    module: str
+    name: str
+    via: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    @property
+    def called(self) -> set[str]:
+        """Identifiers by which a caller refers to it: a constructor by its class."""
+        owner, _, last = self.name.rpartition(".")
+        return {owner.rpartition(".")[2]} if last in ("__init__", "__call__", "__enter__") else {last}
+
+
+def walks(text: str) -> dict[str, list[Step]]:
+    """The walks of a document, by the words of their headings."""
+    found: dict[str, list[Step]] = {}
+    steps: list[Step] | None = None
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = HEADING.match(line)
+            steps = found.setdefault(heading[1], []) if heading else None
+        elif steps is not None and (item := ITEM.match(line)):
+            steps.append(Step(item[1], item[2], item[3]))
+    return found
+
+
+@cache
+def parsed(module: str) -> ast.Module | None:
+    """A module's syntax tree; None where there is no such file."""
+    package, *rest = module.split(".")
+    path = ROOT.joinpath(ROOTS.get(package, "."), package, *rest)
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return ast.parse(file.read_text(encoding="utf-8"))
+    return None
+
+
+def definition(step: Step) -> Definition | None:
+    """Where a step is defined; None where it is not."""
+    scope: ast.AST | None = parsed(step.module)
+    for name in step.name.split("."):
+        inside = [] if scope is None else ast.iter_child_nodes(scope)
+        scope = next((one for one in inside if isinstance(one, Definition) and one.name == name), None)
+    return scope if isinstance(scope, Definition) else None
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    """Every name and attribute inside a definition."""
+    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return names | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+
+
+def problems(steps: list[Step]) -> list[str]:
+    """What is untrue of a walk, one sentence each."""
+    found, known = [], set[str]()
+    for number, step in enumerate(steps):
+        node = definition(step)
+        if node is None:
+            found.append(f"{step} does not exist")
+            continue
+        if number and step.via is None and not step.called & known:
+            found.append(f"no function before {step} refers to it: correct the walk, or say via what it is reached")
+        known |= identifiers(node)
+    return found
+
+
+WALKS = walks(DOCUMENT.read_text(encoding="utf-8")) if DOCUMENT.exists() else {}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_follows_the_code(walk: str) -> None:
+    assert len(WALKS[walk]) > 1
+    assert problems(WALKS[walk]) == []
+
+
+EXAMPLE = """
+# Title
+## Walk: a retry
+1. `tula_client.cli.app:main`: starts
+- `tula_wire.routes:nothing`: does not exist
+2. `tula_service.settings:Settings.from_environment` via the environment: reads
+3. `tula_service.cli:prune`: unrelated
+## Another heading
+1. `tula_client.cli.app:main`: no walk
+"""
+
+
+def test_a_walk_that_names_what_is_not_there_or_not_called_is_refused() -> None:
+    found = walks(EXAMPLE)
+    assert list(found) == ["a retry"]
+    assert [step.via for step in found["a retry"]] == [None, None, "the environment", None]
+    missing, unrelated = problems(found["a retry"])
+    assert missing == "tula_wire.routes:nothing does not exist"
+    assert unrelated.startswith("no function before tula_service.cli:prune refers to it")
