@@ -22,8 +22,8 @@ from pathlib import Path
 import tula_wire as wire
 from benchmarks._grids import read_rows
 from benchmarks._report import mean, median, percentile, print_table, write_json
+from tula_service.analysis.priors import hardware_of
 from tula_service.perfmodel.priors import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
-from tula_service.usecases.devices import hardware_of
 
 SEED = 7
 HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # (here, elsewhere)

@@ -24,7 +24,7 @@ from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
 from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
-from tula_service.usecases.retention import prune_store
+from tula_service.usecases.jobs import prune_store
 
 __all__ = ["migrate", "prune", "serve", "token"]
 

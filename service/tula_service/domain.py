@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -85,6 +86,17 @@ class EndCause(str, Enum):
     NO_SAMPLES = "no_samples"
 
 
+class PlanState(str, Enum):
+    """Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
+
+    After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
+    """
+
+    CURRENT = "current"
+    STALE = "stale"
+    STALE_OUT_OF_MEMORY = "stale_out_of_memory"
+
+
 _ANY_BUT_CLAIMED: Final = frozenset(set(RunState) - {RunState.CLAIMED})
 RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunState]]] = {
     (RunState.PENDING, None): frozenset({RunState.CANCELLED}),
@@ -118,3 +130,51 @@ def configuration_mismatch(
         f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: check that the "
         "command passes the placeholders on."
     )
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Peak memory of one rank by component, bytes; None where it was not read."""
+
+    method: str
+    peak_bytes: int
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activation_bytes: int | None = None
+    batch_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
+
+    `step_time_s` is a 10 % trimmed mean over steps (each step averaged over ranks), `relative_sd` the standard error of
+    that mean over the mean (None below two steps); component times are medians. `num_samples` counts measuring samples.
+    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
+    `memory` is the reading of the rank with the highest peak.
+    """
+
+    run_id: str
+    kind: RunKind
+    state: RunState
+    configuration: Configuration
+    num_samples: int
+    num_steps: int
+    step_time_s: float | None
+    relative_sd: float | None
+    compute_time_s: float | None
+    comm_time_s: float | None
+    exposed_comm_time_s: float | None
+    input_time_s: float | None
+    skew_s: float | None
+    straggler_rank: int | None
+    world_size: int | None
+    local_batch_size: int | None
+    grad_accum_steps: int | None
+    timing_method: str | None
+    memory: MemoryReading | None
+    failed_local_batch_size: int | None

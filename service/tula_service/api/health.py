@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from tula_service.api.deps import Current
-from tula_service.usecases.readiness import check_ready
+from tula_service.usecases.events import check_ready
 from tula_wire import routes
 
 __all__ = ["router"]

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tula_service.api.deps import Caller, Current
-from tula_service.usecases import register, retention
+from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
 
 __all__ = ["router"]
@@ -23,7 +23,7 @@ def post_job(
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
 ) -> JobCreated:
     """Register a job, or find the one with the same specification: what to run now, and what to profile next."""
-    return register.register(have.store, caller, spec, idempotency_key=idempotency_key)
+    return jobs.register(have.store, caller, spec, idempotency_key=idempotency_key)
 
 
 @router.get(routes.JOBS)
@@ -37,7 +37,7 @@ def get_jobs(
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> JobPage:
     """Jobs, newest first."""
-    return register.list_jobs(
+    return jobs.list_jobs(
         have.store, caller, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
     )
 
@@ -45,17 +45,17 @@ def get_jobs(
 @router.get(routes.JOB)
 def get_job(job_id: str, caller: Caller, have: Current) -> Job:
     """A job with its specification and plan."""
-    return register.get(have.store, caller, job_id)
+    return jobs.get(have.store, caller, job_id)
 
 
 @router.patch(routes.JOB)
 def patch_job(job_id: str, patch: JobPatch, caller: Caller, have: Current) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
-    return register.change(have.store, caller, job_id, patch)
+    return jobs.change(have.store, caller, job_id, patch)
 
 
 @router.delete(routes.JOB, status_code=204)
 def delete_job(job_id: str, caller: Caller, have: Current) -> Response:
     """Delete a job with all its data; there is no way back."""
-    retention.delete_job(have.store, caller, job_id)
+    jobs.delete_job(have.store, caller, job_id)
     return Response(status_code=204)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tula_service.api.deps import Current
-from tula_service.usecases.overview import Overview, overview
+from tula_service.usecases.events import Overview, overview
 from tula_wire import routes
 
 __all__ = ["router"]
@@ -27,7 +27,7 @@ def _lines(seen: Overview) -> Iterator[str]:
     by_state = {f'{{state="{state}"}}': float(number) for state, number in seen.runs_by_state.items()}
     yield from _gauge("tula_runs", "Runs by state.", by_state)
     yield from _gauge("tula_agents_seen", "Processes that measure runs which are running.", {"": seen.num_agents})
-    yield from _gauge("tula_fits_kept", "Answers kept for the data they rest on.", {"": seen.num_fits})
+    yield from _gauge("tula_fits_kept", "Answers kept for the data they rest on.", {"": seen.num_answers})
     quantiles = {f'{{quantile="{share}"}}': value for share, value in seen.prediction_error.items()}
     yield from _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", quantiles)
 

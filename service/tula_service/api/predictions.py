@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.deps import Caller, Current, known_query
-from tula_service.usecases import predict
+from tula_service.usecases import predictions
 from tula_wire import Predictions, routes
 
 __all__ = ["router"]
@@ -30,7 +30,7 @@ def get_predictions(
     deadline_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
 ) -> Predictions:
     """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
-    question = predict.WhatIf(
+    question = predictions.WhatIf(
         num_nodes=num_nodes,
         global_batch_size=global_batch_size,
         local_batch_size=local_batch_size,
@@ -38,4 +38,4 @@ def get_predictions(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=deadline_s,
     )
-    return predict.predictions(have.store, caller, job_id, question)
+    return predictions.predict(have.store, caller, job_id, question)

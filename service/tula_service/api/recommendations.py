@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Depends, Response
 
 from tula_service.api.deps import Caller, Current, known_query
-from tula_service.usecases import recommend
+from tula_service.usecases import recommendations
 from tula_wire import Objective, Recommendation, routes
 
 __all__ = ["router"]
@@ -20,7 +20,9 @@ def get_recommendation(job_id: str, caller: Caller, have: Current, objective: Ob
     """The recommendation as of now, for the job's own objective unless another is asked for."""
     missed: list[float] = []
     # Rendered when it was computed: a cached answer is sent as it lies in the store.
-    body = recommend.get(have.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter()))
+    body = recommendations.get(
+        have.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter())
+    )
     have.metrics.fits.labels(cached="false" if missed else "true").inc()
     if missed:
         have.metrics.fit_s.observe(time.perf_counter() - missed[0])

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Response
 from tula_service.dashboard import charts
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.errors import NotFound
-from tula_service.usecases import ledger, recommend, register, runs, scaling
+from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
 from tula_service.usecases.telemetry import SeriesQuery, memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, TelemetrySeries, read, routes
 
@@ -38,12 +38,12 @@ def get_job_chart(
     format: Format = "json",
 ) -> Response:
     """A chart of a job: tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
-    job = register.get(here.store, here.principal, job_id)
+    job = jobs.get(here.store, here.principal, job_id)
     if name == "quality":
         return _answer(charts.quality_chart(job, quality_runs(here, job_id)), format)
     if name not in charts.JOB_CHARTS:
         raise NotFound(_unknown("job", name, (*charts.JOB_CHARTS, "quality")), field="name")
-    recommendation = read(Recommendation, recommend.get(here.store, here.principal, job_id, objective))
+    recommendation = read(Recommendation, recommendations.get(here.store, here.principal, job_id, objective))
     entries = ledger.entries(here.store, here.principal, job_id)
     trainings = []
     if name == "accuracy":

@@ -14,7 +14,7 @@ from tula_service.dashboard.charts.quality import method_name
 from tula_service.dashboard.happenings import KINDS, happenings
 from tula_service.dashboard.here import Here, Visitor
 from tula_service.dashboard.templating import render
-from tula_service.usecases import events, ledger, recommend, register, runs
+from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
@@ -37,7 +37,7 @@ def jobs_page(
 ) -> HTMLResponse:
     """Jobs, newest first, searched and filtered by their address so that a view can be shared."""
     wanted: Any = state if state in get_args(JobState) else None
-    page = register.list_jobs(
+    page = jobs.list_jobs(
         here.store,
         here.principal,
         search=search or None,
@@ -67,8 +67,8 @@ def jobs_page(
 @router.get("/jobs/{job_id}")
 def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTMLResponse:
     """Everything about one job."""
-    job = register.get(here.store, here.principal, job_id)
-    recommendation = read(Recommendation, recommend.get(here.store, here.principal, job_id, objective))
+    job = jobs.get(here.store, here.principal, job_id)
+    recommendation = read(Recommendation, recommendations.get(here.store, here.principal, job_id, objective))
     ranked = _ranked(recommendation)
     listed = events.recent(here.store, here.principal, job_id, kinds=KINDS, limit=MOST_EVENTS)
     return _page(
@@ -90,7 +90,7 @@ def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTM
 @router.get("/jobs/{job_id}/quality")
 def quality_page(job_id: str, here: Here) -> HTMLResponse:
     """Methods of large-batch training side by side."""
-    job = register.get(here.store, here.principal, job_id)
+    job = jobs.get(here.store, here.principal, job_id)
     found = quality_runs(here, job_id)
     column = found[0].series.column if found else "accuracy"
     compared = _compared(found, column)
@@ -101,7 +101,7 @@ def quality_page(job_id: str, here: Here) -> HTMLResponse:
 def run_page(run_id: str, here: Here) -> HTMLResponse:
     """One run, live while it lasts."""
     run = runs.get(here.store, here.principal, run_id)
-    job = register.get(here.store, here.principal, run.job_id)
+    job = jobs.get(here.store, here.principal, run.job_id)
     listed = events.recent(here.store, here.principal, job.id, kinds=KINDS, run_id=run_id, limit=MOST_EVENTS)
     return _page(here, "run.html", run=run, job=job, names=charts.RUN_CHARTS, happenings=happenings(listed))
 

@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 
 from tula_service.dashboard.here import Here
 from tula_service.dashboard.templating import render
-from tula_service.usecases import predict, recommend
+from tula_service.usecases import predictions, recommendations
 from tula_wire import Objective, Recommendation, read
 
 __all__ = ["router"]
@@ -44,13 +44,13 @@ def what_if(
     objective: Objective | None = None,
 ) -> HTMLResponse:
     """A fragment for the job's page: what is allowed first, then the quickest, each beside the recommendation."""
-    question = predict.WhatIf(
+    question = predictions.WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = predict.predictions(here.store, here.principal, job_id, question).candidates
+    found = predictions.predict(here.store, here.principal, job_id, question).candidates
     shown = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
-    best = read(Recommendation, recommend.get(here.store, here.principal, job_id, objective)).chosen
+    best = read(Recommendation, recommendations.get(here.store, here.principal, job_id, objective)).chosen
     return HTMLResponse(render("what_if.html", candidates=shown[:MOST], left_out=max(0, len(shown) - MOST), best=best))

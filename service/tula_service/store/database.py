@@ -33,14 +33,16 @@ import sqlalchemy as sa
 
 from tula_service.errors import Busy, InvalidInput, StoreUnavailable
 from tula_service.store._base import Clock
+from tula_service.store.answers import AnswerCache
 from tula_service.store.auth import Audit, Projects, Tokens
 from tula_service.store.events import Events
-from tula_service.store.fits import Fits, Scaling
 from tula_service.store.jobs import Jobs
 from tula_service.store.ledger import Ledger
+from tula_service.store.lessons import Lessons
 from tula_service.store.runs import Runs
 from tula_service.store.sample_reader import SampleReader
 from tula_service.store.samples import Samples
+from tula_service.store.scaling import Scaling
 from tula_service.store.telemetry import Telemetry
 
 WRITES: Final = "tula_writes"
@@ -77,7 +79,8 @@ class Transaction:
         self.sample_reader = SampleReader(connection, now)
         self.telemetry = Telemetry(connection, now)
         self.ledger = Ledger(connection, now)
-        self.fits = Fits(connection, now)
+        self.answers = AnswerCache(connection, now)
+        self.lessons = Lessons(connection, now)
         self.scaling = Scaling(connection, now)
         self.events = Events(connection, now)
         self.projects = Projects(connection, now)

@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import PlanState, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.records import JobPage, JobRecord, NewJob
@@ -31,6 +31,10 @@ _UPDATABLE = frozenset(
         "saving_vs_smallest_batch",
         "saving_vs_largest_batch",
         "prediction_error",
+        "plan_state",
+        "retried_up_to_key",
+        "cross_validated_error",
+        "cross_validated_runs",
     }
 )
 _FINAL = [state.value for state in RunState if state.is_final and state is not RunState.CANCELLED]
@@ -186,6 +190,17 @@ class Jobs(Repository):
             raise NotFound.of("job", job_id)
         return self.get(job_id)
 
+    def mark_plan_stale(self, job_id: str, *, out_of_memory: bool = False) -> None:
+        """Record, in the transaction that changes what the plan rests on, that the plan must be computed again."""
+        statement = sa.update(jobs).where(jobs.c.id == job_id)
+        if out_of_memory:
+            statement = statement.values(plan_state=PlanState.STALE_OUT_OF_MEMORY.value)
+        else:
+            statement = statement.where(jobs.c.plan_state == PlanState.CURRENT.value).values(
+                plan_state=PlanState.STALE.value
+            )
+        self._connection.execute(statement)
+
     def bump(self, job_id: str) -> None:
         """Say that something a fit rests on has changed."""
         self._connection.execute(
@@ -247,6 +262,10 @@ class Jobs(Repository):
             saving_vs_smallest_batch=row["saving_vs_smallest_batch"],
             saving_vs_largest_batch=row["saving_vs_largest_batch"],
             prediction_error=row["prediction_error"],
+            plan_state=PlanState(row["plan_state"]),
+            retried_up_to_key=row["retried_up_to_key"],
+            cross_validated_error=row["cross_validated_error"],
+            cross_validated_runs=row["cross_validated_runs"] or (),
             runs_done=done,
             runs_planned=planned,
             cursor=row["key"],

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
+from tula_service.domain import EndCause, MemoryReading, PlanState, RunKind, RunOrigin, RunState
 from tula_wire import Configuration
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "JobRecord",
     "JsonObject",
     "LedgerRecord",
-    "MemoryReading",
     "NewChunk",
     "NewJob",
     "NewRun",
@@ -30,7 +29,6 @@ __all__ = [
     "Outcome",
     "ProjectRecord",
     "RunRecord",
-    "RunSummary",
     "SampleColumns",
     "ScalingRecord",
     "Stored",
@@ -40,6 +38,7 @@ __all__ = [
 JsonObject: TypeAlias = dict[str, Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
+PredictionPairs: TypeAlias = list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ class JobRecord:
     """A job; `data_version` grows with anything that can change a fit, and so keys every cached answer.
 
     `recommended`, `predicted_*`, `saving_*` and `prediction_error` are what a list shows; use cases keep them current.
+    Failed runs with a key of at most `retried_up_to_key` may be profiled again. `cross_validated_error` is of exactly
+    the runs `cross_validated_runs`.
     """
 
     id: str
@@ -88,6 +89,10 @@ class JobRecord:
     saving_vs_smallest_batch: float | None = None
     saving_vs_largest_batch: float | None = None
     prediction_error: float | None = None
+    plan_state: PlanState = PlanState.CURRENT
+    retried_up_to_key: int = 0
+    cross_validated_error: float | None = None
+    cross_validated_runs: Sequence[str] = ()
     runs_done: int = 0
     runs_planned: int = 0
     cursor: int = 0
@@ -180,22 +185,6 @@ class SampleColumns:
 
 
 @dataclass(frozen=True)
-class MemoryReading:
-    """Peak memory of one rank by component, bytes; None where it was not read."""
-
-    method: str
-    peak_bytes: int
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    activation_bytes: int | None = None
-    batch_bytes: int | None = None
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-    capacity_bytes: int | None = None
-
-
-@dataclass(frozen=True)
 class NewSamples:
     """One batch of one rank as it arrived, with what the process saw of its own configuration.
 
@@ -220,38 +209,6 @@ class Stored:
 
     stored: int
     duplicates: int
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What a fit needs of one run: robust figures over its last measuring steps, and its memory.
-
-    `step_time_s` is a 10 % trimmed mean over steps (each step averaged over ranks), `relative_sd` the standard error of
-    that mean over the mean (None below two steps); component times are medians. `num_samples` counts measuring samples.
-    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
-    `memory` is the reading of the rank with the highest peak.
-    """
-
-    run_id: str
-    kind: RunKind
-    state: RunState
-    configuration: Configuration
-    num_samples: int
-    num_steps: int
-    step_time_s: float | None
-    relative_sd: float | None
-    compute_time_s: float | None
-    comm_time_s: float | None
-    exposed_comm_time_s: float | None
-    input_time_s: float | None
-    skew_s: float | None
-    straggler_rank: int | None
-    world_size: int | None
-    local_batch_size: int | None
-    grad_accum_steps: int | None
-    timing_method: str | None
-    memory: MemoryReading | None
-    failed_local_batch_size: int | None
 
 
 @dataclass(frozen=True)
@@ -298,6 +255,15 @@ class LedgerRecord:
     interval_scale: float | None = None
     created_at: datetime | None = None
     outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class EarlierLessons:
+    """What an earlier job taught, with its specification; pairs are (predicted, low, high, measured) step times."""
+
+    spec: JsonObject
+    posteriors: JsonObject
+    prediction_pairs: PredictionPairs
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from
 from tula_service.store.records import (
     FloatArray,
     IntArray,
-    MemoryReading,
     NewSamples,
-    RunSummary,
     SampleColumns,
     Stored,
 )

@@ -84,11 +84,23 @@ jobs = sa.Table(
     sa.Column("prediction_error", sa.Double),
     sa.Column("idempotency_key", sa.Text),
     sa.Column("fingerprint", sa.Text),
+    sa.Column("plan_state", sa.Text, nullable=False, server_default="current"),  # domain.PlanState
+    sa.Column("retried_up_to_key", BIG, nullable=False, server_default="0"),
+    sa.Column("cross_validated_error", sa.Double),
+    sa.Column("cross_validated_runs", JSON),
     sa.UniqueConstraint("project_id", "idempotency_key"),
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
     sa.Index("ix_jobs_listed", "project_id", "key", "state", "name", "model_name"),  # all that a list filters on
     sa.Index("ix_jobs_model_name", "model_name"),
+)
+
+job_lessons = sa.Table(
+    "job_lessons",
+    METADATA,
+    _parent("job_id", "jobs.id", primary_key=True),
+    sa.Column("posteriors", JSON, nullable=False),
+    sa.Column("prediction_pairs", JSON, nullable=False),
 )
 
 runs = sa.Table(
@@ -258,8 +270,8 @@ scaling_versions = sa.Table(
     sa.Column("created_at", UtcTime, nullable=False),
 )
 
-fits = sa.Table(
-    "fits",
+answers = sa.Table(
+    "answers",
     METADATA,
     _parent("job_id", "jobs.id", primary_key=True),
     sa.Column("name", sa.Text, primary_key=True),

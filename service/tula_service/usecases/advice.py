@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import tula_wire as wire
+from tula_service.analysis.answer import Answer, analyse
+from tula_service.analysis.explanation import name_of
 from tula_service.domain import Objective
-from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, RunRecord, Transaction
-from tula_service.usecases import choosing, fitting, sentences
+from tula_service.usecases.job_data import load
 from tula_service.usecases.remaining import usd_per_s
 
 __all__ = ["Progress", "mind_limits", "reconfigure"]
@@ -38,10 +39,8 @@ class Progress:
 def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -> dict[str, Any] | None:
     """The advice to take another configuration, when what it saves over the rest exceeds what the restart costs, or to
     stay; None where there is nothing to choose between. Only reads."""
-    spec = fitting.spec_of(job)
-    try:
-        found = choosing.answer(tx, job, spec, job.objective)
-    except ObservationError:
+    found = analyse(load(tx, job))
+    if not isinstance(found, Answer):
         return None
     chosen = found.choice.chosen
     if chosen is None or chosen.configuration == run.configuration:
@@ -72,7 +71,7 @@ def reconfigure(tx: Transaction, job: JobRecord, run: RunRecord, at: Progress) -
         "saving": saving,
         "unit": unit,
         "sentence": (
-            f"{'Restart with' if pays else 'Stay; not worth moving to'} {sentences.name_of(chosen.configuration)}: "
+            f"{'Restart with' if pays else 'Stay; not worth moving to'} {name_of(chosen.configuration)}: "
             f"the rest takes {stay:.4g} {unit} as it is and {move:.4g} {unit} there, "
             f"{at.restart_s:.3g} s of restart included."
         ),

@@ -1,15 +1,22 @@
-"""Events of a job, read on after the last one seen."""
+"""Events of a job after the last one seen, and the state of the whole service for its metrics and health checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import sqlalchemy as sa
 
 import tula_wire as wire
+from tula_service.errors import StoreUnavailable
 from tula_service.store import Store
+from tula_service.store.migrations import check_schema
 from tula_service.usecases import shown
 from tula_service.usecases.access import Principal, check_still_valid, visible_job
 
-__all__ = ["last_id", "read_on", "recent"]
+_SHARES: Final = (0.5, 0.9)
 
 
 def last_id(store: Store, principal: Principal, job_id: str) -> int:
@@ -46,3 +53,32 @@ def recent(
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return [shown.event(event) for event in tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """`prediction_error` holds quantiles of the absolute relative error over the newest thousand outcomes."""
+
+    runs_by_state: Mapping[str, int]
+    num_agents: int
+    num_answers: int
+    prediction_error: Mapping[float, float]
+
+
+def overview(store: Store) -> Overview:
+    """Queue, agents, cached answers, and the errors of past predictions; every replica reads the same."""
+    with store.reading() as tx:
+        by_state = {state.value: number for state, number in tx.runs.count_by_state().items()}
+        num_agents, num_answers = tx.samples.count_processes(), tx.answers.count()
+        outcomes = tx.ledger.outcomes()
+    errors = [abs(entry.outcome.error) for entry in outcomes if entry.outcome and entry.outcome.error is not None]
+    quantiles = {share: float(np.quantile(errors, share)) for share in _SHARES} if errors else {}
+    return Overview(by_state, num_agents, num_answers, quantiles)
+
+
+def check_ready(store: Store) -> None:
+    """Raise StoreUnavailable when the database does not answer, SchemaMismatch when its schema is another."""
+    try:
+        check_schema(store.engine)
+    except sa.exc.SQLAlchemyError as error:
+        raise StoreUnavailable("The database cannot be reached: check that it is running.") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tula_service.perfmodel.points import ObservationError
+from tula_service.analysis.answer import Answer, analyse
 from tula_service.store import JobRecord, RunRecord, Store, Transaction
-from tula_service.usecases import advice, drift, fitting
+from tula_service.usecases import advice, drift
+from tula_service.usecases.job_data import load
 from tula_service.usecases.watched import Alarm, Watched, read, told, written
 
 __all__ = ["explain"]
@@ -69,19 +70,19 @@ def _alarm_of(run: RunRecord) -> Alarm | None:
 
 def _cause(tx: Transaction, job: JobRecord, run: RunRecord, alarm: Alarm) -> tuple[dict[str, float], dict[str, Any]]:
     """Factors on what each run measured, by its id, and what to tell."""
-    spec = fitting.spec_of(job)
     watched = _watched(run)
     speed = _speed(watched, alarm)
-    try:
-        evidence = fitting.evidence_of(tx, job, spec, without=run.id)
-        model = fitting.fit(tx, job, spec, evidence)
-        slowdown = drift.attribute(model, run.configuration, alarm.level_s, alarm.compute_s)
-        factors = drift.ratios(model, slowdown, [c for c, _ in evidence.rows])
-        if watched.sentence is not None:  # runs that it goes on from had drifted: told is the change since profiling
-            as_profiled = fitting.fit(tx, job, spec, fitting.evidence_of(tx, job, spec, as_profiled=True))
-            slowdown = drift.attribute(as_profiled, run.configuration, alarm.level_s, alarm.compute_s)
-    except ObservationError as error:
-        return {}, {"sentence": f"{speed}, and no model can say why: {error}"}
+    data = load(tx, job)
+    answer = analyse(data.without_run(run.id))
+    if not isinstance(answer, Answer):
+        return {}, {"sentence": f"{speed}, and no model can say why: {answer.reason}"}
+    evidence, model = answer.evidence, answer.model
+    slowdown = drift.attribute(model, run.configuration, alarm.level_s, alarm.compute_s)
+    factors = drift.ratios(model, slowdown, [c for c, _ in evidence.rows])
+    if watched.sentence is not None:  # runs that it goes on from had drifted: told is the change since profiling
+        profiled = analyse(data.as_profiled())
+        if isinstance(profiled, Answer):
+            slowdown = drift.attribute(profiled.model, run.configuration, alarm.level_s, alarm.compute_s)
     ratios = {run_id: factor for (_, run_id), factor in zip(evidence.rows, factors, strict=True)}
     return ratios, {"part": slowdown.part, "factor": slowdown.factor, "sentence": f"{speed}: {slowdown.sentence}"}
 

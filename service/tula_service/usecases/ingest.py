@@ -12,10 +12,10 @@ import numpy as np
 import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
 
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import MemoryReading, RunKind, RunState
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
-from tula_service.store import MemoryReading, NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
+from tula_service.store import NewChunk, NewSamples, RunRecord, SampleColumns, Store, Transaction
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter

@@ -1,4 +1,4 @@
-"""The ledger: past recommendations beside what training then measured."""
+"""The ledger: past recommendations, and what training runs measured after them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import tula_wire as wire
+from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
+from tula_service.analysis.job_spec import has_prices
 from tula_service.domain import Basis, RunState
+from tula_service.perfmodel.intervals import Interval
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
-from tula_service.usecases import convert, lessons
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.choosing import Answer
-from tula_service.usecases.fitting import MODEL_VERSION
 
-__all__ = ["enter", "entries", "record_outcome"]
-
-_SAME = 0.02
+_SAME_STEP_TIME = 0.02
+_MAX_PAIRS = 100
 
 
 def entries(store: Store, principal: Principal, job_id: str, *, limit: int = 200) -> wire.Ledger:
-    """Predicted against measured, newest first."""
+    """Predicted and measured step times of a job, newest recommendation first."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         found = tx.ledger.list(job_id, limit=limit)
-    return wire.Ledger(entries=[_shown(entry) for entry in found])
+    return wire.Ledger(entries=[_wire_entry(entry) for entry in found])
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:
-    """Put what a training run measured beside the recommendation that it followed, and on the job."""
+    """Enter what a training run measured with the recommendation that it followed, and on the job."""
     measured = run.step_time_s
     if measured is None:
         return
@@ -37,52 +36,51 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = entry.predicted_step_time_s
-    # A training that was stopped counts once it has gone on to its end: each start of it would count as a whole one.
+    # A training that is cancelled and resumed must count once, not once for each start.
     ended = run.state is not RunState.CANCELLED
     if ended and entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
-        given = _uncalibrated(value, low, high, entry.interval_scale)
-        lessons.remember_outcome(tx, run.job_id, given, measured)
+        pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
+        tx.lessons.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
     tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
 
 
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
-    """The interval as the model alone gave it: a width that was widened already must not be taken for its own.
-
-    `scale` is the calibration of that day. Today's may rest on outcomes that came since.
-    """
+    """The interval before calibration. `scale` is the calibration at the time of the prediction, not the present one,
+    which may rest on later outcomes."""
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
-def enter(tx: Transaction, job: JobRecord, spec: wire.JobSpec, found: Answer | None, objective: str) -> LedgerRecord:
-    """The newest entry when it says the same as this answer (None: nothing is left to choose), else a new one."""
-    chosen = None if found is None else found.choice.chosen
-    step = None if chosen is None else (chosen.step_time_s.mean, chosen.step_time_s.low, chosen.step_time_s.high)
-    cost = None
-    if found is not None and chosen is not None and convert.has_prices(found.spec):
-        cost = (chosen.cost_usd.mean, chosen.cost_usd.low, chosen.cost_usd.high)
-    entry = replace(
-        _blank_entry(job, spec, objective, Basis.PRIOR if found is None else found.model.basis),
-        configuration=None if chosen is None else chosen.configuration,
-        predicted_step_time_s=step,
-        predicted_cost_usd=cost,
-        interval_scale=None if found is None or step is None else found.model.interval_scale,
-    )
-    return _entered(tx, job, entry)
-
-
-def _blank_entry(job: JobRecord, spec: wire.JobSpec, objective: str, basis: Basis) -> LedgerRecord:
-    return LedgerRecord(
+def enter(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int) -> LedgerRecord:
+    """The newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
+    entry = LedgerRecord(
         id="",
         job_id=job.id,
-        objective=objective,
-        basis=basis.value,
+        objective=analysis.objective.value,
+        basis=Basis.PRIOR.value,
         configuration=None,
-        prices={cluster.instance_type: cluster.price.model_dump() for cluster in spec.cluster},
+        prices={cluster.instance_type: cluster.price.model_dump() for cluster in analysis.data.spec.cluster},
         model_version=MODEL_VERSION,
-        data_version=job.data_version,
+        data_version=data_version,
         predicted_step_time_s=None,
         predicted_cost_usd=None,
     )
+    if isinstance(analysis, Answer):
+        entry = replace(entry, basis=analysis.model.basis.value)
+        chosen = analysis.choice.chosen
+        if chosen is not None:
+            priced = has_prices(analysis.spec)
+            entry = replace(
+                entry,
+                configuration=chosen.configuration,
+                predicted_step_time_s=_values(chosen.step_time_s),
+                predicted_cost_usd=_values(chosen.cost_usd) if priced else None,
+                interval_scale=analysis.model.interval_scale,
+            )
+    return _entered(tx, job, entry)
+
+
+def _values(interval: Interval) -> tuple[float, float, float]:
+    return interval.mean, interval.low, interval.high
 
 
 def _entered(tx: Transaction, job: JobRecord, entry: LedgerRecord) -> LedgerRecord:
@@ -99,16 +97,15 @@ def _entered(tx: Transaction, job: JobRecord, entry: LedgerRecord) -> LedgerReco
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """Equal in everything but step times that moved by less than 2 %: samples arrive all the time, and each moves them
-    a little."""
+    """True if nothing but the step time differs, by less than 2 %: every sample moves the step time a little."""
     facts = [(e.configuration, e.basis, dict(e.prices), e.model_version) for e in (old, new)]
     if facts[0] != facts[1] or (old.predicted_step_time_s is None) != (new.predicted_step_time_s is None):
         return False
     pairs = zip(old.predicted_step_time_s or (), new.predicted_step_time_s or (), strict=True)
-    return all(abs(after / before - 1.0) < _SAME for before, after in pairs)
+    return all(abs(after / before - 1.0) < _SAME_STEP_TIME for before, after in pairs)
 
 
-def _shown(entry: LedgerRecord) -> wire.LedgerEntry:
+def _wire_entry(entry: LedgerRecord) -> wire.LedgerEntry:
     outcome = entry.outcome
     return wire.LedgerEntry.model_validate(
         {

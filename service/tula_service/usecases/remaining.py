@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 import tula_wire as wire
+from tula_service.analysis import job_spec
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Training, price
 from tula_service.store import NewSamples
-from tula_service.usecases import convert
 from tula_wire import Configuration
 
 __all__ = ["epochs_done", "examples_left", "usd_per_s"]
@@ -38,9 +38,9 @@ def usd_per_s(spec: wire.JobSpec, configuration: Configuration, peak_bytes: floa
 
     On demand where that price is known and on spot capacity otherwise. `peak_bytes` is of one rank.
     """
-    if not convert.has_prices(spec):
+    if not job_spec.has_prices(spec):
         return None
-    offer = {**convert.spot_offers_of(spec), **convert.offers_of(spec)}[configuration.instance_type]
+    offer = {**job_spec.spot_offers_of(spec), **job_spec.offers_of(spec)}[configuration.instance_type]
     if offer.usd_per_gb_hour and peak_bytes is None:
         return None
     peak = None if peak_bytes is None else Interval(peak_bytes, peak_bytes, peak_bytes)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import tula_wire as wire
-from tula_service.domain import RUN_TRANSITIONS, EndCause, RunKind, RunOrigin, RunState
+from tula_service.analysis.plan import instruction_of
+from tula_service.domain import RUN_TRANSITIONS, EndCause, PlanState, RunKind, RunOrigin, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import fitting, ledger, planning, recommend, shown, watch
+from tula_service.usecases import ledger, recommendations, shown, watch
 from tula_service.usecases.access import Principal, visible_job, visible_run
-from tula_service.usecases.settle import settle
+from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.planning import replan
 from tula_wire import Configuration
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
@@ -33,7 +35,7 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
     answer = _claimed(store, principal, job_id, request)
     if answer is None:
         # Whoever ended the last run is still planning, or died over it: nobody may take that for the plan's end.
-        settle(store, job_id)
+        replan(store, job_id)
         answer = _claimed(store, principal, job_id, request, settled=True)
     assert answer is not None
     return answer
@@ -47,7 +49,7 @@ def _claimed(
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
-        if planning.is_due(tx, job_id, memory=True):
+        if job.plan_state is PlanState.STALE_OUT_OF_MEMORY:
             # What waits may not fit either: nobody gets it before the plan has been looked through.
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if settled else None
         run = tx.runs.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
@@ -55,7 +57,7 @@ def _claimed(
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
             return wire.RunClaimed(run=shown.run(run), reason=run.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
-        if not active and not settled and planning.is_due(tx, job_id):
+        if not active and not settled and job.plan_state is not PlanState.CURRENT:
             return None
     if any(run.state is RunState.PENDING for run in active):
         least = min(run.configuration.num_nodes for run in active if run.state is RunState.PENDING)
@@ -88,7 +90,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
     """Register a run outside the plan: training, or a measurement of the user's own choice."""
     with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
-        spec = fitting.spec_of(job)
+        spec = spec_of(job)
         configuration = request.configuration
         known = [cluster.instance_type for cluster in spec.cluster]
         if configuration.instance_type not in known:
@@ -116,7 +118,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 state=RunState.CLAIMED,
                 origin=RunOrigin.USER,
                 purpose="Asked for by the user." if profile else "Training.",
-                instruction=planning.instruction_of(spec) if profile else None,
+                instruction=instruction_of(spec) if profile else None,
                 method=request.method,
                 predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
                 recommendation_id=expected.recommendation_id,
@@ -132,11 +134,11 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 def _expected(
     tx: Transaction, job: JobRecord, configuration: Configuration, before: RunRecord | None
-) -> tuple[recommend.Expectation, recommend.Expectation | None]:
+) -> tuple[recommendations.Expectation, recommendations.Expectation | None]:
     """Of the new run as things are and, where it goes on from one that drifted, as they were before that."""
-    expected = recommend.expectation(tx, job, configuration)
+    expected = recommendations.expectation(tx, job, configuration)
     drifted = before is not None and before.drifted
-    return expected, recommend.expectation(tx, job, configuration, as_profiled=True) if drifted else None
+    return expected, recommendations.expectation(tx, job, configuration, as_profiled=True) if drifted else None
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
@@ -208,12 +210,12 @@ def patch(
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
-        due = run.state.is_final and planning.is_due(tx, job.id)
+        due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
     if run.state.is_final and run.state is not before:  # one that was given up as vanished may have ended well
         on_end(shown.run(run))
     if due:
         # The list of jobs and readers of events see the new recommendation without anybody asking for it.
-        settle(store, job.id)
+        replan(store, job.id)
     return shown.run(run)
 
 
@@ -270,7 +272,7 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
         wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
         message = _MESSAGES[cause]
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
-        message = _epoch_mismatch_warning(tx, run, fitting.spec_of(tx.jobs.get(run.job_id)))
+        message = _epoch_mismatch_warning(tx, run, spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}
     if message is not None or run.end_cause is EndCause.VANISHED:
         values["message"] = message
@@ -295,7 +297,7 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
     if run.kind is RunKind.TRAIN:
         _update_job_state(tx, run)
     if run.state.is_final and (run.kind is RunKind.PROFILE or run.state is RunState.OUT_OF_MEMORY):
-        planning.mark_due(tx, run.job_id, memory=run.state is RunState.OUT_OF_MEMORY)
+        tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state is RunState.OUT_OF_MEMORY)
     if run.state.is_final and run.kind is RunKind.TRAIN:
         ledger.record_outcome(tx, run)
 

@@ -69,13 +69,6 @@ def change(
         return _view(record, policy or patch.policy, None)
 
 
-def noise_scale_of(tx: Transaction, job_id: str) -> float | None:
-    """The gradient noise scale of the job's training, in examples; None before telemetry has shown it."""
-    record = tx.scaling.latest(job_id)
-    value = None if record is None else record.body.get("gradient_noise_scale")
-    return None if value is None else float(value)
-
-
 def _look(
     store: Store, run: RunRecord, record: ScalingRecord | None, seen: scaling.ScalingTelemetry
 ) -> ScalingRecord | None:

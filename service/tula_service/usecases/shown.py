@@ -5,7 +5,7 @@ from __future__ import annotations
 import tula_wire as wire
 from tula_service.domain import configuration_mismatch
 from tula_service.store import EventRecord, JobRecord, RunRecord
-from tula_service.usecases.fitting import spec_of
+from tula_service.usecases.job_data import spec_of
 
 __all__ = ["event", "job", "job_summary", "run"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from tsdownsample import MinMaxDownsampler
 
+from tula_service.domain import MemoryReading
 from tula_service.errors import NotFound
 from tula_service.store import Store
-from tula_service.store.records import FloatArray, IntArray, MemoryReading
+from tula_service.store.records import FloatArray, IntArray
 from tula_service.usecases.access import Principal, visible_run
 from tula_wire import TelemetrySeries
 

@@ -10,10 +10,11 @@ import numpy as np
 from tula_service.domain import RunKind
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.store import JobRecord, NewSamples, RunRecord, Transaction
-from tula_service.usecases import advice, fitting
+from tula_service.usecases import advice
 from tula_service.usecases.background import Work
 from tula_service.usecases.explain import explain
-from tula_service.usecases.recommend import Expectation
+from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.recommendations import Expectation
 from tula_service.usecases.remaining import examples_left, usd_per_s
 from tula_service.usecases.watched import Alarm, Watched, read, told, written
 
@@ -46,7 +47,7 @@ def begin(
         took_s = earlier.elapsed_s
         if before.started_at is not None and before.finished_at is not None:
             took_s = (before.finished_at - before.started_at).total_seconds()
-        rate = usd_per_s(fitting.spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
+        rate = usd_per_s(spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
         watched = replace(
             watched,
             spent_s=earlier.spent_s + took_s,
@@ -90,7 +91,7 @@ def observe(tx: Transaction, run: RunRecord, new: NewSamples) -> Work | None:
         # A launcher that restarts its processes within a run makes their steps begin anew.
         due = step < watched.checked_at or step >= watched.checked_at + _CHECK_EVERY_STEPS
         if due and _knows_how_far(watched, new):
-            spec = fitting.spec_of(tx.jobs.get(run.job_id))
+            spec = spec_of(tx.jobs.get(run.job_id))
             at = watched.progress(step, examples_left(spec, run.configuration, new), float(np.median(times)))
             watched = replace(watched, checked_at=step, said=advice.mind_limits(tx, spec, run, at, said=watched.said))
     tx.runs.update(run.id, drift_state=written(watched))
@@ -119,7 +120,7 @@ def _noticed(tx: Transaction, run: RunRecord, watched: Watched, new: NewSamples)
     known = compute[np.isfinite(compute)] if compute is not None else np.zeros(0)
     left: float | None = None
     if _knows_how_far(watched, new):
-        left = examples_left(fitting.spec_of(tx.jobs.get(run.job_id)), run.configuration, new)
+        left = examples_left(spec_of(tx.jobs.get(run.job_id)), run.configuration, new)
     return replace(
         watched,
         alarm=Alarm(

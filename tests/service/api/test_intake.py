@@ -16,7 +16,7 @@ from tests.service.api.conftest import HOST, SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
 from tula_service.store import NewJob
 from tula_service.store.database import COMPUTE_SLOTS
-from tula_service.usecases import recommend
+from tula_service.usecases import recommendations
 from tula_wire import routes
 
 ASKED = 50
@@ -26,7 +26,7 @@ ROOM = 40
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Fits do not end before this is set, and never are more at work than should be."""
-    compute, at_work, released = recommend.compute, [], threading.Event()
+    compute, at_work, released = recommendations.analyse, [], threading.Event()
 
     def held(*arguments):  # type: ignore[no-untyped-def]
         at_work.append(1)
@@ -35,7 +35,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         at_work.pop()
         return compute(*arguments)
 
-    monkeypatch.setattr(recommend, "compute", held)
+    monkeypatch.setattr(recommendations, "analyse", held)
     return released
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.service.api.conftest import Service, Tenant
 from tula_service.api.events import stream
 from tula_service.usecases.access import ANONYMOUS, Principal, digest, issue_token, revoke_token
-from tula_service.usecases.retention import delete_job
+from tula_service.usecases.jobs import delete_job
 
 
 def revoke(service: Service, _red: Tenant, token_id: str) -> None:

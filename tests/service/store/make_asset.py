@@ -31,7 +31,7 @@ def fill(store: Store) -> None:
         tx.samples.add(run.key, job.id, samples(20))
         tx.samples.refresh(run.key)
         add_chunk(tx, run.key, a_chunk(0, 10))
-        tx.fits.put(job.id, "kept", data_version=1, model_version="1", body="{}")
+        tx.answers.put(job.id, "kept", data_version=1, model_version="1", body="{}")
         entry = LedgerRecord("", job.id, "knee", "profiled", None, {}, "1", 1, (0.5, 0.4, 0.6), None)
         tx.ledger.append(entry)
 

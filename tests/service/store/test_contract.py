@@ -9,12 +9,11 @@ import pytest
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
-from tula_service.domain import RunKind, RunState
+from tula_service.domain import MemoryReading, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
     LedgerRecord,
-    MemoryReading,
     NewJob,
     NewRun,
     Outcome,
@@ -252,12 +251,12 @@ class TestLedgerFitsScalingEvents:
     def test_a_kept_fit_answers_only_for_its_versions(self, store: Store) -> None:
         job = a_job(store)
         with store.transaction() as tx:
-            tx.fits.put(job.id, "rec", data_version=5, model_version="2", body='{"a":1}')
-            tx.fits.put(job.id, "rec", data_version=4, model_version="2", body="late")
+            tx.answers.put(job.id, "rec", data_version=5, model_version="2", body='{"a":1}')
+            tx.answers.put(job.id, "rec", data_version=4, model_version="2", body="late")
         with store.reading() as tx:
-            assert tx.fits.get(job.id, "rec", data_version=5, model_version="2") == '{"a":1}'
-            assert tx.fits.get(job.id, "rec", data_version=6, model_version="2") is None
-            assert tx.fits.get(job.id, "rec", data_version=5, model_version="3") is None
+            assert tx.answers.get(job.id, "rec", data_version=5, model_version="2") == '{"a":1}'
+            assert tx.answers.get(job.id, "rec", data_version=6, model_version="2") is None
+            assert tx.answers.get(job.id, "rec", data_version=5, model_version="3") is None
 
     def test_only_one_publisher_makes_a_version(self, store: Store) -> None:
         job = a_job(store)
@@ -362,7 +361,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         tx.samples.refresh(run.key)
         add_chunk(tx, run.key, a_chunk(0, 5))
         tx.events.append(job.id, "job")
-        tx.fits.put(job.id, "x", data_version=1, model_version="1", body="{}")
+        tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")
         tx.scaling.publish(job.id, {}, after=0)
         entry = tx.ledger.append(TestLedgerFitsScalingEvents().entry(job.id))
         tx.ledger.record_outcome(entry.id, Outcome(run.id, 1.0, None, None))

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
-from tula_service.domain import RunState
-from tula_service.store import MemoryReading, Store
+from tula_service.domain import MemoryReading, RunState
+from tula_service.store import Store
 
 
 class TestSamples:

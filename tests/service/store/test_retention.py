@@ -11,7 +11,7 @@ from tests.support.clock import ManualClock
 from tula_service.errors import NotFound
 from tula_service.store import Store
 from tula_service.usecases.access import ANONYMOUS
-from tula_service.usecases.retention import delete_job, prune_store
+from tula_service.usecases.jobs import delete_job, prune_store
 
 DAY_S = 86_400.0
 

@@ -74,7 +74,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
         steps, values = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(10))
         assert values[4] == 2.0
-        assert tx.fits.get(job.id, "kept", data_version=1, model_version="1") == "{}"
+        assert tx.answers.get(job.id, "kept", data_version=1, model_version="1") == "{}"
         (entry,) = tx.ledger.list(job.id)
         assert entry.predicted_step_time_s == (0.5, 0.4, 0.6)
     assert a_job(store).cursor > job.cursor

@@ -11,7 +11,7 @@ import numpy as np
 import tula_wire as wire
 from tests.service.store.examples import add_chunk
 from tula_service.store import NewChunk, Store
-from tula_service.usecases import recommend, register, runs
+from tula_service.usecases import jobs, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
 from tula_service.usecases.background import BackgroundQueue, Work
 from tula_service.usecases.ingest import Ingest, SamplesObserver
@@ -71,7 +71,7 @@ class Cluster:
 
     def register(self, wanted: wire.JobSpec | None = None, **options: Any) -> wire.JobCreated:
         """Register a job."""
-        return register.register(self.store, self.principal, wanted or spec(), **options)
+        return jobs.register(self.store, self.principal, wanted or spec(), **options)
 
     def work(self, job_id: str, *, most: int = 100) -> list[wire.Run]:
         """Claim and finish runs until the plan has no more (or `most`)."""
@@ -139,11 +139,11 @@ class Cluster:
 
     def recommendation(self, job_id: str, objective: str | None = None) -> wire.Recommendation:
         """What the service recommends now."""
-        return wire.read(wire.Recommendation, recommend.get(self.store, self.principal, job_id, objective))
+        return wire.read(wire.Recommendation, recommendations.get(self.store, self.principal, job_id, objective))
 
     def job(self, job_id: str) -> wire.Job:
         """The job."""
-        return register.get(self.store, self.principal, job_id)
+        return jobs.get(self.store, self.principal, job_id)
 
     def events(self, job_id: str, kind: str) -> list[dict[str, Any]]:
         """What was said of this kind, oldest first."""

@@ -14,7 +14,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.store import Store
-from tula_service.usecases import register, runs
+from tula_service.usecases import jobs, runs
 from tula_service.usecases.access import ANONYMOUS
 
 count = st.one_of(st.integers(1, 64), st.sampled_from([1, 2**20, 2**31 - 1]))
@@ -86,19 +86,19 @@ def test_any_specification_is_answered_or_refused_in_a_sentence(cluster: Cluster
 
 @pytest.mark.parametrize("text", ["%", "_", "'", "\\", "é", "a" * 200])
 def test_any_text_may_be_searched_for(store: Store, text: str) -> None:
-    assert register.list_jobs(store, ANONYMOUS, search=text).jobs == []
+    assert jobs.list_jobs(store, ANONYMOUS, search=text).jobs == []
 
 
 @pytest.mark.parametrize("text", ["\x00", "\ud800", "\x7f"])
 def test_text_that_no_name_can_hold_is_refused_by_name(store: Store, text: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        register.list_jobs(store, ANONYMOUS, search=text)
+        jobs.list_jobs(store, ANONYMOUS, search=text)
     assert caught.value.field == "search"
 
 
 @pytest.mark.parametrize("identity", ["", "job-\x00", "é" * 300, "../../etc/passwd", "1 OR 1=1"])
 def test_an_id_that_is_none_is_simply_not_found(store: Store, identity: str) -> None:
     with pytest.raises(NotFound):
-        register.get(store, ANONYMOUS, identity)
+        jobs.get(store, ANONYMOUS, identity)
     with pytest.raises(NotFound):
         runs.get(store, ANONYMOUS, identity)

@@ -7,7 +7,8 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
-from tula_service.usecases import fitting, ledger, lessons, register
+from tula_service.analysis.priors import Lessons
+from tula_service.usecases import jobs, ledger
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -17,7 +18,7 @@ def test_the_ledger_keeps_every_recommendation_and_cannot_be_changed(profiled: t
     assert [entry.basis for entry in before][-1] == "prior"
     assert before[0].recommendation_id == cluster.recommendation(job_id).id
     patch = wire.JobPatch(prices={"default": wire.Price(usd_per_node_hour=6.0)})
-    register.change(cluster.store, ANONYMOUS, job_id, patch)
+    jobs.change(cluster.store, ANONYMOUS, job_id, patch)
     after = ledger.entries(cluster.store, ANONYMOUS, job_id).entries
     assert after[1:] == before
     assert after[0].prices["default"]["usd_per_node_hour"] == 6.0  # type: ignore[index]
@@ -82,7 +83,7 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     assert own is not None
     # A promise twice as wide as the model's own leaves a pair half as wide: else widening undoes itself as soon as
     # widened promises come true.
-    monkeypatch.setattr(fitting, "calibration", lambda _: 2.0)
+    monkeypatch.setattr(Lessons, "interval_scale", 2.0)
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
     chosen = cluster.recommendation(job_id).chosen
@@ -92,12 +93,11 @@ def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
     assert promised.high / promised.value == pytest.approx((own.step_time_s.high / own.step_time_s.value) ** 2)
     # What was learnt since the promise was made changes nothing of how it was made.
     run = cluster.train(job_id, chosen.configuration)
-    monkeypatch.setattr(fitting, "calibration", lambda _: 7.0)
+    monkeypatch.setattr(Lessons, "interval_scale", 7.0)
     cluster.send(run, [overlapping(chosen.configuration)] * 4)
     cluster.patch(run.id, "succeeded")
     with cluster.store.reading() as tx:
-        job = tx.jobs.get(job_id)
-        ((value, low, high, measured),) = lessons.lessons_of(tx, job, fitting.spec_of(job)).pairs
+        ((value, low, high, measured),) = tx.lessons.prediction_pairs(job_id)
     assert (value, measured) == pytest.approx((promised.value, overlapping(chosen.configuration)))
     assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
     assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)

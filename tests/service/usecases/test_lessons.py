@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,12 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
+from tula_service.analysis import priors
+from tula_service.analysis.priors import device_of, hardware_of, same_hardware
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.usecases import cold_start, fitting, lessons
-from tula_service.usecases.devices import described_alike, device_of, hardware_of
+from tula_service.usecases.job_data import load
 
 MODEL = fit_step_time(
     StepTimeObservations.at(
@@ -32,26 +33,26 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
     for each in wanted:
         job_id = cluster.register(each).job.id
         with cluster.store.transaction() as tx:
-            lessons.remember(tx, tx.jobs.get(job_id), MODEL)
+            learned = {name: asdict(each) for name, each in priors.posteriors_of(MODEL).items()}
+            tx.lessons.put_posteriors(job_id, learned)
 
 
-def heard(cluster: Cluster, wanted: wire.JobSpec) -> lessons.Lessons:
+def heard(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
-        job = tx.jobs.get(job_id)
-        return lessons.lessons_of(tx, job, fitting.spec_of(job))
+        return priors.lessons_of(load(tx, tx.jobs.get(job_id)))
 
 
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
     again = [asked("net", "V100-16GB", epochs=epochs) for epochs in (1, 2, 3)]
     remember(cluster, *again, asked("net", "Tesla V100", epochs=4), asked("net", "T4"), asked("other", "V100-16GB"))
     found = heard(cluster, asked("new", "V100-16GB"))
-    assert [(each.model["name"], each.cluster.accelerator) for each in found.speeds] == [
+    assert [(each.model.name, each.cluster.accelerator) for each in found.scales] == [
         ("other", "V100-16GB"),
         ("net", "T4"),
         ("net", "Tesla V100"),
     ]
-    assert len(found.related["node"]) == 4, "each of them shows the shape of scaling on this hardware"
+    assert len(found.other_networks["node"]) == 4, "each of them shows the shape of scaling on this hardware"
 
 
 def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster: Cluster) -> None:
@@ -86,9 +87,11 @@ LEARNT = MODEL.as_prior("node")
 
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
-    speeds = tuple(lessons.Speed(model, one("V100"), learnt) for model, learnt in earlier)
-    heard_of = lessons.Lessons(same={}, related={}, elsewhere=(), speeds=speeds, pairs=())
-    return cold_start.prior_of(heard_of, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed[
+    scales = tuple(
+        priors.JobScale(wire.ModelSpec.model_validate(model), one("V100"), learnt) for model, learnt in earlier
+    )
+    heard_of = priors.Lessons(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
+    return priors.prior_of(heard_of, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed[
         "node"
     ]
 
@@ -163,7 +166,7 @@ def test_nodes_that_nobody_named_are_alike_only_where_all_that_is_said_of_them_a
     mine: dict[str, Any], like: bool
 ) -> None:
     said = wire.ClusterSpec.model_validate({"max_nodes": 4, "ranks_per_node": 1})
-    assert described_alike(said, wire.ClusterSpec.model_validate({"max_nodes": 2, "ranks_per_node": 1} | mine)) is like
+    assert same_hardware(said, wire.ClusterSpec.model_validate({"max_nodes": 2, "ranks_per_node": 1} | mine)) is like
 
 
 def test_named_nodes_are_alike_however_many_ranks_a_job_starts_on_them() -> None:
@@ -171,7 +174,7 @@ def test_named_nodes_are_alike_however_many_ranks_a_job_starts_on_them() -> None
         wire.ClusterSpec.model_validate({"instance_type": "p3", "max_nodes": 4, "ranks_per_node": ranks})
         for ranks in (4, 8)
     )
-    assert described_alike(four, eight)
+    assert same_hardware(four, eight)
 
 
 @pytest.mark.parametrize(("told", "shown"), [(25_000_000, None), (None, 25_000_000), (25_000_000, 25_000_000)])
@@ -184,12 +187,12 @@ def test_a_network_is_known_by_its_name_where_only_one_job_tells_its_parameters(
         )
 
     remember(cluster, of(told))
-    assert list(heard(cluster, of(shown, epochs=3)).same) == ["node"]
-    assert not heard(cluster, of(7, epochs=4)).same or told is None
+    assert list(heard(cluster, of(shown, epochs=3)).same_network) == ["node"]
+    assert not heard(cluster, of(7, epochs=4)).same_network or told is None
 
 
 def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
-    told = " ".join(cold_start.warnings_of(asked("net", "Zorg-9000")))
+    told = " ".join(priors.guesses_of(asked("net", "Zorg-9000")))
     assert "Zorg-9000 has no data sheet here" in told
     assert "A100, " in told
-    assert "give cluster.accelerator, for example" in " ".join(cold_start.warnings_of(asked("net", None)))
+    assert "give cluster.accelerator, for example" in " ".join(priors.guesses_of(asked("net", None)))

@@ -8,7 +8,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tests.support.clock import ManualClock
 from tula_service.store import Store
-from tula_service.usecases import register, runs
+from tula_service.usecases import jobs, runs
 from tula_service.usecases.access import ANONYMOUS
 
 
@@ -246,7 +246,7 @@ def test_where_nothing_keeps_the_limits_safely_one_thing_is_said_of_the_choice(p
     deadline_s = (fastest.total_time_s.value + fastest.total_time_s.high) / 2
     for objective in ("time", "knee", "cost"):
         patch = wire.JobPatch.model_validate({"limits": {"deadline_s": deadline_s}, "objective": objective})
-        register.change(cluster.store, ANONYMOUS, job_id, patch)
+        jobs.change(cluster.store, ANONYMOUS, job_id, patch)
         answer = cluster.recommendation(job_id)
         assert answer.chosen is not None
         assert "likeliest to keep the limits, with a chance of" in answer.why

@@ -14,9 +14,9 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, Immediately, overlapping, spec
 from tests.support.clock import ManualClock
+from tula_service.analysis.answer import Analysis
 from tula_service.errors import Busy, StoreUnavailable
-from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_service.usecases import advice, fitting
+from tula_service.usecases import advice, explain
 from tula_service.usecases.ingest import Ingest
 from tula_service.usecases.watch import observe
 from tula_service.usecases.watched import Alarm, Watched, read, written
@@ -151,19 +151,19 @@ def test_a_drift_is_explained_after_the_request_that_showed_it(
 ) -> None:
     """Samples are stored and answered while the fit is still at work, in whose place nobody waits."""
     cluster, job_id, run = trained
-    fit, fitting_now, released = fitting.fit, threading.Event(), threading.Event()
+    analyse, computing_now, released = explain.analyse, threading.Event(), threading.Event()
 
-    def held(*arguments: Any) -> StepTimeModel:
-        fitting_now.set()
+    def held(*arguments: Any) -> Analysis:
+        computing_now.set()
         assert released.wait(60)
-        return fit(*arguments)
+        return analyse(*arguments)
 
-    monkeypatch.setattr(fitting, "fit", held)
+    monkeypatch.setattr(explain, "analyse", held)
     cluster.ingest = Ingest(cluster.store, observers=(observe,))
     feed(cluster, run, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, run, 50)
-    assert fitting_now.wait(60)
+    assert computing_now.wait(60)
     assert cluster.events(job_id, "drift") == []
     with cluster.store.transaction() as tx:  # nobody holds the database meanwhile
         tx.jobs.bump(job_id)
@@ -199,7 +199,7 @@ def test_an_explanation_that_fails_harms_no_sample_and_is_tried_again(
     feed(cluster, run, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     with monkeypatch.context() as failing:
-        failing.setattr(fitting, "fit", Mock(side_effect=error))
+        failing.setattr(explain, "analyse", Mock(side_effect=error))
         feed(cluster, run, 50)
     assert cluster.events(job_id, "drift") == []
     feed(cluster, run, 10)

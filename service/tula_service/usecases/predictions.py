@@ -1,21 +1,20 @@
-"""What-if: what any configuration would do, measured or not, at the job's prices or at others."""
+"""What-if predictions: any configuration, measured or not, at the job's prices or at others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tula_wire as wire
-from tula_service.domain import Basis
+from tula_service.analysis import explanation
+from tula_service.analysis.answer import Answer, analyse
 from tula_service.errors import InvalidInput
-from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store
-from tula_service.usecases import choosing, cold_start, convert, fitting, planning, rendering, sentences
 from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.job_data import load
 from tula_wire import Configuration
-
-__all__ = ["MOST_CONFIGURATIONS", "WhatIf", "predictions"]
 
 MOST_CONFIGURATIONS = 1024
 
@@ -36,27 +35,20 @@ class WhatIf:
     deadline_s: float | None = None
 
 
-def predictions(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
+def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
     """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
     with store.compute_slot() as tx:
         job = visible_job(tx, principal, job_id)
-        spec = _at(fitting.spec_of(job), question)
-        evidence = fitting.evidence_of(tx, job, spec)
-        model = fitting.fit(tx, job, spec, evidence)
-    configurations = _configurations(spec, evidence, question)
-    payable = convert.payable(spec, evidence.memory)
-    goal = planning.goal_of(payable, job.objective)
-    estimates, spot = choosing.priced(payable, evidence, model, goal, configurations)
-    choice = choose(goal.objective, estimates, limits=goal.limits)
-    show = rendering.Renderer(payable, evidence, choice=choice, spot=spot)
-    warnings = sentences.warnings(spec, evidence)
-    if model.basis is Basis.PRIOR:
-        warnings += cold_start.warnings_of(spec)
+        data = load(tx, job)
+        answer = analyse(replace(data, spec=_at(data.spec, question)))
+    if not isinstance(answer, Answer):
+        raise ObservationError(answer.reason)
+    found = answer.what_if(_configurations(answer, question))
     return wire.Predictions(
         job_id=job.id,
-        basis=model.basis.value,
-        candidates=[show.candidate(estimate) for estimate in estimates],
-        model=rendering.model_report(model, evidence, warnings),
+        basis=found.model.basis.value,
+        candidates=explanation.candidates_of(found, found.estimates),
+        model=explanation.model_report(found),
     )
 
 
@@ -75,7 +67,8 @@ def _at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
     return spec.model_copy(update=changed)
 
 
-def _configurations(spec: wire.JobSpec, evidence: fitting.Evidence, question: WhatIf) -> tuple[Configuration, ...]:
+def _configurations(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
+    spec, evidence = answer.data.spec, answer.evidence
     if question.global_batch_size and question.local_batch_size:
         raise InvalidInput(
             "Give global_batch_size or local_batch_size, not both: each follows from the other.",

@@ -1,4 +1,4 @@
-"""Between the wire, the domain and the performance model: the only place where one's types become another's."""
+"""What a job specification says, in the types of the performance model: training, limits, prices, candidates."""
 
 from __future__ import annotations
 
@@ -7,36 +7,11 @@ from collections.abc import Collection, Mapping
 import tula_wire as wire
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
 from tula_service.perfmodel.choice import Limits
-from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Offer, Spot, Training
 
-__all__ = [
-    "candidates_of",
-    "has_prices",
-    "interval",
-    "is_priced",
-    "limits_of",
-    "offers_of",
-    "payable",
-    "spot_offers_of",
-    "training_of",
-    "unbounded_types",
-    "wire_estimate",
-]
-
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _MOST_DOUBLINGS = 12
-
-
-def wire_estimate(value: Interval) -> wire.Estimate:
-    """An interval as the wire's estimate."""
-    return wire.Estimate(value=value.mean, low=value.low, high=value.high)
-
-
-def interval(value: wire.Estimate) -> Interval:
-    """The wire's estimate as an interval."""
-    return Interval(mean=value.value, low=value.low, high=value.high)
 
 
 def training_of(spec: wire.JobSpec) -> Training:
@@ -45,7 +20,7 @@ def training_of(spec: wire.JobSpec) -> Training:
 
 
 def limits_of(spec: wire.JobSpec) -> Limits:
-    """The user's limits; a budget means nothing, and is left out, while no price is known."""
+    """The user's limits; a budget is left out while no price is known."""
     return Limits(
         deadline_s=spec.limits.deadline_s,
         budget_usd=spec.limits.budget_usd if has_prices(spec) else None,
@@ -54,12 +29,12 @@ def limits_of(spec: wire.JobSpec) -> Limits:
 
 
 def has_prices(spec: wire.JobSpec) -> bool:
-    """True when every instance type has a price, so that cost in USD can be told."""
+    """True when every instance type has a price, so that costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)
 
 
 def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
-    """The specification without prices where one is per GB-hour and nothing is known of that instance type's memory.
+    """The specification, without prices if one is per GB-hour and the memory of that instance type is not known.
 
     `memory` names the instance types whose memory is known.
     """
@@ -69,7 +44,7 @@ def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
 
 
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
-    """On-demand prices by instance type. Without any price a node-hour counts 1, so that cost ranks node-hours."""
+    """On-demand prices by instance type. Without any price a node-hour costs 1, so that cost counts node-hours."""
     if not any(is_priced(cluster.price) for cluster in spec.cluster):
         return {cluster.instance_type: Offer(cluster.instance_type, usd_per_node_hour=1.0) for cluster in spec.cluster}
     return {
@@ -84,7 +59,7 @@ def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
-    """Interruptible prices, of the instance types that have one."""
+    """Spot prices, by instance type; only the types that have one."""
     return {
         cluster.instance_type: Offer(
             cluster.instance_type,
@@ -101,7 +76,7 @@ def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def unbounded_types(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> list[str]:
-    """Instance types for which nothing, neither user nor memory model, says how large a batch may grow."""
+    """Instance types whose local batch neither the user nor the memory model bounds."""
     if spec.batch.max_local_batch_size is not None:
         return []
     return [cluster.instance_type for cluster in spec.cluster if cluster.instance_type not in memory_bound]
@@ -110,9 +85,10 @@ def unbounded_types(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> list
 def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[wire.Configuration, ...]:
     """Every configuration that may be chosen, sorted.
 
-    `memory_bound` is the largest local batch by instance type, where the memory model knows one; it is rounded down to
-    a power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without any bound,
-    five doublings are tried. A global batch never exceeds the data set. Raises ObservationError when nothing is left.
+    `memory_bound` is the largest local batch by instance type, where memory bounds it. It is rounded down to a
+    power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without a bound, five
+    doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
+    left.
     """
     found: set[wire.Configuration] = set()
     problem = ""
@@ -151,5 +127,5 @@ def _largest_batch(spec: wire.JobSpec, memory_bound: int | None) -> int:
 
 
 def is_priced(price: wire.Price) -> bool:
-    """True when anything is charged for this instance type."""
+    """True when the instance type has any price."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None

@@ -1,26 +1,31 @@
-"""Jobs: registered once however often they are sent, changed, listed and deleted."""
+"""Jobs: registered once however often the same specification is sent, then listed, changed, deleted and pruned."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
 
 import tula_wire as wire
+from tula_service.analysis import job_spec
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, NewJob, Store, Transaction
-from tula_service.usecases import convert, fitting, planning, shown
+from tula_service.usecases import shown
 from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.planning import replan
 from tula_service.usecases.runs import fail_vanished, parse_cursor
-from tula_service.usecases.settle import settle
 
-__all__ = ["change", "get", "list_jobs", "register"]
-
-_LONGEST_KEY = 200
-_LEAST_MEMORY_BYTES = 2**26
+_MAX_KEY_LENGTH = 200
+_MIN_MEMORY_BYTES = 2**26
+_ROWS_PER_TRANSACTION: Final = 5_000
+EVENTS_KEPT_FOR: Final = timedelta(days=7)
+"""Readers that reconnect resume within minutes; a week is for looking back."""
 
 
 def register(
@@ -28,14 +33,14 @@ def register(
 ) -> wire.JobCreated:
     """Register a job, or find the one with the same specification, and say what to profile next.
 
-    The same specification registered again finds the job with everything measured for it; runs of it that failed are
-    then planned anew. Raises Conflict when the idempotency key came with another specification, InvalidInput when the
+    Registering the same specification again finds the job with all its measurements, and its failed runs may be planned
+    again. Raises Conflict when the idempotency key came with another specification, InvalidInput when the
     specification contradicts itself.
     """
     if principal.scope == "agent":
         raise Forbidden("An agent token is bound to one job: register with a user token.")
-    if idempotency_key is not None and not 0 < len(idempotency_key) <= _LONGEST_KEY:
-        raise InvalidInput(f"Idempotency-Key must have 1 to {_LONGEST_KEY} characters.", field="Idempotency-Key")
+    if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
+        raise InvalidInput(f"Idempotency-Key must have 1 to {_MAX_KEY_LENGTH} characters.", field="Idempotency-Key")
     _check_memory(spec)
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
@@ -61,8 +66,9 @@ def register(
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         tx.jobs.lock(job.id)
         fail_vanished(tx, job.id)
-        planning.mark_due(tx, job.id)
-    recommendation = wire.read(wire.Recommendation, settle(store, job.id, retry_failed=True))
+        _allow_retries(tx, job)
+        tx.jobs.mark_plan_stale(job.id)
+    recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
         plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
         shown_job = shown.job(tx.jobs.get(job.id), plan)
@@ -76,6 +82,13 @@ def fingerprint_of(body: Mapping[str, Any]) -> str:
     if facts["step_time_model"] == "overlap":
         del facts["step_time_model"]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _allow_retries(tx: Transaction, job: JobRecord) -> None:
+    """Failed runs no longer rule out their configuration: the user may have fixed the cause."""
+    failures = tx.runs.list(job.id, states=(RunState.FAILED, RunState.OUT_OF_MEMORY), limit=1)
+    if failures and failures[0].key > job.retried_up_to_key:
+        tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
 
 
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
@@ -94,7 +107,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """Jobs of the caller's project, newest first. Raises InvalidInput for a cursor or a search that cannot be."""
+    """Jobs of the caller's project, newest first. Raises InvalidInput for a malformed cursor or search."""
     if search is not None and not search.isprintable():
         raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
     with store.reading() as tx:
@@ -115,14 +128,14 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, limits or prices, or archive; the plan and the recommendation follow.
+    """Change objective, limits or prices, or archive; then compute the plan and the recommendation again.
 
     Raises InvalidInput for a price of an instance type that the job does not have.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
         job = tx.jobs.lock(job_id)
-        spec = _patched(fitting.spec_of(job), patch)
+        spec = _patched(spec_of(job), patch)
         _check(spec)
         values: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "objective": spec.objective}
         if patch.archived is not None and patch.archived != (job.state == "archived"):
@@ -131,9 +144,9 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
         if "state" in values:
             tx.events.append(job_id, "job", data={"state": job.state, "name": job.name})
         if job.state != "archived":
-            planning.mark_due(tx, job_id)
+            tx.jobs.mark_plan_stale(job_id)
     if job.state != "archived":
-        settle(store, job_id)
+        replan(store, job_id)
     with store.reading() as tx:
         return _shown(tx, tx.jobs.get(job_id))
 
@@ -163,10 +176,10 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_memory(spec: wire.JobSpec) -> None:
-    """Refuse a device's memory that was meant in another unit; what was registered before may still be changed."""
+    """Refuse a memory size that is certainly in another unit. Only at registration: older jobs may still be changed."""
     for row, cluster in enumerate(spec.cluster):
         given = cluster.memory_bytes_per_rank
-        if given is not None and given < _LEAST_MEMORY_BYTES:
+        if given is not None and given < _MIN_MEMORY_BYTES:
             raise InvalidInput(
                 f"memory_bytes_per_rank is {given}, less than any device has: give bytes, for example 17179869184 for "
                 "16 GiB, or leave it out.",
@@ -175,8 +188,8 @@ def _check_memory(spec: wire.JobSpec) -> None:
 
 
 def _check(spec: wire.JobSpec) -> None:
-    """Refuse what is valid field by field but cannot mean anything as a whole."""
-    priced = [convert.is_priced(cluster.price) for cluster in spec.cluster]
+    """Refuse a specification whose fields are valid one by one and contradict each other."""
+    priced = [job_spec.is_priced(cluster.price) for cluster in spec.cluster]
     if any(priced) and not all(priced):
         row = priced.index(False)
         raise InvalidInput(
@@ -195,6 +208,59 @@ def _check(spec: wire.JobSpec) -> None:
                 field="cluster.0.price",
             )
     try:
-        convert.candidates_of(spec, {})
+        job_spec.candidates_of(spec, {})
     except ObservationError as error:
         raise InvalidInput(str(error), field="batch") from error
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was deleted, or would be in a dry run."""
+
+    job_ids: Sequence[str]
+    num_events: int
+
+
+def delete_job(store: Store, caller: Principal, job_id: str) -> None:
+    """Delete a job with all its data: invisible at once, removed in pieces so that ingest does not wait. Raises
+    NotFound."""
+    with store.transaction() as tx:
+        job = visible_job(tx, caller, job_id)
+        tx.jobs.begin_delete(job.id)
+        tx.audit.append(
+            actor=caller.token_id or caller.name, action="job.delete", target=job.id, detail={"name": job.name}
+        )
+    _finish_deleting(store, job_id)
+
+
+def prune_store(store: Store, *, older_than: timedelta, actor: Principal, dry_run: bool = False) -> Pruned:
+    """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events."""
+    now = store.now()
+    with store.reading() as tx:
+        old = tx.jobs.archived_before(now - older_than)
+        begun = tx.jobs.deleting()
+        num_events = tx.events.count_before(now - EVENTS_KEPT_FOR)
+    if dry_run:
+        return Pruned([*old, *begun], num_events)
+    for job_id in old:
+        delete_job(store, actor, job_id)
+    for job_id in begun:
+        _finish_deleting(store, job_id)
+    while True:
+        with store.transaction() as tx:
+            if tx.events.delete_before(now - EVENTS_KEPT_FOR, limit=_ROWS_PER_TRANSACTION) < _ROWS_PER_TRANSACTION:
+                break
+    return Pruned([*old, *begun], num_events)
+
+
+def _finish_deleting(store: Store, job_id: str) -> None:
+    while True:
+        with store.transaction() as tx:
+            if tx.samples.purge(job_id, limit=_ROWS_PER_TRANSACTION) < _ROWS_PER_TRANSACTION:
+                break
+    while True:
+        with store.transaction() as tx:
+            if tx.telemetry.purge(job_id, limit=_ROWS_PER_TRANSACTION // 50) < _ROWS_PER_TRANSACTION // 50:
+                break
+    with store.transaction() as tx:
+        tx.jobs.delete(job_id)

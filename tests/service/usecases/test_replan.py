@@ -13,20 +13,13 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
-from tula_service.store import JobRecord, Store, Transaction
-from tula_service.usecases import (
-    fitting,
-    ledger,
-    planning,
-    recommend,
-    register,
-    runs,
-    scaling,
-    settle,
-    thresholds,
-)
+from tula_service.analysis import answer, plan
+from tula_service.analysis import scaling as analysis_scaling
+from tula_service.analysis.answer import Analysis
+from tula_service.analysis.job_data import JobData
+from tula_service.store import Store, Transaction
+from tula_service.usecases import jobs, ledger, planning, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
-from tula_service.usecases.choosing import Answer
 
 OPEN = ("pending", "claimed", "running")
 
@@ -44,6 +37,11 @@ class Watched(Store):
                 yield tx
             finally:
                 self.writing.now = False
+
+
+def change_epochs(store: Store, job_id: str, epochs: float) -> None:
+    with store.transaction() as tx:
+        tx.jobs.update(job_id, bump=True, spec={**tx.jobs.get(job_id).spec, "epochs": epochs})
 
 
 def planned_twice(cluster: Cluster, job_id: str) -> list[wire.Configuration]:
@@ -65,12 +63,12 @@ def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
 
         return wrapped
 
-    monkeypatch.setattr(fitting, "fit_step_time", seen("fit", fitting.fit_step_time))
-    monkeypatch.setattr(planning, "plan", seen("plan", planning.plan))
+    monkeypatch.setattr(answer, "fit_step_time", seen("fit", answer.fit_step_time))
+    monkeypatch.setattr(plan, "plan", seen("plan", plan.plan))
     cluster = Cluster(watched)
     job_id = cluster.register().job.id
     cluster.work(job_id)
-    register.change(watched, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
+    jobs.change(watched, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
     best = cluster.recommendation(job_id).chosen
     assert best is not None
     cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
@@ -87,19 +85,19 @@ def test_nor_when_the_data_of_a_question_move_faster_than_it_is_answered(
     job_id = cluster.register().job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    compute = recommend.compute
+    analyse = recommendations.analyse
     asked: list[int] = []
 
-    def overtaken(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+    def overtaken(data: JobData, objective: str) -> Analysis:
         assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
-        asked.append(job.data_version)
-        found = compute(tx, job, objective)
+        asked.append(data.data_version)
+        found = analyse(data, objective)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
         return found
 
     cluster.send(run, [0.1] * 5)
-    monkeypatch.setattr(recommend, "compute", overtaken)
+    monkeypatch.setattr(recommendations, "analyse", overtaken)
     first = cluster.recommendation(job_id)
     assert len(asked) == 1, "the answer is that of the data as they were when it was asked for"
     second = cluster.recommendation(job_id)
@@ -113,15 +111,16 @@ def test_an_answer_at_prices_that_changed_meanwhile_is_found_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    compute, asked = recommend.compute, []
+    analyse, asked = recommendations.analyse, []
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
 
-    def repriced(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
-        asked.append(job.data_version)
-        found = compute(tx, job, objective)
+    def repriced(data: JobData, objective: str) -> Analysis:
+        asked.append(data.data_version)
+        found = analyse(data, objective)
         if len(asked) == 1:
-            changed = {**job.spec, "cluster": [{**job.spec["cluster"][0], "price": {"usd_per_node_hour": 50.0}}]}
+            spec = data.spec.model_dump(mode="json")
+            changed = {**spec, "cluster": [{**spec["cluster"][0], "price": {"usd_per_node_hour": 50.0}}]}
             with ThreadPoolExecutor(1) as other:
                 other.submit(reprice, changed).result()
         return found
@@ -130,7 +129,7 @@ def test_an_answer_at_prices_that_changed_meanwhile_is_found_again(
         with cluster.store.transaction() as tx:
             tx.jobs.update(job_id, bump=True, spec=changed)
 
-    monkeypatch.setattr(recommend, "compute", repriced)
+    monkeypatch.setattr(recommendations, "analyse", repriced)
     cluster.recommendation(job_id)
     assert len(asked) == 2
     newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
@@ -144,7 +143,7 @@ def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pyte
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=128))
     cluster.report(run, gradient_noise_scale=[300.0] * 200)
-    estimate, looks = thresholds.estimate_noise_scale, []
+    estimate, looks = analysis_scaling.estimate_noise_scale, []
 
     def seen(values):  # type: ignore[no-untyped-def]
         assert not getattr(Watched.writing, "now", False), "looked at inside a writing transaction"
@@ -155,9 +154,9 @@ def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pyte
                 user.submit(scaling.change, watched, ANONYMOUS, job_id, patch, policy="ags").result()
         return estimate(values)
 
-    monkeypatch.setattr(thresholds, "estimate_noise_scale", seen)
-    first = thresholds.current(watched, ANONYMOUS, job_id, policy="ags").body
-    second = thresholds.current(watched, ANONYMOUS, job_id, policy="ags").body
+    monkeypatch.setattr(analysis_scaling, "estimate_noise_scale", seen)
+    first = scaling.current(watched, ANONYMOUS, job_id, policy="ags").body
+    second = scaling.current(watched, ANONYMOUS, job_id, policy="ags").body
     assert first is not None
     assert second is not None
     assert wire.read(wire.ScalingThresholds, first).gradient_noise_scale is None
@@ -170,18 +169,17 @@ def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    found = planning.draft
+    analyse = planning.analyse
     raced: list[int] = []
 
-    def beaten(tx, job, **options):  # type: ignore[no-untyped-def]
-        decided = found(tx, job, **options)
+    def beaten(data: JobData) -> Analysis:
+        found = analyse(data)
         if len(raced) < 2:
-            raced.append(job.data_version)
-            with cluster.store.transaction() as other:
-                other.jobs.update(job.id, bump=True, spec={**job.spec, "epochs": 10.0 + len(raced)})
-        return decided
+            raced.append(data.data_version)
+            change_epochs(cluster.store, job_id, 10.0 + len(raced))
+        return found
 
-    monkeypatch.setattr(planning, "draft", beaten)
+    monkeypatch.setattr(planning, "analyse", beaten)
     cluster.work(job_id)
     assert len(raced) == 2
     assert cluster.job(job_id).state == "ready"
@@ -194,16 +192,16 @@ def test_measurements_that_keep_coming_hold_up_no_plan(store: Store, monkeypatch
     cluster = Cluster(watched)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    compute, fitted = recommend.compute, []
+    analyse, fitted = planning.analyse, []
 
-    def overtaken(tx: Transaction, job: JobRecord, objective: str) -> Answer | str:
+    def overtaken(data: JobData) -> Analysis:
         assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
-        fitted.append(job.data_version)
+        fitted.append(data.data_version)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
-        return compute(tx, job, objective)
+        return analyse(data)
 
-    monkeypatch.setattr(recommend, "compute", overtaken)
+    monkeypatch.setattr(planning, "analyse", overtaken)
     done = cluster.work(job_id)
     assert len(done) >= 3
     assert len(fitted) == len(done), "once for each run that ended"
@@ -215,20 +213,19 @@ def test_a_job_that_changes_all_the_time_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    compute, raced = settle.recommend.compute, []
+    analyse, raced = planning.analyse, []
 
-    def beaten(tx, job, objective):  # type: ignore[no-untyped-def]
-        raced.append(job.data_version)
-        if len(raced) <= settle._ATTEMPTS:
-            with cluster.store.transaction() as other:
-                other.jobs.update(job.id, bump=True, spec={**job.spec, "epochs": 10.0 + len(raced)})
-        return compute(tx, job, objective)
+    def beaten(data: JobData) -> Analysis:
+        raced.append(data.data_version)
+        if len(raced) <= planning.ATTEMPTS:
+            change_epochs(cluster.store, job_id, 10.0 + len(raced))
+        return analyse(data)
 
-    monkeypatch.setattr(settle.recommend, "compute", beaten)
+    monkeypatch.setattr(planning, "analyse", beaten)
     with cluster.store.transaction() as tx:
-        planning.mark_due(tx, job_id)
-    body = settle.settle(cluster.store, job_id)
-    assert len(raced) == settle._ATTEMPTS + 1
+        tx.jobs.mark_plan_stale(job_id)
+    body = planning.replan(cluster.store, job_id)
+    assert len(raced) == planning.ATTEMPTS + 1
     assert wire.read(wire.Recommendation, body).job_id == job_id
 
 
@@ -254,23 +251,23 @@ def test_runs_that_end_together_are_planned_for_once(store: Store) -> None:
 
 def test_who_waited_while_another_settled_finds_it_done(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
-    draft, drafted, released = planning.draft, [], threading.Event()
+    analyse, computed, released = planning.analyse, [], threading.Event()
 
-    def held(tx: Transaction, job: JobRecord, **options: bool) -> planning.Draft:
-        drafted.append(job.data_version)
+    def held(data: JobData) -> Analysis:
+        computed.append(data.data_version)
         released.wait()
-        return draft(tx, job, **options)
+        return analyse(data)
 
-    monkeypatch.setattr(planning, "draft", held)
+    monkeypatch.setattr(planning, "analyse", held)
     with cluster.store.transaction() as tx:
-        planning.mark_due(tx, job_id)
+        tx.jobs.mark_plan_stale(job_id)
     with ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(settle.settle, cluster.store, job_id) for _ in range(6)]
-        while not drafted:
+        asked = [threads.submit(planning.replan, cluster.store, job_id) for _ in range(6)]
+        while not computed:
             time.sleep(0.001)
         released.set()
         answers = [one.result() for one in asked]
-    assert len(drafted) == 1
+    assert len(computed) == 1
     assert len({wire.read(wire.Recommendation, body).id for body in answers}) == 1
 
 
@@ -279,7 +276,7 @@ def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_searc
 ) -> None:
     job_id = cluster.register().job.id
     with monkeypatch.context() as dying:
-        dying.setattr(runs, "settle", lambda *_: None)
+        dying.setattr(runs, "replan", lambda *_: None)
         first = cluster.work(job_id)
     left = cluster.job(job_id)
     assert left.state == "planning"
@@ -300,7 +297,7 @@ def test_nobody_gets_a_run_that_cannot_fit_while_the_plan_is_made_anew(
     waiting = [run.configuration.local_batch_size for run in cluster.job(job_id).plan if run.state == "pending"]
     assert 64 in waiting
     with monkeypatch.context() as planning_takes_long:
-        planning_takes_long.setattr(runs, "settle", lambda *_: None)
+        planning_takes_long.setattr(runs, "replan", lambda *_: None)
         cluster.patch(first.id, "out_of_memory", failed_local_batch_size=64)
         meanwhile = runs.claim(cluster.store, ANONYMOUS, job_id, request)
         assert meanwhile.run is None

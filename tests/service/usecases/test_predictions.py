@@ -12,13 +12,13 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import predict
+from tula_service.usecases import predictions
 from tula_service.usecases.access import ANONYMOUS
 
 
 def ask(cluster: Cluster, job_id: str, **question: Any) -> wire.Predictions:
     """A what-if."""
-    return predict.predictions(cluster.store, ANONYMOUS, job_id, predict.WhatIf(**question))
+    return predictions.predict(cluster.store, ANONYMOUS, job_id, predictions.WhatIf(**question))
 
 
 def test_a_what_if_answers_for_what_was_never_a_candidate(profiled: tuple[Cluster, str]) -> None:

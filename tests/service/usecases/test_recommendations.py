@@ -7,19 +7,21 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tula_service.analysis.answer import analyse
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import fitting, recommend, runs, scaling
+from tula_service.usecases import recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.job_data import load
 
 
 def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
     profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, job_id = profiled
-    first = recommend.get(cluster.store, ANONYMOUS, job_id)
-    monkeypatch.setattr(fitting, "fit", lambda *_: pytest.fail("a cached answer was fitted again"))
-    assert recommend.get(cluster.store, ANONYMOUS, job_id) == first
+    first = recommendations.get(cluster.store, ANONYMOUS, job_id)
+    monkeypatch.setattr(recommendations, "analyse", lambda *_: pytest.fail("a cached answer was fitted again"))
+    assert recommendations.get(cluster.store, ANONYMOUS, job_id) == first
 
 
 def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) -> None:
@@ -27,7 +29,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = recommend.publish(tx, job, "time", recommend.compute(tx, job, "time"))
+        second = recommendations.store_answer(tx, job, analyse(load(tx, job), "time"), job.data_version)
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 
@@ -85,7 +87,7 @@ def test_each_objective_gets_its_own_and_says_why(profiled: tuple[Cluster, str],
 def test_an_unknown_objective_is_refused_by_name(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     with pytest.raises(InvalidInput) as caught:
-        recommend.get(cluster.store, ANONYMOUS, job_id, "cheapest")
+        recommendations.get(cluster.store, ANONYMOUS, job_id, "cheapest")
     assert caught.value.field == "objective"
 
 

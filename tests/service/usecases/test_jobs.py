@@ -13,7 +13,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.errors import Conflict, Forbidden, InvalidInput, NotFound
 from tula_service.store import Store
-from tula_service.usecases import events, register, retention, runs
+from tula_service.usecases import events, jobs, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
 
 
@@ -68,8 +68,8 @@ def test_a_job_registered_before_step_time_model_existed_is_found_again() -> Non
     body = spec().model_dump(mode="json")
     before = {**body, "collective": "ring"}
     del before["step_time_model"]
-    assert register.fingerprint_of(body) == hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
-    assert register.fingerprint_of({**body, "step_time_model": "ring"}) != register.fingerprint_of(body)
+    assert jobs.fingerprint_of(body) == hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
+    assert jobs.fingerprint_of({**body, "step_time_model": "ring"}) != jobs.fingerprint_of(body)
 
 
 def test_a_failed_run_is_tried_again_only_when_the_job_is_registered_again(cluster: Cluster) -> None:
@@ -87,9 +87,9 @@ def test_a_failed_run_is_tried_again_only_when_the_job_is_registered_again(clust
 
 def test_an_archived_job_comes_back_when_it_is_registered_again(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
-    archived = register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=True))
+    archived = jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=True))
     assert archived.state == "archived"
-    assert register.list_jobs(cluster.store, ANONYMOUS).jobs == []
+    assert jobs.list_jobs(cluster.store, ANONYMOUS).jobs == []
     with pytest.raises(Conflict, match="archived"):
         runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher"))
     assert cluster.register().job.id == job_id
@@ -101,7 +101,7 @@ def test_archiving_and_bringing_back_are_told_to_whoever_watches(cluster: Cluste
 
     def told(archived: bool) -> list[str]:
         seen = events.last_id(cluster.store, ANONYMOUS, job_id)
-        register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
+        jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
         found = events.read_on(cluster.store, ANONYMOUS, job_id, seen)
         return [json.loads(body)["data"]["state"] for _, kind, body in found if kind == "job"]
 
@@ -112,7 +112,7 @@ def test_archiving_and_bringing_back_are_told_to_whoever_watches(cluster: Cluste
 
 def test_a_deleted_job_is_gone_and_its_specification_starts_over(cluster: Cluster) -> None:
     job_id = cluster.register(idempotency_key="key").job.id
-    retention.delete_job(cluster.store, ANONYMOUS, job_id)
+    jobs.delete_job(cluster.store, ANONYMOUS, job_id)
     with pytest.raises(NotFound):
         cluster.job(job_id)
     assert cluster.register(idempotency_key="key").job.id != job_id
@@ -176,14 +176,14 @@ def test_changed_prices_change_cost_and_a_changed_objective_the_choice(cluster: 
     cluster.work(job_id)
     before = cluster.recommendation(job_id).chosen
     patch = wire.JobPatch(prices={"default": wire.Price(usd_per_node_hour=6.0)})
-    register.change(cluster.store, ANONYMOUS, job_id, patch)
+    jobs.change(cluster.store, ANONYMOUS, job_id, patch)
     after = cluster.recommendation(job_id).chosen
     assert before is not None
     assert after is not None
     assert before.cost_usd is not None
     assert after.cost_usd is not None
     assert after.cost_usd.value == pytest.approx(2 * before.cost_usd.value)
-    assert register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(objective="cost")).objective == "cost"
+    assert jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(objective="cost")).objective == "cost"
     cheapest = cluster.recommendation(job_id)
     assert cheapest.objective == "cost"
     assert cheapest.chosen == cheapest.least_cost
@@ -192,31 +192,31 @@ def test_changed_prices_change_cost_and_a_changed_objective_the_choice(cluster: 
 def test_a_price_of_an_unknown_instance_type_is_refused_by_name(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     with pytest.raises(InvalidInput) as caught:
-        register.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(prices={"p4d": wire.Price()}))
+        jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(prices={"p4d": wire.Price()}))
     assert caught.value.field == "prices.p4d"
 
 
 def test_lists_are_searched_filtered_and_paged(cluster: Cluster) -> None:
     for number in range(5):
         cluster.register(spec(name=f"job {number}", model={"name": "even" if number % 2 == 0 else "odd"}))
-    first = register.list_jobs(cluster.store, ANONYMOUS, limit=2)
+    first = jobs.list_jobs(cluster.store, ANONYMOUS, limit=2)
     assert (first.total, [job.name for job in first.jobs]) == (5, ["job 4", "job 3"])
-    second = register.list_jobs(cluster.store, ANONYMOUS, limit=2, cursor=first.next_cursor)
+    second = jobs.list_jobs(cluster.store, ANONYMOUS, limit=2, cursor=first.next_cursor)
     assert [job.name for job in second.jobs] == ["job 2", "job 1"]
-    assert [job.name for job in register.list_jobs(cluster.store, ANONYMOUS, search="ODD").jobs] == ["job 3", "job 1"]
-    assert register.list_jobs(cluster.store, ANONYMOUS, state="ready").total == 0
+    assert [job.name for job in jobs.list_jobs(cluster.store, ANONYMOUS, search="ODD").jobs] == ["job 3", "job 1"]
+    assert jobs.list_jobs(cluster.store, ANONYMOUS, state="ready").total == 0
     with pytest.raises(InvalidInput, match="cursor"):
-        register.list_jobs(cluster.store, ANONYMOUS, cursor="x")
+        jobs.list_jobs(cluster.store, ANONYMOUS, cursor="x")
 
 
 def test_jobs_of_another_project_do_not_exist(sqlite_store: Store, cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     stranger = Principal(name="stranger", scope="user", project_id="other")
     with pytest.raises(NotFound):
-        register.get(sqlite_store, stranger, job_id)
+        jobs.get(sqlite_store, stranger, job_id)
     with pytest.raises(NotFound):
-        register.change(sqlite_store, stranger, job_id, wire.JobPatch(archived=True))
-    assert register.list_jobs(sqlite_store, stranger).total == 0
+        jobs.change(sqlite_store, stranger, job_id, wire.JobPatch(archived=True))
+    assert jobs.list_jobs(sqlite_store, stranger).total == 0
     agent = Principal(name="agent", scope="agent", job_id=job_id, project_id="default")
     with pytest.raises(Forbidden):
-        register.register(sqlite_store, agent, spec())
+        jobs.register(sqlite_store, agent, spec())

@@ -1,0 +1,169 @@
+"""The answer to "which configuration?": one fit of a job's evidence, priced, and the choice among its candidates.
+
+Planning, recommendation, what-if predictions, the expected step time of a run and advice all take the same `Answer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import tula_wire as wire
+from tula_service.analysis import job_spec
+from tula_service.analysis.evidence import Evidence, evidence_of
+from tula_service.analysis.job_data import JobData
+from tula_service.analysis.memory import required_fit_probability
+from tula_service.analysis.priors import lessons_of, prior_of
+from tula_service.domain import Objective, StepTimeForm
+from tula_service.perfmodel.choice import Choice, choose
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.memory_model import predict_peaks
+from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.priors import Priors
+from tula_service.perfmodel.recommend import Goal, price_candidates, recommend
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
+from tula_wire import Configuration
+
+MODEL_VERSION = "step-time-4"
+"""Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
+
+
+@dataclass(frozen=True)
+class StatisticalEfficiency:
+    """Progress per example (Pollux 2021, equation 7) relative to the smallest global batch of the job."""
+
+    noise_scale: float
+    base_batch_size: int
+
+    def of(self, configuration: Configuration) -> float:
+        """Progress per example; 1 at the base batch."""
+        batch = configuration.global_batch_size
+        return float(statistical_efficiency(batch, self.noise_scale, base_batch_size=self.base_batch_size))
+
+    @property
+    def max_sensible_batch_size(self) -> int:
+        """The global batch at which the efficiency is one half."""
+        return max_sensible_batch_size(self.noise_scale, base_batch_size=self.base_batch_size)
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """The answer when memory, or the specification itself, leaves no candidate; `reason` names the remedy."""
+
+    data: JobData
+    objective: Objective
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One fit of one version of a job, and the choice that follows from it.
+
+    `spec` is the job's as far as it can be priced (`job_spec.payable`). `estimates` holds every candidate on demand and
+    then on spot capacity. `doubtful` candidates may be profiled but are not recommended, since they may not fit into
+    memory. `efficiency` is None until a training run has reported its gradient noise scale.
+    """
+
+    data: JobData
+    objective: Objective
+    spec: wire.JobSpec
+    goal: Goal
+    evidence: Evidence
+    prior: Priors
+    model: StepTimeModel
+    estimates: tuple[Estimate, ...]
+    choice: Choice
+    efficiency: StatisticalEfficiency | None = None
+    doubtful: frozenset[Configuration] = frozenset()
+
+    def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
+        """Predict and price any configurations, on demand and then on spot capacity."""
+        return price_candidates(configurations, self.model, self.goal, memory=self.evidence.memory.models)
+
+    def what_if(self, configurations: Sequence[Configuration]) -> Answer:
+        """The answer if only these configurations could be chosen, by the same fit."""
+        estimates = self.estimate(configurations)
+        choice = choose(self.goal.objective, estimates, limits=self.goal.limits)
+        return replace(self, estimates=estimates, choice=choice, efficiency=None, doubtful=frozenset())
+
+    def expected_step_time(self, configuration: Configuration) -> Interval:
+        """The predicted step time of one configuration, s."""
+        return self.model.predict([configuration]).intervals()[0]
+
+    def expected_peak_bytes(self, configuration: Configuration) -> float | None:
+        """The predicted peak memory of a rank; None without a memory model."""
+        (peak,) = predict_peaks(self.evidence.memory.models, [configuration])
+        return None if peak is None else float(peak.mean)
+
+
+Analysis: TypeAlias = Answer | Infeasible
+
+
+def analyse(data: JobData, objective: str | None = None) -> Analysis:
+    """Fit the evidence of a job once, price every candidate, and choose for this objective or the job's own."""
+    wanted = Objective(objective or data.objective)
+    try:
+        evidence = evidence_of(data)
+    except ObservationError as error:
+        return Infeasible(data, wanted, str(error))
+    lessons = lessons_of(data)
+    prior = prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None)
+    try:
+        model = fit_step_time(
+            evidence.observed,
+            form=StepTimeForm(data.spec.step_time_model),
+            prior=prior,
+            candidates=evidence.candidates,
+            interval_scale=lessons.interval_scale,
+        )
+    except ObservationError as error:
+        return Infeasible(data, wanted, str(error))
+    spec = job_spec.payable(data.spec, evidence.memory.models)
+    goal = goal_of(spec, wanted)
+    efficiency = None
+    if data.gradient_noise_scale is not None:
+        base = min(c.global_batch_size for c in evidence.candidates)
+        efficiency = StatisticalEfficiency(data.gradient_noise_scale, base)
+    by_quality = efficiency if wanted is Objective.TIME_TO_QUALITY else None
+    doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
+    found = recommend(
+        evidence.candidates,
+        model,
+        goal,
+        memory=evidence.memory.models,
+        steps_factor=None if by_quality is None else {c: 1.0 / by_quality.of(c) for c in evidence.candidates},
+        unavailable=evidence.failed,
+        doubtful=doubtful,
+    )
+    return Answer(
+        data=data,
+        objective=wanted,
+        spec=spec,
+        goal=goal,
+        evidence=evidence,
+        prior=prior,
+        model=model,
+        estimates=found.estimates,
+        choice=found.choice,
+        efficiency=efficiency,
+        doubtful=doubtful & found.ineligible,
+    )
+
+
+def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
+    """What is to be chosen: the training, the prices and the limits of the specification."""
+    return Goal(
+        objective,
+        job_spec.training_of(spec),
+        job_spec.offers_of(spec),
+        job_spec.limits_of(spec),
+        spot_offers=job_spec.spot_offers_of(spec),
+    )
+
+
+def _safe(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:
+    probability = evidence.memory.fit_probability(c)
+    return c in evidence.measured or probability is None or probability >= required_fit_probability(spec)

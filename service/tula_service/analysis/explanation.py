@@ -1,0 +1,257 @@
+"""An answer as the wire's models, and in words: why this candidate, what limits exclude, what cannot be told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import tula_wire as wire
+from tula_service.analysis import job_spec, priors
+from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
+from tula_service.analysis.evidence import Evidence
+from tula_service.domain import Basis, Objective
+from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import Estimate
+from tula_wire import Configuration
+
+_RESTS_ON = {
+    Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
+    Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
+    Basis.PROFILED: "",
+}
+
+
+def recommendation_fields(
+    answer: Answer, cross_validated_error: float | None, cross_validated_runs: Sequence[str]
+) -> dict[str, object]:
+    """The fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
+
+    `cross_validated_error` is left out unless it is of exactly the runs of this answer.
+    """
+    choice, evidence = answer.choice, answer.evidence
+    knee = choice.knee
+    same_runs = tuple(cross_validated_runs) == evidence.run_ids
+    estimates = (*answer.estimates, *_ruled_out(answer))
+    candidates = candidates_of(answer, estimates)
+    by_key = {estimate.key: candidate for estimate, candidate in zip(estimates, candidates, strict=True)}
+
+    def found(estimate: Estimate | None) -> wire.Candidate | None:
+        return None if estimate is None else by_key[estimate.key]
+
+    return {
+        "basis": answer.model.basis.value,
+        "objective": answer.objective.value,
+        "chosen": found(choice.chosen),
+        "runner_up": found(choice.runner_up),
+        "least_time": found(choice.least_time),
+        "least_cost": found(choice.least_cost),
+        "knee": wire.Knee(
+            found=knee is not None,
+            configuration=None if knee is None else knee.configuration,
+            global_batch_size=choice.knee_finding.global_batch_size,
+            reason=choice.knee_finding.reason,
+        ),
+        "why": why(answer),
+        "candidates": candidates,
+        "frontier": [estimate.configuration for estimate in choice.frontier],
+        "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
+        "max_sensible_batch_size": None if answer.efficiency is None else answer.efficiency.max_sensible_batch_size,
+        "model": model_report(answer, cross_validated_error if same_runs else None),
+    }
+
+
+def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
+    """The same of a job that has no candidate left."""
+    reason = analysis.reason
+    return {
+        "basis": Basis.PRIOR.value,
+        "objective": analysis.objective.value,
+        "knee": wire.Knee(found=False, reason="no knee: there is no candidate."),
+        "why": f"Nothing can be recommended. {reason[0].upper()}{reason[1:]}",
+        "candidates": [],
+        "frontier": [],
+        "model": wire.ModelReport(form="none", version=MODEL_VERSION, num_runs=0, num_samples=0, warnings=[reason]),
+    }
+
+
+def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
+    """Estimates with everything that is predicted of them, in the order given."""
+    frontier = {each.key for each in answer.choice.frontier}
+    limits = {found.estimate.key: found.sentence for found in answer.choice.excluded}
+    return [_candidate(answer, estimate, frontier, limits) for estimate in estimates]
+
+
+def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
+    """Which model predicted, from what, and what it cannot tell."""
+    evidence, model = answer.evidence, answer.model
+    memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
+    warnings = _warnings(answer.data.spec, evidence)
+    if model.basis is Basis.PRIOR:
+        warnings += priors.guesses_of(answer.data.spec)
+    return wire.ModelReport(
+        form=model.form.value,
+        version=MODEL_VERSION,
+        num_runs=evidence.num_runs,
+        num_samples=evidence.num_samples,
+        cross_validated_error=cross_validated_error,
+        warnings=list(dict.fromkeys((*warnings, *model.notes, *memory, *evidence.warnings))),
+    )
+
+
+def why(answer: Answer) -> str:
+    """Why this candidate, how the runner-up differs, what limits exclude, and what the answer rests on."""
+    choice, spec = answer.choice, answer.spec
+    parts = []
+    chosen = choice.chosen
+    if chosen is None:
+        parts.append(choice.reason)
+    else:
+        parts.append(f"{name_of(chosen.configuration)}: {choice.reason[0].lower()}{choice.reason[1:]}")
+        if choice.runner_up is not None:
+            parts.append(_against(spec, chosen, choice.runner_up))
+        if choice.objective is Objective.KNEE and chosen is choice.knee and choice.within_limits_is_likely:
+            parts.append(_knee(spec, chosen, choice))
+    counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
+    if counts and chosen is not None:
+        excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
+        parts.append(f"Excluded by limits: {excluded} of the candidates.")
+    if choice.objective is Objective.TIME_TO_QUALITY:
+        parts.append(
+            "Time is to the quality of the smallest batch, at a gradient noise scale of "
+            f"{answer.efficiency.noise_scale:.3g} examples."
+            if answer.efficiency is not None
+            else "The gradient noise scale is not known before training reports it, so this is the least time alone."
+        )
+    if _RESTS_ON[answer.model.basis]:
+        parts.append(_RESTS_ON[answer.model.basis])
+    return " ".join(parts)
+
+
+def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
+    """Share of the training time saved against the smallest and the largest batch on as many nodes."""
+    if chosen is None:
+        return None, None
+    mine = chosen.configuration
+    peers = sorted(
+        (
+            c
+            for c in candidates
+            if (c.configuration.num_nodes, c.configuration.instance_type, c.spot)
+            == (mine.num_nodes, mine.instance_type, chosen.spot)
+        ),
+        key=lambda c: c.global_batch_size,
+    )
+    if not peers:
+        return None, None
+    time_s = chosen.total_time_s.value
+    return 1.0 - time_s / peers[0].total_time_s.value, 1.0 - time_s / peers[-1].total_time_s.value
+
+
+def name_of(c: Configuration) -> str:
+    """A configuration in a few words."""
+    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
+    kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
+    return f"{nodes}{kind} at a global batch of {c.global_batch_size}"
+
+
+def _candidate(
+    answer: Answer,
+    estimate: Estimate,
+    frontier: Collection[tuple[Configuration, bool]],
+    limits: Mapping[tuple[Configuration, bool], str],
+) -> wire.Candidate:
+    c, evidence = estimate.configuration, answer.evidence
+    excluded = evidence.ruled_out.get(c) or limits.get(estimate.key) or _excluded_by(answer, c)
+    return wire.Candidate(
+        configuration=c,
+        global_batch_size=c.global_batch_size,
+        step_time_s=_estimate(estimate.step_time_s),
+        epoch_time_s=_estimate(estimate.epoch_time_s),
+        total_time_s=_estimate(estimate.time_s),
+        cost_usd=_estimate(estimate.cost_usd) if job_spec.has_prices(answer.spec) else None,
+        memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
+        memory_fits=evidence.memory.fit_probability(c),
+        terms=_terms(estimate),
+        spot=estimate.spot,
+        profiled=estimate.measured,
+        extrapolated=estimate.extrapolated,
+        dominated=excluded is None and estimate.key not in frontier,
+        excluded_by=excluded,
+        statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
+        measured_step_time_s=evidence.measured.get(c),
+    )
+
+
+def _ruled_out(answer: Answer) -> tuple[Estimate, ...]:
+    """Estimates of the configurations that do not fit into memory."""
+    configurations = tuple(answer.evidence.ruled_out)
+    return answer.estimate(configurations) if configurations else ()
+
+
+def _excluded_by(answer: Answer, c: Configuration) -> str | None:
+    """Why this candidate may not be chosen, apart from the limits; None if it may."""
+    if c in answer.doubtful:
+        return f"it fits into memory with a probability of {answer.evidence.memory.fit_probability(c):.0%} only."
+    if c in answer.evidence.failed:
+        return "its profiling run failed; fix the cause and register the job again to retry it."
+    return None
+
+
+def _estimate(value: Interval) -> wire.Estimate:
+    return wire.Estimate(value=value.mean, low=value.low, high=value.high)
+
+
+def _terms(estimate: Estimate) -> wire.Terms | None:
+    if "compute_s" not in estimate.terms:
+        return None
+    return wire.Terms(
+        compute_time_s=estimate.terms["compute_s"], exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"])
+    )
+
+
+def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
+    """What cannot be told from what was given and measured, with the remedy."""
+    found = [
+        f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
+        "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
+        for name in job_spec.unbounded_types(spec, evidence.memory.max_local_batch_size)
+    ]
+    if not job_spec.has_prices(spec):
+        found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
+    elif job_spec.payable(spec, evidence.memory.models) is not spec:
+        found.append(
+            "A price per GB-hour gives no cost before memory is known, so costs are ranked in node-hours and no budget "
+            "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
+        )
+    return found
+
+
+def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
+    """What the knee is for, and what the larger batch that it forgoes would save or cost."""
+    purpose = "The knee keeps the batch small, since larger ones tend to generalise worse"
+    quick = choice.least_time
+    ratio = 1.0
+    if quick is not None:
+        ratio = quick.configuration.global_batch_size / chosen.configuration.global_batch_size
+    if quick is None or ratio <= 1.0:
+        return f"{purpose}."
+    remedy = "ask for time or cost where quality can bear it"
+    if choice.runner_up is quick:
+        return f"{purpose}: {remedy}."
+    effect = f"save {1.0 - quick.time_s.mean / chosen.time_s.mean:.0%} of the time"
+    if job_spec.has_prices(spec) and chosen.cost_usd.mean > 0:
+        cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
+        effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
+    return f"{purpose}: {name_of(quick.configuration)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
+
+
+def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
+    time = other.time_s.mean / chosen.time_s.mean - 1.0
+    parts = [f"{abs(time):.1%} {'slower' if time >= 0 else 'faster'}"]
+    if job_spec.has_prices(spec) and chosen.cost_usd.mean > 0:
+        cost = other.cost_usd.mean / chosen.cost_usd.mean - 1.0
+        parts.append(f"{abs(cost):.1%} {'dearer' if cost >= 0 else 'cheaper'}")
+    ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
+    at = "" if ratio == 1 else f", at {ratio:.3g} times the batch"
+    return f"The runner-up, {name_of(other.configuration)}, is {' and '.join(parts)}{at}."

@@ -1,0 +1,183 @@
+"""What to profile next, decided from an `Answer`: which waiting runs stay, which are cancelled, which are new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tula_wire as wire
+from tula_service.analysis.answer import Analysis, Answer, Infeasible
+from tula_service.analysis.evidence import leave_one_out
+from tula_service.analysis.job_data import CrossValidation, JobData, JobRun, Posterior
+from tula_service.analysis.priors import posteriors_of
+from tula_service.domain import RunState, Search, StepTimeForm
+from tula_service.perfmodel.planner import Plan, PlanBudget, plan
+from tula_service.perfmodel.points import ObservationError
+from tula_wire import Configuration
+
+_DEFAULT_MAX_RUNS = 8
+_BEGUN = (RunState.CLAIMED, RunState.RUNNING)
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """A run to profile; the lowest `position` is claimed first. `predicted_step_time_s` is None before any run."""
+
+    configuration: Configuration
+    purpose: str
+    position: int
+    predicted_step_time_s: float | None
+
+
+@dataclass(frozen=True)
+class PlanDecision:
+    """The plan for one version of a job's data; `usecases/planning.py` stores it.
+
+    `cancelled` are ids of waiting runs. `predicted_step_time_s` is by id of the waiting runs that stay. `active` is
+    False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validation` is how well the
+    model predicts runs that it has not seen.
+    """
+
+    new: tuple[NextRun, ...]
+    cancelled: tuple[str, ...]
+    active: bool
+    reason: str
+    predicted_step_time_s: Mapping[str, float] = field(default_factory=dict)
+    posteriors: Mapping[str, Posterior] | None = None
+    cross_validation: CrossValidation | None = None
+
+
+def plan_of(analysis: Analysis) -> PlanDecision:
+    """Decide what to profile next. Runs that have begun continue; a waiting run stays while it is still worth it."""
+    runs = analysis.data.profile_runs
+    waiting = [run for run in runs if run.state is RunState.PENDING]
+    begun = [run for run in runs if run.state in _BEGUN]
+    if isinstance(analysis, Infeasible):
+        return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), analysis.reason)
+    try:
+        kept, found = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
+    except ObservationError as error:  # every candidate failed
+        return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
+    kept_ids = {run.id for run in kept}
+    active = bool(found.runs) or bool(kept) or bool(begun)
+    over = analysis.evidence.observed is not None and not active
+    validation = leave_one_out(analysis.evidence, analysis.prior, _form(analysis.spec)) if over else None
+    reason = found.stop_reason or _progress(len(found.runs) + len(kept) + len(begun))
+    return PlanDecision(
+        new=_new_runs(analysis, found),
+        cancelled=tuple(sorted(run.id for run in waiting if run.id not in kept_ids)),
+        active=active,
+        reason=reason + _failures(analysis),
+        predicted_step_time_s=_predicted(analysis, kept),
+        posteriors=posteriors_of(analysis.model) if over else None,
+        cross_validation=validation,
+    )
+
+
+def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
+    """What the agent of a profiling run of this job does."""
+    profiling = spec.profiling
+    return {
+        "profiling_warmup_steps": profiling.profiling_warmup_steps,
+        "measuring_steps": profiling.measuring_steps,
+        "precision": profiling.precision,
+    }
+
+
+def _worth_keeping(answer: Answer, waiting: Sequence[JobRun]) -> list[JobRun]:
+    """The waiting runs that are feasible and whose configuration no other run has measured."""
+    evidence = answer.evidence
+    ids = {run.id for run in answer.data.profile_runs if not run.state.is_final}
+    measured = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
+    feasible = set(evidence.candidates) - evidence.failed - measured
+    return [run for run in waiting if run.configuration in feasible]
+
+
+def _next_runs(answer: Answer, begun: Sequence[JobRun], waiting: list[JobRun]) -> tuple[list[JobRun], Plan]:
+    """The waiting runs that stay, and what to add.
+
+    Waiting runs stay while a plan without them would ask for at least as many: the design that chose them still holds.
+    If it asks for fewer, enough has been measured meanwhile, and only the waiting runs that it asks for stay. A run
+    that lost its lease half-way is among neither: it stays, to be completed.
+    """
+    in_use = [run.configuration for run in begun]
+    half_measured = {run.configuration for run in waiting} & set(answer.evidence.measured)
+    if waiting:
+        fresh = _plan(answer, in_use)
+        if len(fresh.runs) < len(waiting) - len(half_measured):
+            asked = {planned.configuration for planned in fresh.runs} | half_measured
+            kept = [run for run in waiting if run.configuration in asked]
+            present = {run.configuration for run in kept}
+            new = tuple(planned for planned in fresh.runs if planned.configuration not in present)
+            return kept, Plan(new, fresh.stop_reason)
+    return waiting, _plan(answer, [*in_use, *(run.configuration for run in waiting)])
+
+
+def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
+    evidence = answer.evidence
+    return plan(
+        Search(answer.spec.search),
+        evidence.candidates,
+        evidence.observed,
+        goal=answer.goal,
+        budget=_budget(answer.data),
+        prior=answer.prior,
+        form=_form(answer.spec),
+        memory=dict(evidence.memory.models) or None,
+        pending=pending,
+        unavailable=evidence.failed,
+    )
+
+
+def _new_runs(answer: Answer, found: Plan) -> tuple[NextRun, ...]:
+    configurations = [planned.configuration for planned in found.runs]
+    first = max((run.position for run in answer.data.profile_runs), default=-1) + 1
+    expected: list[float | None] = [None] * len(configurations)
+    if configurations and answer.evidence.observed is not None:
+        expected = [float(value) for value in answer.model.predict(configurations).mean_s]
+    return tuple(
+        NextRun(planned.configuration, planned.purpose, first + row, expected[row])
+        for row, planned in enumerate(found.runs)
+    )
+
+
+def _predicted(answer: Answer, kept: Sequence[JobRun]) -> dict[str, float]:
+    if not kept or answer.evidence.observed is None:
+        return {}
+    predicted = answer.model.predict([run.configuration for run in kept]).mean_s
+    return {run.id: float(value) for run, value in zip(kept, predicted, strict=True)}
+
+
+def _budget(data: JobData) -> PlanBudget:
+    profiling = data.spec.profiling
+    spent = sum(
+        run.duration_s * run.configuration.world_size for run in data.profile_runs if run.duration_s is not None
+    )
+    return PlanBudget(
+        max_runs=profiling.max_runs or _DEFAULT_MAX_RUNS,
+        by_default=profiling.max_runs is None,
+        max_gpu_seconds=profiling.max_gpu_seconds,
+        spent_gpu_seconds=max(spent, 0.0),
+        steps_per_run=profiling.profiling_warmup_steps + profiling.measuring_steps,
+    )
+
+
+def _form(spec: wire.JobSpec) -> StepTimeForm:
+    return StepTimeForm(spec.step_time_model)
+
+
+def _progress(total: int) -> str:
+    return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured." if total else "Waiting."
+
+
+def _failures(answer: Answer) -> str:
+    """How many configurations failed for another reason than memory, and the remedy; empty where none did."""
+    runs = answer.data.profile_runs
+    failed = {run.configuration for run in runs if run.state is RunState.FAILED} & answer.evidence.failed
+    if not failed:
+        return ""
+    one = len(failed) == 1
+    return (
+        f" {len(failed)} configuration{'' if one else 's'} failed to run: fix the cause and register the job again to "
+        f"retry {'it' if one else 'them'}."
+    )

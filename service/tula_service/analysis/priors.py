@@ -1,0 +1,298 @@
+"""What is believed of a job's step time before its own runs: from earlier jobs of the project and from data sheets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import tula_wire as wire
+from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
+from tula_service.domain import Basis
+from tula_service.perfmodel.intervals import calibrate_intervals
+from tula_service.perfmodel.priors import (
+    EarlierScale,
+    Hardware,
+    ModelFacts,
+    Priors,
+    StepTimePrior,
+    prior_from_hardware,
+    prior_from_jobs,
+    prior_from_other_type,
+    scale_from_jobs,
+)
+from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire import Configuration
+
+_DEVICES: dict[str, tuple[float, float]] = {
+    "K80": (4.1, 240.0), "P100": (9.3, 732.0), "V100": (15.7, 900.0), "T4": (8.1, 320.0), "1080TI": (11.3, 484.0),
+    "TITANX(MAXWELL)": (6.7, 336.0), "2080": (13.4, 616.0), "RTX6000": (16.3, 672.0), "RTX8000": (16.3, 672.0),
+    "3090": (35.6, 936.0), "A10": (31.2, 600.0), "A40": (37.4, 696.0), "A6000": (38.7, 768.0), "L4": (30.3, 300.0),
+    "L40": (90.5, 864.0), "4090": (82.6, 1008.0), "A100": (156.0, 1555.0), "H100": (495.0, 3350.0),
+    "H200": (495.0, 4800.0), "B200": (1100.0, 8000.0), "MI300X": (654.0, 5300.0), "A30": (82.0, 933.0),
+    "L40S": (183.0, 864.0), "5090": (104.8, 1792.0), "1080": (8.9, 320.0), "CPU": (0.06, 28.0),
+}  # fmt: skip
+"""Dense peak in teraflop/s (fp32 up to Turing, TF32 tensor cores after it) and memory bandwidth in gigabyte/s."""
+
+KNOWN_DEVICES = tuple(sorted(_DEVICES))
+
+_PROCESSOR, _PROCESSOR_SD = "CPU", 1.0
+_UNKNOWN_PARAMETERS = 25_000_000
+_FLOPS_PER_PARAMETER = 300.0
+_UNKNOWN_FLOPS_SD = 1.0
+_MAX_PRIORS = 10
+_MAX_SCALES = 20
+_MAX_PAIRS = 100
+_MIN_PAIRS_TO_CALIBRATE = 3
+
+
+@dataclass(frozen=True)
+class JobScale:
+    """How fast an earlier job ran: the network, the hardware and what was learned of its step time there."""
+
+    model: wire.ModelSpec
+    cluster: wire.ClusterSpec
+    learned: StepTimePrior
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What earlier jobs of the project learned, sorted by how much they have in common with this job.
+
+    `same_network` and `other_networks` ran on the hardware of this job, by instance type. `other_hardware` is the same
+    network on hardware that this job does not have. `scales` are of all earlier jobs: of each network the newest on
+    each device, since repeating one network says nothing about others. `pairs` are of trainings on this hardware,
+    including those of the job itself.
+    """
+
+    same_network: Mapping[str, tuple[StepTimePrior, ...]]
+    other_networks: Mapping[str, tuple[StepTimePrior, ...]]
+    other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
+    scales: tuple[JobScale, ...]
+    pairs: tuple[PredictionPair, ...]
+
+    @property
+    def interval_scale(self) -> float:
+        """The factor on the log width of intervals that makes them hold what trainings measured; 1 with few pairs."""
+        if len(self.pairs) < _MIN_PAIRS_TO_CALIBRATE:
+            return 1.0
+        columns = ((p.predicted_s, p.low_s, p.high_s, p.measured_s) for p in self.pairs)
+        predicted, low, high, measured = (np.array(column) for column in zip(*columns, strict=True))
+        return calibrate_intervals(predicted, low, high, measured)
+
+
+def lessons_of(data: JobData) -> Lessons:
+    """Sort what earlier jobs learned by network and hardware; `data.earlier_jobs` are newest first."""
+    same: dict[str, list[StepTimePrior]] = {}
+    related: dict[str, list[StepTimePrior]] = {}
+    elsewhere: list[tuple[StepTimePrior, Hardware]] = []
+    scales: dict[tuple[str, int | None, str], JobScale] = {}
+    pairs = [*data.prediction_pairs]
+    for job in data.earlier_jobs:
+        known = _same_network(job.model, data.spec.model)
+        ran_on_this = False
+        for cluster in job.clusters:
+            on_this = any(same_hardware(cluster, mine) for mine in data.spec.cluster)
+            ran_on_this |= on_this
+            if cluster.instance_type not in job.posteriors:
+                continue
+            learned = _as_prior(job.posteriors[cluster.instance_type])
+            if len(scales) < _MAX_SCALES:
+                key = (job.model.name, job.model.parameters, device_of(cluster))
+                scales.setdefault(key, JobScale(job.model, cluster, learned))
+            if on_this:
+                (same if known else related).setdefault(cluster.instance_type, []).append(learned)
+            elif known:
+                elsewhere.append((learned, hardware_of(cluster)))
+        if ran_on_this:
+            pairs += job.prediction_pairs
+    return Lessons(
+        same_network={name: tuple(found[:_MAX_PRIORS]) for name, found in same.items()},
+        other_networks={name: tuple(found[:_MAX_PRIORS]) for name, found in related.items()},
+        other_hardware=tuple(elsewhere[:_MAX_PRIORS]),
+        scales=tuple(scales.values()),
+        pairs=tuple(pairs[:_MAX_PAIRS]),
+    )
+
+
+def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configuration], *, measured: bool) -> Priors:
+    """The priors of a job's fit, one for each instance type.
+
+    `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
+    """
+    hardware = {cluster.instance_type: hardware_of(cluster) for cluster in spec.cluster}
+    believed: dict[str, StepTimePrior] = {}
+    for name in sorted(hardware):
+        batches = [c.local_batch_size for c in candidates if c.instance_type == name]
+        reference = float(max(batches or [c.local_batch_size for c in candidates]))
+        found = _believed(lessons, spec, name, hardware, reference, measured=measured)
+        if found is not None:
+            believed[name] = found
+    return Priors(believed, hardware)
+
+
+def posteriors_of(model: StepTimeModel) -> dict[str, Posterior]:
+    """What a job's runs taught about each instance type, for later jobs."""
+    found = {}
+    for name in sorted(model.posteriors):
+        learned = model.as_prior(name)
+        reference = learned.reference_batch_size or 1.0
+        found[name] = Posterior(tuple(learned.mean.tolist()), tuple(learned.sd.tolist()), reference)
+    return found
+
+
+def guesses_of(spec: wire.JobSpec) -> list[str]:
+    """What the prior guesses because the specification leaves it out, one sentence each with its remedy."""
+    sentences = []
+    if spec.model.flops_per_sample is None:
+        sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
+    for cluster in spec.cluster:
+        if hardware_of(cluster).peak_tflops is None:
+            sentences.append(
+                f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
+                "give cluster.accelerator, for example V100-16GB."
+                if cluster.accelerator is None
+                else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
+                f"{', '.join(KNOWN_DEVICES)}, give that as cluster.accelerator."
+            )
+        if cluster.network_gbps is None and cluster.max_nodes > 1:
+            sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")
+    return sentences
+
+
+def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
+    """The figures of an instance type; None where the specification and the data sheets leave them open."""
+    name = _known_device(cluster.accelerator)
+    if name is None:
+        return Hardware(inter_node_gbps=cluster.network_gbps)
+    peak, memory = _DEVICES[name]
+    # A rank's share of a processor may be one core or forty; the specification does not say.
+    uncertain = _PROCESSOR_SD if name == _PROCESSOR else 0.0
+    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=memory, figures_sd=uncertain)
+
+
+def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
+    """True when two jobs name the same hardware. If neither names it, ranks and memory must agree as well."""
+    if (one.instance_type, one.accelerator, one.network_gbps) != (
+        other.instance_type,
+        other.accelerator,
+        other.network_gbps,
+    ):
+        return False
+    if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
+        return True
+    return (one.ranks_per_node, one.memory_bytes_per_rank) == (other.ranks_per_node, other.memory_bytes_per_rank)
+
+
+def device_of(cluster: wire.ClusterSpec) -> str:
+    """A key that is equal for equal devices: V100-16GB and Tesla V100 share one, processors of two instance types do
+    not."""
+    name = _known_device(cluster.accelerator)
+    if cluster.accelerator is None or name == _PROCESSOR:
+        return f"{name or 'device'} of {cluster.instance_type}"
+    return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
+
+
+def _believed(
+    lessons: Lessons,
+    spec: wire.JobSpec,
+    name: str,
+    hardware: Mapping[str, Hardware],
+    reference: float,
+    *,
+    measured: bool,
+) -> StepTimePrior | None:
+    """The prior of one instance type, from the most informative source."""
+    if name in lessons.same_network:
+        return prior_from_jobs(lessons.same_network[name])
+    if measured and name not in lessons.other_networks:
+        return None
+    # The job's own runs tell its scale better than the scales of other jobs do.
+    scale = _scale(lessons, spec, name, hardware, reference, scales=() if measured else lessons.scales)
+    if name in lessons.other_networks:
+        return prior_from_jobs(lessons.other_networks[name], scale=scale)
+    return scale
+
+
+def _scale(
+    lessons: Lessons,
+    spec: wire.JobSpec,
+    name: str,
+    hardware: Mapping[str, Hardware],
+    reference: float,
+    *,
+    scales: Sequence[JobScale],
+) -> StepTimePrior:
+    """The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
+    hardware figures corrected by how fast earlier jobs ran.
+
+    Its basis is `prior` either way: only earlier jobs on the same hardware make a `transfer`.
+    """
+    facts = _facts_of(spec.model)
+    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference)
+    near = [(prior, hardware[other]) for other, found in sorted(lessons.same_network.items()) for prior in found]
+    moved = [
+        prior_from_other_type(learned, other, hardware[name])
+        for learned, other in (*near, *lessons.other_hardware)
+        if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
+    ]
+    # A run on hardware of uncertain speed says less of a device than its data sheet does.
+    nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
+    if nearest is not guess:
+        return replace(nearest, basis=Basis.PRIOR)
+    cluster = next(cluster for cluster in spec.cluster if cluster.instance_type == name)
+    return scale_from_jobs(
+        guess,
+        [_earlier_scale(scale) for scale in scales],
+        device=device_of(cluster),
+        flops_sd=facts.flops_sd,
+        device_sd=hardware[name].device_sd,
+    )
+
+
+def _facts_of(model: wire.ModelSpec) -> ModelFacts:
+    parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
+    known = model.flops_per_sample
+    # The wire counts forward and backward, the performance model one forward pass.
+    flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0)
+
+
+def _earlier_scale(scale: JobScale) -> EarlierScale:
+    """Error of the hardware-based prior for that job, at its reference batch size."""
+    facts, hardware = _facts_of(scale.model), hardware_of(scale.cluster)
+    batch = scale.learned.reference_batch_size or 1.0
+    guess = prior_from_hardware(facts, hardware, reference_batch_size=batch)
+    return EarlierScale(
+        float(scale.learned.mean[0] - guess.mean[0]),
+        device_of(scale.cluster),
+        math.hypot(facts.flops_sd, float(scale.learned.sd[0])),
+        hardware.device_sd,
+    )
+
+
+def _as_prior(learned: Posterior) -> StepTimePrior:
+    return StepTimePrior(
+        np.array(learned.mean),
+        np.array(learned.sd),
+        absolute=True,
+        reference_batch_size=learned.reference_batch_size,
+    )
+
+
+def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
+    """True when the names agree, and the parameter counts where both give them."""
+    return one.name == other.name and (one.parameters == other.parameters or None in (one.parameters, other.parameters))
+
+
+def _known_device(accelerator: str | None) -> str | None:
+    """The data sheet of an accelerator; V100 is in v100-16GB, A40 is not in A4000."""
+    names = sorted(_DEVICES, key=len, reverse=True) if accelerator is not None else []
+    return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
+
+
+def _pattern(name: str) -> str:
+    return "[ -]*".join(map(re.escape, name)) + r"(?!\d)"

@@ -1,0 +1,50 @@
+"""The answer cache: rendered recommendations, keyed by the data version and model version that they rest on."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from tula_service.store._base import Repository
+from tula_service.store.tables import answers
+
+
+class AnswerCache(Repository):
+    """A cache that all workers and replicas share. `body` is JSON text, sent to a client as it is stored."""
+
+    def get(self, job_id: str, name: str, *, data_version: int, model_version: str) -> str | None:
+        """The cached answer called `name`, if it rests on exactly these versions."""
+        return self._body(job_id, name, model_version, answers.c.data_version == data_version)
+
+    def get_fresh(self, job_id: str, name: str, *, data_version: int, model_version: str) -> str | None:
+        """The cached answer called `name`, if it rests on this version of the data or a newer one."""
+        return self._body(job_id, name, model_version, answers.c.data_version >= data_version)
+
+    def count(self) -> int:
+        """Number of cached answers."""
+        return int(self._connection.execute(sa.select(sa.func.count()).select_from(answers)).scalar_one())
+
+    def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
+        """Cache an answer, unless one that rests on newer data is cached already."""
+        values = {
+            "data_version": data_version,
+            "model_version": model_version,
+            "body": body,
+            "created_at": self._now(),
+        }
+        insert = self._insert(answers).values(job_id=job_id, name=name, **values)
+        self._connection.execute(
+            insert.on_conflict_do_update(
+                index_elements=["job_id", "name"], set_=values, where=answers.c.data_version <= data_version
+            )
+        )
+
+    def _body(self, job_id: str, name: str, model_version: str, version: sa.ColumnElement[bool]) -> str | None:
+        body = self._connection.execute(
+            sa.select(answers.c.body).where(
+                answers.c.job_id == job_id,
+                answers.c.name == name,
+                answers.c.model_version == model_version,
+                version,
+            )
+        ).scalar()
+        return None if body is None else str(body)

@@ -1,0 +1,43 @@
+"""Versions of a job's gradient-scaling thresholds."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from tula_service.store._base import Repository
+from tula_service.store.records import JsonObject, ScalingRecord
+from tula_service.store.tables import scaling_versions
+
+
+class Scaling(Repository):
+    """Scaling thresholds of a job, each version kept."""
+
+    def latest(self, job_id: str) -> ScalingRecord | None:
+        """The version that agents get now, or None before the first."""
+        row = self._row(
+            sa.select(scaling_versions)
+            .where(scaling_versions.c.job_id == job_id)
+            .order_by(scaling_versions.c.version.desc())
+            .limit(1)
+        )
+        return None if row is None else ScalingRecord(row["job_id"], row["version"], row["body"], row["created_at"])
+
+    def history(self, job_id: str, *, limit: int = 200) -> list[ScalingRecord]:
+        """The newest `limit` versions, oldest of them first."""
+        rows = self._rows(
+            sa.select(scaling_versions)
+            .where(scaling_versions.c.job_id == job_id)
+            .order_by(scaling_versions.c.version.desc())
+            .limit(limit)
+        )
+        return [ScalingRecord(row["job_id"], row["version"], row["body"], row["created_at"]) for row in rows[::-1]]
+
+    def publish(self, job_id: str, body: JsonObject, *, after: int) -> bool:
+        """Make `body` version `after + 1`; False when somebody else published that version first."""
+        statement = (
+            self._insert(scaling_versions)
+            .values(job_id=job_id, version=after + 1, body=body, created_at=self._now())
+            .on_conflict_do_nothing(index_elements=["job_id", "version"])
+            .returning(scaling_versions.c.version)
+        )
+        return self._row(statement) is not None

@@ -1,0 +1,148 @@
+"""Recommendations: computed once per version of a job's data, cached, and entered in the ledger when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tula_wire as wire
+from tula_service.analysis import explanation
+from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
+from tula_service.domain import Objective
+from tula_service.errors import InvalidInput
+from tula_service.perfmodel.intervals import Interval
+from tula_service.store import JobRecord, Store, Transaction
+from tula_service.usecases import ledger
+from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.job_data import load
+from tula_wire import Configuration
+
+
+def get(
+    store: Store,
+    principal: Principal,
+    job_id: str,
+    objective: str | None = None,
+    *,
+    on_miss: Callable[[], None] = lambda: None,
+) -> str:
+    """The recommendation as JSON: cached if nothing that it rests on has changed, else computed after `on_miss()`.
+
+    It is that of the data at the time of the request, whatever is measured during the computation.
+    """
+    with store.reading() as tx:
+        job = visible_job(tx, principal, job_id)
+        body = cached(tx, job, _known_objective(job, objective))
+    if body is not None:
+        return body
+    on_miss()
+    with store.job_lock(job_id):
+        while True:
+            # Computed on a read-only snapshot, so that no writer waits for a fit.
+            with store.compute_slot() as tx:
+                job = visible_job(tx, principal, job_id)
+                wanted = _known_objective(job, objective)
+                body = cached(tx, job, wanted)
+                if body is not None:  # the thread before this one in the queue computed it
+                    return body
+                analysis = analyse(load(tx, job), wanted)
+            with store.transaction() as tx:
+                now = tx.jobs.lock(job_id)
+                if now.spec == job.spec or cached(tx, job, wanted, or_newer=True) is not None:
+                    return store_answer(tx, now, analysis, job.data_version)
+            # Prices or limits changed meanwhile: this answers another question.
+
+
+def cached(tx: Transaction, job: JobRecord, objective: str, *, or_newer: bool = False) -> str | None:
+    """The cached recommendation for exactly the job's data version, or, with `or_newer`, for any since then."""
+    read = tx.answers.get_fresh if or_newer else tx.answers.get
+    return read(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
+
+
+def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int) -> str:
+    """Render, cache and enter an answer that holds for this data version; returns the recommendation as JSON.
+
+    If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock.
+    """
+    objective = analysis.objective.value
+    if data_version < job.data_version:
+        newer = cached(tx, replace(job, data_version=data_version), objective, or_newer=True)
+        if newer is not None:
+            return newer
+    entry = ledger.enter(tx, job, analysis, data_version)
+    fields = {"id": entry.id, "job_id": job.id, "created_at": entry.created_at or tx.now()}
+    if isinstance(analysis, Answer):
+        recommendation = wire.Recommendation.model_validate(
+            fields | explanation.recommendation_fields(analysis, job.cross_validated_error, job.cross_validated_runs)
+        )
+    else:
+        recommendation = wire.Recommendation.model_validate(fields | explanation.infeasible_fields(analysis))
+    body = recommendation.model_dump_json()
+    tx.answers.put(job.id, _name(objective), data_version=data_version, model_version=MODEL_VERSION, body=body)
+    if objective == job.objective:
+        _update_job(tx, job, recommendation)
+    return body
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is expected of a run about to start: its step time, a rank's peak memory, bytes, and the id of the
+    recommendation that it follows."""
+
+    step_time_s: Interval | None = None
+    peak_bytes: float | None = None
+    recommendation_id: str | None = None
+
+
+def expectation(
+    tx: Transaction, job: JobRecord, configuration: Configuration, *, as_profiled: bool = False
+) -> Expectation:
+    """What is expected of a run about to start; empty where no model can predict it.
+
+    `as_profiled` ignores what training runs measured, and so every drift.
+    """
+    data = load(tx, job)
+    answer = analyse(data.as_profiled() if as_profiled else data)
+    if not isinstance(answer, Answer):
+        return Expectation()
+    return Expectation(
+        answer.expected_step_time(configuration),
+        answer.expected_peak_bytes(configuration),
+        _followed(tx, job, configuration),
+    )
+
+
+def _followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
+    """The newest recommendation of this configuration, preferably for the job's own objective."""
+    for objective in sorted((each.value for each in Objective), key=lambda value: value != job.objective):
+        entry = tx.ledger.latest(job.id, objective)
+        if entry is not None and entry.configuration == configuration:
+            return entry.id
+    return None
+
+
+def _known_objective(job: JobRecord, objective: str | None) -> str:
+    wanted = objective or job.objective
+    known = [each.value for each in Objective]
+    if wanted not in known:
+        raise InvalidInput(f"Objective {wanted!r} is not known: use one of {', '.join(known)}.", field="objective")
+    return wanted
+
+
+def _name(objective: str) -> str:
+    return f"recommendation:{objective}"
+
+
+def _update_job(tx: Transaction, job: JobRecord, recommendation: wire.Recommendation) -> None:
+    """Copy what a list of jobs shows onto the job."""
+    chosen = recommendation.chosen
+    smallest, largest = explanation.savings(chosen, recommendation.candidates)
+    values: dict[str, Any] = {
+        "recommended": None if chosen is None else chosen.configuration,
+        "predicted_time_s": None if chosen is None else chosen.total_time_s.value,
+        "predicted_cost_usd": None if chosen is None or chosen.cost_usd is None else chosen.cost_usd.value,
+        "saving_vs_smallest_batch": smallest,
+        "saving_vs_largest_batch": largest,
+    }
+    tx.jobs.update(job.id, **values)
