@@ -88,7 +88,7 @@ def child(with_agent: bool) -> None:
             setattr(recorder, name, timed(getattr(recorder, name), part, spent))
         for key, hook in list(optimizer._optimizer_step_pre_hooks.items()):
             optimizer._optimizer_step_pre_hooks[key] = timed(hook, "gradients", spent)
-        recorder._gradients.read = timed(recorder._gradients.read, "norms", {"norms": norms})  # type: ignore[method-assign]
+        recorder.gradients.read = timed(recorder.gradients.read, "norms", {"norms": norms})  # type: ignore[method-assign]
         batches = run.steps(batches)
     nothing = timed(lambda: None, "clock", spent)
     steps = 0
@@ -120,7 +120,7 @@ def child(with_agent: bool) -> None:
     }
     if recorder is not None:
         # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
-        pair_us, every = 2e6 * statistics.mean(norms[2:]), recorder._gradients._norms.interval
+        pair_us, every = 2e6 * statistics.mean(norms[2:]), recorder.gradients.interval
         report["norms_us"] = pair_us / every
         report["gradients_us"] += report["norms_us"] - 1e6 * sum(norms[warm_norms:]) / measured
         report["thread_us"] = 1e6 * recorder.exporter.cpu_s / measured

@@ -28,7 +28,7 @@ HEAVY = {
     "tula_client": ["torch", "numpy", "pandas", "altair", "vl_convert", "typer", "fastapi", "sqlalchemy"],
     "tula_client.cli.app": ["torch", "numpy", "typer"],
     "tula_agent": ["torch", "pandas", "sklearn", "scipy", "fastapi", "sqlalchemy", "pydantic"],
-    "tula_agent.session": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
+    "tula_agent.run": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
     "tula_service.app": ["torch", "tula_client", "tula_agent", "sklearn", "kneed", "scipy.stats", "scipy.signal"],
     "tula_service.perfmodel.planner": ["torch", "fastapi", "sqlalchemy", "httpx", "sklearn", "scipy.stats", "kneed"],
 }

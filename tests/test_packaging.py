@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (("tula_wire", "tula_client"), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "typer", "pandas")),
     "cli": (("tula_client.cli.commands",), ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "pandas")),
-    "agent": (("tula_agent", "tula_agent.session"), ("fastapi", "sqlalchemy", "pandas", "sklearn", "scipy", "typer")),
+    "agent": (("tula_agent", "tula_agent.run"), ("fastapi", "sqlalchemy", "pandas", "sklearn", "scipy", "typer")),
     "service": (("tula_service.app",), ("torch", "psycopg", "pandas", "lightning", "transformers")),
 }
 """By extra: what must import from its environment, and what must not be there."""

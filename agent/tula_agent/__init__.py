@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tula_agent.session import Run, init
+from tula_agent.run import Run, init
 
 if TYPE_CHECKING:
     from tula_agent.measure.estimate import MemoryEstimate, estimate_memory

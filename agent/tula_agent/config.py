@@ -1,4 +1,4 @@
-"""What the agent is told by its environment, read once and never trusted."""
+"""The agent's configuration from environment variables, read once and validated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """What a profiling run does: discard, measure, end. `precision`: wanted relative error; 0 means never early."""
+    """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never)."""
 
     warmup_steps: int
     measure_steps: int
@@ -29,7 +29,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Where this process stands in the job and where its measurements go; times in seconds, sizes in bytes."""
+    """Place of this process in the job and destination of its measurements; times in seconds, sizes in bytes."""
 
     url: str
     run_id: str
@@ -44,8 +44,6 @@ class AgentConfig:
     plan: ProfilePlan | None
     local_batch_size: int | None
     grad_accum_steps: int | None
-    alternate_sync: bool = False
-    comm_hook: bool = False
     stacks_at_s: float | None = None
     flush_interval_s: float = 1.0
     request_timeout_s: float = 5.0
@@ -56,14 +54,14 @@ class AgentConfig:
 
     @property
     def restarted(self) -> bool:
-        """True in a process that goes on in the place of one that ended: by `tula run` or by torchrun."""
+        """True in a process that replaces one that ended, started by `tula run` or by torchrun."""
         return any(count not in _OFF for count in self.restart.split("-"))
 
 
 def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
-    """The configuration, or None when the agent is to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
+    """The configuration, or None to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
 
-    Never raises: a value that makes no sense is reported in the log and treated as absent.
+    Never raises: an invalid value is logged and treated as absent.
     """
     url = environ.get("TULA_URL", "").strip().rstrip("/")
     if not url or environ.get("TULA_DISABLED", "").strip().lower() not in _OFF:
@@ -81,7 +79,7 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         run_id=run_id,
         job_id=job_id if _ID.fullmatch(job_id) else None,
         token=environ.get("TULA_TOKEN") or None,
-        spool_dir=Path(environ.get("TULA_SPOOL_DIR") or _default_spool()),
+        spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
         rank=_first(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0, at_least=0),
         world_size=_first(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"), 1, at_least=1),
         local_rank=_first(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0, at_least=0),
@@ -90,14 +88,12 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         plan=_plan(environ),
         local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
-        alternate_sync=environ.get("TULA_SPLIT", "") == "no_sync",
-        comm_hook=environ.get("TULA_COMM_HOOK", "").strip().lower() not in _OFF,
         stacks_at_s=_unix_time(environ, "TULA_STACKS_AT"),
     )
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """True when something started this process as a rank; SLURM_NTASKS alone is the allocation's size, not a step's."""
+    """True when a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     return any(_first(environ, (name,), 1, at_least=1) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
@@ -157,7 +153,7 @@ def _integer(environ: Mapping[str, str], name: str, at_least: int) -> int | None
     return value
 
 
-def _default_spool() -> Path:
+def default_spool_dir() -> Path:
     state = os.environ.get("XDG_STATE_HOME")
     try:
         root = Path(state) if state else Path.home() / ".local" / "state"

@@ -1,89 +1,165 @@
-"""How a run comes to profile, and to end by itself: the plan, whoever gave it, followed by all ranks alike."""
+"""Profiling runs: where the plan comes from, and how all ranks end at the same step without a collective."""
 
 from __future__ import annotations
 
+import time
+
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
-from tula_agent.measure.step_timer import relative_error
-from tula_agent.together import Together
+from tula_agent.measure.step_timer import median_relative_error
+from tula_agent.rank_channel import Channel, RankRendezvous
 
-__all__ = ["Profiling"]
+__all__ = ["FIRST_DECISION", "Profiling", "StopAgreement"]
+
+FIRST_DECISION, DECIDE_EVERY = 8, 4
+"""Measured steps before the first chance to end early, and between two."""
+PEERS_WITHIN_S = 10.0
+DECISION_WITHIN_S = 600.0
+"""How long a rank waits for the first rank's decision: no longer than the collectives of training would wait for it."""
+
+
+class StopAgreement:
+    """The first rank decides; the others read its decision at fixed steps.
+
+    `join` once, after steps that synchronise gradients: all ranks with an agent call it at the same time, so that a
+    rank without one costs PEERS_WITHIN_S once. From then on a rank waits only for a first rank that measures too and
+    that its own training waits for. Ranks without a rendezvous never agree.
+
+    single_rank: there is one rank. joined: it is known whether all ranks take part. agreed: all do; only then may a
+    loop end early.
+    """
+
+    def __init__(self, rendezvous: RankRendezvous | None, guard: Guard, world_size: int = 1) -> None:
+        self._rendezvous = rendezvous
+        self._channel: Channel | None = None
+        self._guard = guard
+        self.single_rank = self.agreed = self.joined = world_size == 1
+
+    def join(self, plan: ProfilePlan | None) -> ProfilePlan | None:
+        """Find out whether all ranks take part; returns the first rank's plan, on every rank."""
+        if self.joined:
+            return plan
+        self.joined = True
+        with self._guard("finding the other ranks"):
+            channel = self._channel = None if self._rendezvous is None else self._rendezvous.channel(PEERS_WITHIN_S)
+            if channel is not None and channel.rank == 0:
+                ends = time.monotonic() + PEERS_WITHIN_S
+                others = [f"joined/{rank}" for rank in range(1, channel.world_size)]
+                self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
+                columns = [plan.warmup_steps, plan.measure_steps, plan.precision] if plan else None
+                channel.set("plan", [self.agreed, columns])
+            elif channel is not None:
+                channel.set(f"joined/{channel.rank}", True)
+                answer = channel.wait("plan", 2 * PEERS_WITHIN_S)
+                if answer is not None:
+                    self.agreed = bool(answer[0])
+                    plan = ProfilePlan(*answer[1]) if answer[1] else None
+        if not self.agreed and plan is not None:
+            logger.warning(
+                "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
+                "begin run.steps() after init_process_group()"
+            )
+        return plan
+
+    def decide(self, measured: int, wants_stop: bool) -> bool:
+        """True when the loop ends at this step.
+
+        measured: steps after warm-up, the same on every rank. wants_stop: only the first rank's counts.
+        """
+        if not self.agreed:
+            return False
+        channel = self._channel
+        if channel is None:
+            return wants_stop
+        if measured < FIRST_DECISION or (measured - FIRST_DECISION) % DECIDE_EVERY:
+            return False
+        try:
+            if channel.rank == 0:
+                channel.set(f"stop/{measured}", wants_stop)
+                return wants_stop
+            return bool(channel.wait(f"stop/{measured}", DECISION_WITHIN_S))
+        except Exception as error:
+            # The store is gone, for every rank at once: no rank ends early from now on.
+            self._guard.note("agreeing with the other ranks", error)
+            self.agreed = False
+            return False
 
 
 class Profiling:
-    """`plan` is None in a training run; the environment or, later, the service may give one.
+    """Decides whether this run profiles and when it has measured enough.
 
-    `offer` and `stop_soon` come from the shipping thread, and take effect at the next step that all ranks share.
+    `plan` is None in a training run; it comes from the environment or, while the run goes on, from the service. `offer`
+    and `stop_soon` are called on the shipping thread and take effect at the next step that all ranks share.
     """
 
     def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
         self.plan = plan
         self.stopping = False
-        self.unsettled = False  # True: `settle` has something to do
-        self.together = Together(None, guard)
+        self.pending = False  # True: `agree` has something to do
         self.leads = leads
+        self._agreement = StopAgreement(None, guard)
         self._times: list[float] = []
         self._offered: ProfilePlan | None = None
-        self._stop_asked = False
+        self._stop_requested = False
 
     @property
     def measuring(self) -> bool:
         """True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
 
-    def join(self, together: Together) -> None:
-        """Take these ranks for those that train together."""
-        self.together = together
-        self.unsettled = self.unsettled or not together.met
+    def use(self, agreement: StopAgreement) -> None:
+        """From now on the ranks of `agreement` train with this one."""
+        self._agreement = agreement
+        self.pending = self.pending or not agreement.joined
 
     def offer(self, plan: ProfilePlan) -> None:
         """The service says that this is a profiling run."""
         self._offered = plan
-        self.unsettled = True
+        self.pending = True
 
     def stop_soon(self) -> None:
-        """The service has seen enough."""
-        self._stop_asked = True
+        """The service has enough samples."""
+        self._stop_requested = True
 
-    def settle(self, step: int) -> None:
+    def agree(self, step: int) -> None:
         """Agree with the other ranks on whether and how to profile; `step`: the one that ended, or is to begin."""
-        self.unsettled = False
+        self.pending = False
         before = self.plan
         offered, self._offered = self._offered, None
         if offered is not None and before is None:
-            if self.together.alone or not self.together.met:
+            if self._agreement.single_rank or not self._agreement.joined:
                 self.plan = offered
             else:
-                # The others would go on, and wait for this rank in their next reduction.
+                # The others would train on, and wait for this rank in their next reduction.
                 logger.warning(
                     "the service said that this run profiles when its ranks trained already, so it goes on to its end: "
                     "start it by `tula tune`, or with TULA_MEASURE_STEPS"
                 )
-        if not self.together.met:
-            self.plan = self.together.meet(self.plan)
+        if not self._agreement.joined:
+            self.plan = self._agreement.join(self.plan)
         if before is None and self.plan is not None:
-            # What has passed stands for the warm-up.
+            # The steps so far count as warm-up.
             self.plan = ProfilePlan(max(step, self.plan.warmup_steps), self.plan.measure_steps, self.plan.precision)
 
     def may_repeat(self, step: int) -> bool:
-        """True when the loop goes over its loader again: a profiling run that needs more steps, on all ranks alike."""
+        """True when a profiling run needs more steps than its loader has; the same on all ranks."""
         if not self.measuring:
             return False
-        if not self.together.met:
-            self.settle(step)
-        return self.measuring and self.together.agreed
+        if not self._agreement.joined:
+            self.agree(step)
+        return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None) -> bool:
-        """True when the run ends with `step`; its time in seconds, or None where it was not like the others."""
+        """True when the run ends with `step`; its time in seconds, or None where it is not comparable."""
         if self.plan is None:
             return False
         if step_time_s is not None:
             self._times.append(step_time_s)
         measured = step + 1 - self.plan.warmup_steps
-        if not self.together.agreed or measured < 1:
+        if not self._agreement.agreed or measured < 1:
             return False
-        enough = self._stop_asked or (self.leads and relative_error(self._times) <= self.plan.precision)
-        if measured >= self.plan.measure_steps or self.together.decide(measured, enough):
+        enough = self._stop_requested or (self.leads and median_relative_error(self._times) <= self.plan.precision)
+        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough):
             self.stopping = True
             return True
         return False

@@ -1,7 +1,8 @@
-"""One run in one process: the moments of the loop as the training thread lives them."""
+"""What is measured in a run and when: wires `measure/` to `ship/`, on the training thread."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import weakref
 from itertools import count
@@ -9,89 +10,98 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.channel import Meeting, current_group, placed
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
-from tula_agent.forks import forget_in_children
 from tula_agent.guard import Guard, logger
+from tula_agent.measure.async_scalar import to_number
+from tula_agent.measure.comm_split import CommSplit
 from tula_agent.measure.device_clock import DeviceClock, Interval, clock_for
 from tula_agent.measure.gradients import GradientReader
-from tula_agent.measure.later import to_number
-from tula_agent.measure.memory_reports import MemoryReports, device_of
-from tula_agent.measure.shards import check_shards
-from tula_agent.measure.splitting import Splitting
-from tula_agent.measure.step_timer import StepTimer, StepTiming, batch_size_of
-from tula_agent.profiling import Profiling
-from tula_agent.ship.envelope import Envelope, encode
+from tula_agent.measure.memory import MemoryMonitor, device_of
+from tula_agent.measure.step_timer import StepTimer, batch_size_of
+from tula_agent.profiling import Profiling, StopAgreement
+from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
+from tula_agent.readings import Readings, StepTiming
 from tula_agent.ship.exporter import Exporter
-from tula_agent.ship.instruction import InstructionPoller
-from tula_agent.ship.reporter import Reporter
+from tula_agent.ship.request import SpooledRequest, encode
+from tula_agent.ship.run_poller import RunPoller
+from tula_agent.ship.step_joiner import Identity, StepJoiner
 from tula_agent.ship.transport import Reply, Transport
-from tula_agent.together import Together
-from tula_agent.watched import Watched
+from tula_agent.weak_refs import TrackedObjects
 from tula_wire import routes
 
 if TYPE_CHECKING:
-    from tula_agent.measure.comm_hook import NoiseHook
     from tula_agent.scaling.thresholds import ThresholdPoller
 
 __all__ = ["Recorder"]
 
 TRAIN_WARMUP_STEPS = 5
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
-"""Training runs send a sample of every step at first, then of every fifth, so that drift shows within 50; telemetry has
-every step."""
+"""Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 50 steps.
+Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
 
-_sessions = count()
+_recorders = count()
 
 
 class Recorder:
-    """What is measured, and when. Its methods run on the training thread under the session's guard."""
+    """One run in one process. Its methods are called on the training thread, under the run's guard.
+
+    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`. The last is called by torch
+    and catches exceptions itself; none of them takes a lock or waits.
+    """
 
     def __init__(
         self, config: AgentConfig, guard: Guard, dataset_size: int | None = None, grad_accum_steps: int | None = None
     ) -> None:
-        self.config = config = placed(config)
-        self._path = routes.RUN.format(run_id=config.run_id)
+        self.config = config = with_group_place(config)
         self.dataset_size = dataset_size
         self.guard = guard
-        self.leads = config.rank == 0  # the rank that speaks for the run
-        self.profiling = Profiling(config.plan, self.leads, guard)
+        self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.watched = Watched()
+        self.profiling = Profiling(config.plan, self.leads, guard)
+        self.readings = Readings(config.row_limit)
+        self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
-        self.reporter = Reporter(config, guard, self.boot_id, lambda: self.world_size)
-        self._session = next(_sessions)
-        self.memory = MemoryReports(guard, self.reporter, config.ranks_per_node)
-        self._gradients = GradientReader(self.reporter.rows.add_value)
-        self._splitting: Splitting | None = None
-        self._noise: weakref.ref[NoiseHook] | None = None  # the model's, whose process group it knows
+        self.memory = MemoryMonitor(config.ranks_per_node)
+        self.gradients = GradientReader()
+        self.joiner = StepJoiner(
+            self.readings,
+            config.run_id,
+            guard=guard,
+            identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
+            channel=self.channel,
+            is_training=lambda: self.plan is None,
+        )
+        self._path = routes.RUN.format(run_id=config.run_id)
+        self._number = next(_recorders)
+        self._comm_split: CommSplit | None = None
         self._device_clock: DeviceClock | None = None
-        self._begun = False
+        self._rendezvous: RankRendezvous | None = None
         self._group: weakref.ref[Any] | None = None
         self._groups = 0
-        self._ranks = config.world_size
+        self._begun = False  # in the current process group
+        self._last_world_size = config.world_size
         self._in_step = False
         self._batch_size: int | None = None
         self._last_step_s = 0.1
-        self._instruction = InstructionPoller(self._path, self.profiling.offer) if config.plan is None else None
-        self._poller: ThresholdPoller | None = None
+        self._run_poller = RunPoller(self._path, self.profiling.offer) if config.plan is None else None
+        self._threshold_poller: ThresholdPoller | None = None
         self.exporter = Exporter(
-            self._connect,
-            self.reporter.collect,
+            lambda: Transport(config.url, config.token, config.request_timeout_s),
+            self.joiner.collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
             on_reply=self._on_reply,
-            idle=self._idle if self.leads else None,
+            poll=self._poll if self.leads else None,
             flush_interval_s=config.flush_interval_s,
             queue_limit_bytes=config.queue_limit_bytes,
             spool_limit_bytes=config.spool_limit_bytes,
         )
         if self.leads:
-            self._patch({"state": "running"}, keep=False)
+            self.exporter.put(SpooledRequest("PATCH", self._path, encode({"state": "running"}), keep=False))
             self.exporter.start()
-        forget_in_children(self)
+        _finish_in_children(self)
 
     @property
     def plan(self) -> ProfilePlan | None:
@@ -103,139 +113,81 @@ class Recorder:
         """True once a profiling run has measured enough."""
         return self.profiling.stopping
 
-    def may_repeat(self) -> bool:
-        """See `Profiling.may_repeat`."""
-        repeats = not self.finished and self.profiling.may_repeat(self.timer.step)
-        self.reporter.training = self.plan is None
-        return repeats
-
     @property
     def world_size(self) -> int:
-        """As the process sees it, or saw it before its group went."""
+        """Of the default process group, or of the last one; without any, by the environment."""
         if current_group() is not None:
-            self._ranks = torch.distributed.get_world_size()
-        return self._ranks
+            self._last_world_size = torch.distributed.get_world_size()
+        return self._last_world_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """Examples per rank and micro-step as the process saw them, or was told before it saw any."""
+        """Examples per rank and micro-step as measured; by the environment before the first batch."""
         return self._batch_size or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
         """Measurements lost so far."""
-        return self.reporter.rows.dropped + self.exporter.dropped
+        return self.readings.dropped + self.exporter.dropped
 
-    # Moments of the loop.
+    def channel(self, within_s: float = 0.0) -> Channel | None:
+        """The connection to the other ranks, waiting `within_s` seconds at most; None while there is none."""
+        rendezvous = self._rendezvous
+        return None if rendezvous is None else rendezvous.channel(within_s)
 
-    def watch(self, models: list[Any], optimizers: list[Any], scaler: Any, comm_hook: bool = False) -> None:
-        """Hook the optimizers; nothing is put on the model, its communication hook stays free unless asked for.
+    def begin_at(self, epochs_before: float, known: bool) -> None:
+        """A loop begins after `epochs_before` epochs; not `known` by a script that does not report it.
 
-        Models and optimizers stay the script's: see `Watched`.
+        A restarted script that reports nothing may have loaded any checkpoint.
         """
-        del scaler  # it unscales before an optimizer's step hooks run, and a skipped step ends by counting
-        self._look_at_group()
-        for optimizer in self.watched.add(models, optimizers):
-            if hasattr(optimizer, "apply_thresholds") and self.leads and self.config.job_id and not self._polls():
-                # The script's own policy is a choice; only a user's choice for the job goes before it.
-                policy = optimizer.scripted_thresholds.policy
-                path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
-                from tula_agent.scaling.thresholds import ThresholdPoller  # loaded by the optimizer already
+        self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
-                self._poller = ThresholdPoller(path, optimizer, self.config.run_id)
+    def may_repeat(self) -> bool:
+        """See `Profiling.may_repeat`."""
+        return not self.finished and self.profiling.may_repeat(self.timer.step)
+
+    def watch(self, models: list[Any], optimizers: list[Any]) -> None:
+        """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
+        self._check_group()
+        for optimizer in self.objects.add(models, optimizers):
+            self._watch_thresholds(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_pre_hook(self.before_optimizer_step)
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
-        held = list(self.watched.models)
-        if (comm_hook or self.config.comm_hook) and self._noise is None:
-            with self.guard("the communication hook"):
-                from tula_agent.measure.comm_hook import attach  # brings much of scaling: only where it is wanted
-
-                hook = attach(held, self.leads, lambda: self.timer.step, lambda: self.timer.examples)
-                self._noise = None if hook is None else weakref.ref(hook)
-        self._count_memory(held)
-        if self._begun and models and self.reporter.meeting is not None:
-            self._split(held)
-
-    def _polls(self) -> bool:
-        return self._poller is not None and self._poller.wanted
-
-    def _count_memory(self, models: list[torch.nn.Module]) -> None:
-        if self.timer.step == 0:
-            self.memory.probe.before_training(models)
-        else:
-            self.memory.probe.before_more_training(models)
-
-    def _look_at_group(self) -> None:
-        """A second process group, made after the first was destroyed, is begun in as the first was."""
-        group = current_group()
-        known = None if self._group is None else self._group()
-        if group is None or group is known:
-            return
-        if self._group is not None:
-            self.watched.forget()
-            self._splitting = self._noise = None
-            self._gradients = GradientReader(self.reporter.rows.add_value)
-        self._begun = False
-        self._group = weakref.ref(group)
-        self._groups += 1
-        self.config = self.reporter.config = placed(self.config)
-        self.leads = self.profiling.leads = self.config.rank == 0
+        tracked = list(self.objects.models)
+        self.memory.probe.before_training(tracked, first=self.timer.step == 0)
+        if self._begun and models and self._rendezvous is not None:
+            self._start_comm_split(tracked)
 
     def begin_epoch(self, loader: Any) -> None:
-        """The loop starts over its loader."""
-        self._look_at_group()
+        """The script begins to iterate over its loader."""
+        self._check_group()
         if not self._begun:
             self._begun = True
-            self._first_epoch()
+            self._begin_in_group()
             if self.leads:
-                check_shards(loader, self.dataset_size, self.world_size)
-        for optimizer in self.watched.optimizers:
+                warn_if_unsharded_loader(loader, self.dataset_size, self.world_size)
+        for optimizer in self.objects.optimizers:
             if hasattr(optimizer, "next_epoch"):
                 optimizer.next_epoch()
         self.exporter.start()
-
-    def _first_epoch(self) -> None:
-        models = list(self.watched.models)
-        self._count_memory(models)
-        if current_group() is None and not is_launched():
-            self._ranks = 1
-        world_size = self.world_size
-        self.profiling.join(Together(None, self.guard, world_size))
-        if world_size > 1 and current_group() is not None:
-            with self.guard("finding the other ranks"):
-                self.reporter.meeting = Meeting(self.config, f"{self._session}.{self._groups}")
-                self.profiling.join(Together(self.reporter.meeting, self.guard, world_size))
-                self._split(models)
-        if self.leads and self._device_clock is None:
-            with self.guard("the device's clock"):
-                self._device_clock = clock_for(device_of(models))
-
-    def _split(self, models: list[torch.nn.Module]) -> None:
-        if self._splitting is not None:
-            self._splitting.end()
-        self._splitting = Splitting(
-            models,
-            self.reporter,
-            profiling=self.plan is not None,
-            alternate=self.config.alternate_sync,
-            grad_accum_steps=self.timer.grad_accum_steps,
-        )
 
     def want_batch(self) -> None:
         """The boundary between two micro-steps."""
         if self.finished:
             return
         self._in_step = False
-        under_way = self.timer.step
+        step = self.timer.step
         timing = self.timer.want_batch()
         clock = self._device_clock
         interval = clock.end() if clock is not None and timing is not None else None
-        if self._splitting is not None and self.guard.works("DDP's clock"):
+        if self._comm_split is not None and self.guard.works("DDP's clock"):
             with self.guard("DDP's clock"):
-                self._splitting.boundary(under_way, timing)
+                comm = self._comm_split.at_boundary(step, timing)
+                if comm is not None:
+                    self.readings.add_comm(comm)
         if timing is not None:
             self._last_step_s = timing.step_time_s
             if self._step_ended(timing, interval):
@@ -256,69 +208,16 @@ class Recorder:
             self._first_batch(size)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.watched.observers.references:
-            self.watched.show(batch)
+        if self.objects.batch_observers.references:
+            self.objects.observe_batch(batch)
 
-    def end_epoch(self) -> None:
-        """The loop is left."""
-        self._in_step = False
-        self.timer.pause()
-        if self._device_clock is not None:
-            self._device_clock.drop()
-        if self.timer.step and not self.memory.read_once and not self.finished:
-            self._read_memory()  # a short run: its model may not live to see the end
+    def more_micro_steps(self, batch: Any, count: int) -> None:
+        """`count` further micro-steps were fetched with `batch`, and have its size."""
+        self.timer.more_micro_steps(count)
+        self.objects.observe_batch(batch, count)
 
-    def log(self, values: dict[str, Any]) -> None:
-        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
-        if not self.leads or self.finished:
-            return
-        step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
-        for name, value in values.items():
-            if value is not None:
-                self.reporter.rows.add_value(step, name, to_number(value))
-
-    def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
-        """Say how the run ended and deliver what is left."""
-        self.finished = True
-        if self.timer.step:
-            self._read_memory()
-        self._let_go()
-        self.exporter.close(self.config.exit_deadline_s, self._last_words(state, message, failed_local_batch_size))
-        self.reporter.meeting = None
-        self.profiling.join(Together(None, self.guard))
-        if self.dropped:
-            logger.warning("%d measurements were dropped", self.dropped)
-
-    def _let_go(self) -> None:
-        """Hold nothing of the job any more: a model that lives into the interpreter's end can abort it (gloo).
-
-        Hooks stay and do nothing: the look-out's thread may be here while an optimizer goes through its hooks, and
-        taking one away then raises in the job.
-        """
-        if self._splitting is not None:
-            self._splitting.end()
-        self.watched.forget()
-        self._splitting = self._noise = self._device_clock = self._poller = None
-        self._gradients = GradientReader(self.reporter.rows.add_value)
-
-    def _last_words(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[Envelope]:
-        if not self.leads and state != "out_of_memory":
-            return []
-        body = {"state": state, "message": message, "dropped": self.dropped}
-        if state == "out_of_memory":
-            body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
-        told = {name: value for name, value in body.items() if value is not None}
-        return [Envelope("PATCH", self._path, encode(told))]
-
-    # Inside the moments.
-
-    def _first_batch(self, size: int) -> None:
-        self._batch_size = size
-        told = self.config.local_batch_size
-        if told is not None and told != size:
-            logger.warning("the script uses batches of %d per rank but was told %d: pass it on", size, told)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        """Step pre-hook of the watched optimizers; never raises."""
         if self.finished:
             return
         try:
@@ -327,71 +226,205 @@ class Recorder:
                 self._device_clock.optimizer()
             step = self.timer.step
             if step == 1:
-                self.memory.probe.at_optimizer(list(self.watched.models))
-            if not self.leads or step < self._gradients.due or not self.guard.works("gradients"):
+                self.memory.probe.at_optimizer(list(self.objects.models))
+            if not self.leads or step < self.gradients.due or not self.guard.works("gradients"):
                 return
-            if optimizer is self.watched.optimizers.first:
-                self._gradients.read(step, self._last_step_s, self.watched.models, optimizer)
-        except Exception as error:  # the guard's work, inlined: this runs every step
+            if optimizer is self.objects.optimizers.first:
+                for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
+                    self.readings.add_value(step, name, value)
+        except Exception as error:
             self.guard.note("gradients", error)
 
-    def _samples(self, step: int) -> bool:
-        """True when a step of this number is worth a row."""
-        return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
+    def end_epoch(self) -> None:
+        """The loop is left."""
+        self._in_step = False
+        self.timer.pause()
+        if self._device_clock is not None:
+            self._device_clock.drop()
+        if self.timer.step and not self.memory.was_read and not self.finished:
+            self._read_memory()  # a short run: its model may be freed before the end
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
+        if not self.leads or self.finished:
+            return
+        step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
+        for name, value in values.items():
+            if value is not None:
+                self.readings.add_value(step, name, to_number(value))
+
+    def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
+        """Report how the run ended, send what is left, and drop every reference to the job.
+
+        A model that lives until the interpreter shuts down can abort it (gloo). Optimizer hooks stay and do nothing:
+        the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
+        """
+        self.finished = True
+        if self.timer.step:
+            self._read_memory()
+        self._forget_objects()
+        self._device_clock = self._threshold_poller = None
+        self.exporter.close(self.config.exit_deadline_s, self._end_report(state, message, failed_local_batch_size))
+        self._rendezvous = None
+        self.profiling.use(StopAgreement(None, self.guard))
+        if self.dropped:
+            logger.warning("%d measurements were dropped", self.dropped)
+
+    # Process groups.
+
+    def _check_group(self) -> None:
+        """Begin again in a process group that was made after the first was destroyed."""
+        group = current_group()
+        known = None if self._group is None else self._group()
+        if group is None or group is known:
+            return
+        if self._group is not None:
+            self._forget_objects()
+        self._begun = False
+        self._group = weakref.ref(group)
+        self._groups += 1
+        self.config = with_group_place(self.config)
+        self.leads = self.profiling.leads = self.config.rank == 0
+
+    def _begin_in_group(self) -> None:
+        models = list(self.objects.models)
+        self.memory.probe.before_training(models, first=self.timer.step == 0)
+        if current_group() is None and not is_launched():
+            self._last_world_size = 1
+        world_size = self.world_size
+        self.profiling.use(StopAgreement(None, self.guard, world_size))
+        if world_size > 1 and current_group() is not None:
+            with self.guard("finding the other ranks"):
+                self._rendezvous = RankRendezvous.of_default_group(self.config, f"{self._number}.{self._groups}")
+                self.profiling.use(StopAgreement(self._rendezvous, self.guard, world_size))
+                self._start_comm_split(models)
+        if self.leads and self._device_clock is None:
+            with self.guard("the device's clock"):
+                self._device_clock = clock_for(device_of(models))
+
+    def _start_comm_split(self, models: list[torch.nn.Module]) -> None:
+        split = CommSplit(models, profiling=self.plan is not None)
+        self._comm_split = split if split.usable else None
+        self.readings.expects_comm = self.readings.expects_comm or split.usable
+
+    def _forget_objects(self) -> None:
+        self.objects.clear()
+        self._comm_split = None
+        self.gradients = GradientReader()
+
+    # The end of a step.
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
-        """Record a step; True when that took so long that the next step's clock should start anew."""
+        """Record a step; True when that took so long that the next step's clock should be restarted."""
         step, plan = timing.step, self.profiling.plan
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
-        # A last, smaller batch is another configuration's measurement.
+        # The last, smaller batch of an epoch belongs to another configuration.
         usual = timing.local_batch_size == self._batch_size and not timing.uneven
-        if self._splitting is not None and step >= warmup_steps:
-            usual = self._splitting.synchronised(timing) and usual
         sampled = usual and self._samples(step)
         if interval is not None:
-            self.reporter.marked(step, interval) if sampled else interval.release()
-        self.reporter.rows.add_step(timing, step < warmup_steps, sampled)
-        hook = None if self._noise is None else self._noise()
-        if hook is not None and (noise_scale := hook.news()) is not None:
-            # A TulaOptimizer that says the same of more measurements, below, has the last word.
-            self.reporter.rows.add_value(step, "gradient_noise_scale", noise_scale)
-        if self.leads and self.watched.tellers.references:
-            for name, value in self.watched.news():
-                self.reporter.rows.add_value(step, name, value)
-        read = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
-        if read:
+            self.readings.add_device(step, interval) if sampled else interval.release()
+        self.readings.add_step(timing, step < warmup_steps, sampled)
+        if self.leads and self.objects.telemetry_sources.references:
+            for name, value in self.objects.changed_values():
+                self.readings.add_value(step, name, value)
+        took_long = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
+        if took_long:
             self._read_memory()
         if step < warmup_steps:
-            return read
-        if self.profiling.unsettled:
-            self.profiling.settle(step)
-            plan = self.profiling.plan
-            self.reporter.training = plan is None
-            read = True
-        if plan is not None and self.profiling.ends(step, timing.step_time_s if usual else None):
-            if self._splitting is not None:
-                self._splitting.end()
+            return took_long
+        return self._profile(step, timing.step_time_s if usual else None) or took_long
+
+    def _profile(self, step: int, step_time_s: float | None) -> bool:
+        """Let the profiling plan see a step after warm-up; True where that takes long."""
+        pending = self.profiling.pending
+        if pending:
+            self.profiling.agree(step)
+        if self.plan is None:
+            return pending
+        if self.profiling.ends(step, step_time_s):
             self._read_memory()
             self.exporter.wake()
-        return read or plan is not None
+        return True
+
+    def _samples(self, step: int) -> bool:
+        """True when a step of this number becomes a sample."""
+        return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
+
+    def _first_batch(self, size: int) -> None:
+        self._batch_size = size
+        configured = self.config.local_batch_size
+        if configured is not None and configured != size:
+            logger.warning("the script uses batches of %d per rank, but the run's are %d: pass it on", size, configured)
 
     def _read_memory(self) -> None:
-        last = max(0, self.timer.step - 1)
-        self.memory.read(last, list(self.watched.models), list(self.watched.optimizers))
+        """Some tens of microseconds. Never raises."""
+        if not self.guard.works("memory"):
+            return
+        with self.guard("memory"):
+            memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
+            self.readings.memory = memory.to_wire()
+            largest = self.memory.largest_local_batch_size()
+            if largest is not None:
+                step = max(0, self.timer.step - 1)
+                self.readings.add_value(step, "largest_local_batch_size", float(largest))
 
-    # On the shipping thread.
+    def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
+        if not self.leads and state != "out_of_memory":
+            return []
+        body = {"state": state, "message": message, "dropped": self.dropped}
+        if state == "out_of_memory":
+            body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
+        known = {name: value for name, value in body.items() if value is not None}
+        return [SpooledRequest("PATCH", self._path, encode(known))]
 
-    def _connect(self) -> Transport:
-        return Transport(self.config.url, self.config.token, self.config.request_timeout_s)
+    # Gradient scaling's thresholds, and the shipping thread.
 
-    def _patch(self, body: dict[str, Any], keep: bool = True) -> None:
-        self.exporter.put(Envelope("PATCH", self._path, encode(body), 0, keep))
+    def _watch_thresholds(self, optimizer: Any) -> None:
+        if not (hasattr(optimizer, "apply_thresholds") and self.leads and self.config.job_id):
+            return
+        if self._threshold_poller is not None and self._threshold_poller.wanted:
+            return
+        from tula_agent.scaling.thresholds import ThresholdPoller  # the optimizer has imported it already
 
-    def _idle(self, transport: Transport) -> None:
-        for poller in (self._instruction, self._poller):
+        # The policy that the script names is a choice; only one that a user set for the job goes before it.
+        policy = optimizer.scripted_thresholds.policy
+        path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
+        self._threshold_poller = ThresholdPoller(path, optimizer, self.config.run_id)
+
+    def _poll(self, transport: Transport) -> None:
+        for poller in (self._run_poller, self._threshold_poller):
             if poller is not None:
                 poller.poll(transport)
 
-    def _on_reply(self, envelope: Envelope, reply: Reply) -> None:
-        if envelope.method == "POST" and reply.body and reply.body.get("stop") is True:
+    def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
+        if request.method == "POST" and reply.body and reply.body.get("stop") is True:
             self.profiling.stop_soon()
+
+
+def warn_if_unsharded_loader(loader: Any, dataset_size: int | None, world_size: int) -> None:
+    """Warn when an epoch of all ranks reads far more than `dataset_size` examples; silent where that is unknown."""
+    size = getattr(loader, "batch_size", None)
+    if world_size < 2 or not dataset_size or not isinstance(size, int) or not hasattr(loader, "__len__"):
+        return
+    seen = len(loader) * size * world_size
+    if seen > 1.5 * dataset_size + size * world_size:
+        logger.warning(
+            "an epoch reads %d examples of %d: give the loader a DistributedSampler, or every rank reads all",
+            seen,
+            dataset_size,
+        )
+
+
+def _finish_in_children(recorder: Recorder) -> None:
+    """In a forked child (a data loading process) the recorder is finished, and its exporter's queue is empty."""
+    if not hasattr(os, "register_at_fork"):
+        return
+    reference = weakref.ref(recorder)
+
+    def in_child() -> None:
+        inherited = reference()
+        if inherited is not None:
+            inherited.finished = True
+            inherited.exporter.reset_in_child()
+
+    os.register_at_fork(after_in_child=in_child)

@@ -62,9 +62,3 @@ def test_a_start_in_the_place_of_another_is_known_as_such() -> None:
     starts = [{}, {"TULA_RESTART": "0"}, {"TULA_RESTART": "1"}, {"TORCHELASTIC_RESTART_COUNT": "2"}]
     configs = [read_config({**BASE, **told}) for told in starts]
     assert [config is not None and config.restarted for config in configs] == [False, False, True, True]
-
-
-def test_the_communication_hook_is_taken_only_when_asked_for() -> None:
-    asked = [{}, {"TULA_COMM_HOOK": "0"}, {"TULA_COMM_HOOK": "false"}, {"TULA_COMM_HOOK": "1"}]
-    configs = [read_config({**BASE, **told}) for told in asked]
-    assert [config is not None and config.comm_hook for config in configs] == [False, False, False, True]

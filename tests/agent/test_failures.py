@@ -129,14 +129,13 @@ def test_a_fork_while_the_queue_is_full_sends_nothing_twice(sink: Sink, launch: 
 
 
 def test_a_full_queue_drops_the_newest_rows_and_says_how_many() -> None:
-    from tula_agent.measure.step_timer import StepTiming
-    from tula_agent.ship.columns import Rows
+    from tula_agent.readings import Readings, StepTiming
 
-    rows = Rows(limit=10)
+    readings = Readings(limit=10)
     for step in range(25):
-        rows.add_step(StepTiming(step, 0.1, 0.0, 1, 8, False), warmup=False)
-    assert [timing.step for timing, _, _ in rows.take_steps()] == list(range(10))
-    assert rows.dropped == 15
+        readings.add_step(StepTiming(step, 0.1, 0.0, 1, 8, False), warmup=False)
+    assert [timing.step for timing, _, _ in readings.take_steps()] == list(range(10))
+    assert readings.dropped == 15
 
 
 def test_the_same_run_is_whole_when_the_service_starts_late(launch: Launch, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tula_agent.callbacks._names import columns
-from tula_agent.session import Run, init
+from tula_agent.run import Run, init
 
 if TYPE_CHECKING:
 
@@ -83,7 +83,7 @@ class TulaCallback(Callback):
         """Lightning ends some processes itself: say why while there is time."""
         if self.run is None:
             return
-        from tula_agent.out_of_memory import is_out_of_memory
+        from tula_agent.oom_watch import is_out_of_memory
 
         if is_out_of_memory(exception):
             self.run.report_out_of_memory(exception)

@@ -1,4 +1,4 @@
-"""The folders of checkpoints on disk: which are complete, where the next one goes, which may be deleted."""
+"""Checkpoint folders on disk: which are complete, the name of the next one, which may be deleted."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["KEEP", "begin", "delete", "facts_of", "newer_than", "newest", "seal", "superseded", "write"]
+__all__ = ["KEEP", "create", "delete", "facts_of", "newer_than", "newest", "seal", "superseded", "write"]
 
 KEEP: Final = 2
 """Complete checkpoints that are kept; older ones are deleted once a newer one is complete.
 
-One more is kept: the newest that was made under other settings of gradient scaling, to which `roll_back` goes.
+One more is kept: the newest under other settings of gradient scaling, which `roll_back` loads.
 """
 
 _COMPLETE: Final = "complete.json"
 _UNKNOWN: Final = object()
-_OURS: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
+_NAME: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 
 
-def begin(root: Path, step: int) -> Path:
-    """An empty folder below `root` for a checkpoint of `step`: what a crash left goes, what is complete stays.
+def create(root: Path, step: int) -> Path:
+    """An empty folder below `root` for a checkpoint of `step`; an unfinished one of that name is deleted.
 
-    It is newer than every complete one of that step: the names of those deleted since are not taken again.
+    Its name is newer than that of every complete checkpoint of the same step.
     """
-    again = 1 + max((age for of, age in map(_age, _complete(root)) if of == step), default=0)
-    folder = root / (f"step-{step:010d}" if again == 1 else f"step-{step:010d}.{again}")
+    number = 1 + max((age for of, age in map(_age, _complete(root)) if of == step), default=0)
+    folder = root / (f"step-{step:010d}" if number == 1 else f"step-{step:010d}.{number}")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -39,12 +39,12 @@ def begin(root: Path, step: int) -> Path:
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Let `folder` be read from now on."""
+    """Mark `folder` as complete, with `facts`."""
     _replace(folder / _COMPLETE, lambda path: path.write_text(json.dumps(facts)))
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What `seal` was given."""
+    """The facts that `seal` wrote."""
     facts: dict[str, Any] = json.loads((folder / _COMPLETE).read_text())
     return facts
 
@@ -55,27 +55,27 @@ def newest(root: Path, *, not_after: int | None = None) -> Path | None:
 
 
 def newer_than(folder: Path) -> list[Path]:
-    """Complete checkpoints beside `folder` that were made after it."""
+    """Complete checkpoints in the same directory that were made after `folder`."""
     return [path for path in _complete(folder.parent) if _age(path) > _age(folder)]
 
 
 def superseded(folder: Path) -> list[Path]:
-    """What may go now that `folder` is complete.
+    """Folders to delete now that `folder` is complete.
 
-    That is all but the newest of the last steps and the newest under other scaling settings than `folder`'s, and what
-    crashes left unfinished before it.
+    All but the newest of the last KEEP steps and the newest under other scaling settings than `folder`'s; also older
+    unfinished ones.
     """
     found = _complete(folder.parent)
     last_of_step = list({_age(path)[0]: path for path in found}.values())
-    of_now = _settings(folder)
-    other = [path for path in last_of_step if _settings(path) not in (of_now, _UNKNOWN)]
+    current = _settings(folder)
+    other = [path for path in last_of_step if _settings(path) not in (current, _UNKNOWN)]
     kept = {folder, *last_of_step[-KEEP:], *other[-1:]}
-    unfinished = [path for path in _ours(folder.parent) if path not in found and _age(path) < _age(folder)]
+    unfinished = [path for path in _all(folder.parent) if path not in found and _age(path) < _age(folder)]
     return [*(path for path in found if path not in kept), *unfinished]
 
 
 def delete(folder: Path) -> None:
-    """As far as it can be deleted; first of all it counts as complete no more, for that may be all that time allows."""
+    """Delete what can be deleted; the mark of completeness first, since the process may be killed in between."""
     try:
         (folder / _COMPLETE).unlink(missing_ok=True)
     except OSError:
@@ -84,12 +84,12 @@ def delete(folder: Path) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    """`value` in torch's format under the name `path`, or nothing under that name."""
+    """Write `value` in torch's format; a crash leaves nothing under the name `path`."""
     _replace(path, lambda new: torch.save(value, new))
 
 
 def _replace(path: Path, fill: Callable[[Path], object]) -> None:
-    """Write beside `path`, bring it to disk, then take its name: a crash leaves no half file under that name."""
+    """Write to another name, fsync, then rename: a crash leaves no half file under `path`."""
     new = path.with_name(f".{path.name}.new")
     fill(new)
     with new.open("rb") as file:
@@ -97,17 +97,17 @@ def _replace(path: Path, fill: Callable[[Path], object]) -> None:
     new.replace(path)
 
 
-def _ours(root: Path) -> list[Path]:
-    """Oldest first; a copy that someone put beside them under another name is none of ours."""
-    return sorted((path for path in root.glob("step-*") if _OURS.fullmatch(path.name)), key=_age)
+def _all(root: Path) -> list[Path]:
+    """All checkpoint folders, oldest first; copies under other names are ignored."""
+    return sorted((path for path in root.glob("step-*") if _NAME.fullmatch(path.name)), key=_age)
 
 
 def _complete(root: Path) -> list[Path]:
-    return [path for path in _ours(root) if (path / _COMPLETE).exists()]
+    return [path for path in _all(root) if (path / _COMPLETE).exists()]
 
 
 def _settings(folder: Path) -> Any:
-    """Of gradient scaling; unknown where they cannot be read, which is nothing to end a training for."""
+    """The settings of gradient scaling; _UNKNOWN where they cannot be read, since training can continue without."""
     try:
         return facts_of(folder).get("scaling")
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _settings(folder: Path) -> Any:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    """Its step, and which one of that step it is."""
-    match = _OURS.fullmatch(folder.name)
+    """Step, and number among the checkpoints of that step."""
+    match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)

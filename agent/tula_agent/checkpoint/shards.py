@@ -15,37 +15,37 @@ FOLDER: Final = "shards"
 
 
 def save_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:
-    """What every rank must do, one after the other and each only where the one before succeeded on all ranks.
+    """Functions that every rank must call in this order, each only if the one before succeeded on all ranks.
 
-    They meet in collectives of torch inside: a rank that failed by itself must not leave the others alone in there.
+    They contain collectives of torch: a rank that failed before would leave the others waiting.
     """
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def write() -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        with _failures_named():
-            save(held, checkpoint_id=str(folder / FOLDER))
+        with _plain_errors():
+            save(state, checkpoint_id=str(folder / FOLDER))
 
-    return [lambda: held.update(_gathered(model, optimizer)), write]
+    return [lambda: state.update(_gathered(model, optimizer)), write]
 
 
 def load_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:
-    """As `save_parts`, the other way round."""
-    held: dict[str, Any] = {}
+    """The functions that load what those of `save_parts` wrote; the same rules hold."""
+    state: dict[str, Any] = {}
 
     def read() -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        with _failures_named():
-            load(held, checkpoint_id=str(folder / FOLDER))
+        with _plain_errors():
+            load(state, checkpoint_id=str(folder / FOLDER))
 
-    def put() -> None:
+    def apply() -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        set_state_dict(model, _inner(optimizer), model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        set_state_dict(model, _inner(optimizer), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
-    return [lambda: held.update(_gathered(model, optimizer)), read, put]
+    return [lambda: state.update(_gathered(model, optimizer)), read, apply]
 
 
 def _gathered(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def _gathered(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _failures_named() -> Iterator[None]:
-    """torch tells all ranks of a failure, in an exception that is no `Exception` and holds every rank's stack."""
+def _plain_errors() -> Iterator[None]:
+    """Raise RuntimeError with the first rank's cause: torch's own is no `Exception` and holds every rank's stack."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -68,5 +68,5 @@ def _failures_named() -> Iterator[None]:
 
 
 def _inner(optimizer: Any) -> Any:
-    """What holds the sharded state; factors of gradient scaling are estimated anew after a sharded resume."""
+    """The optimizer with the sharded state; factors of gradient scaling are estimated again after a sharded resume."""
     return () if optimizer is None else getattr(optimizer, "optimizer", optimizer)

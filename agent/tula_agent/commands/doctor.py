@@ -171,10 +171,10 @@ def _clock(date: str | None, before: float, after: float) -> Iterator[Finding]:
 
 
 def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
-    from tula_agent.config import _default_spool
+    from tula_agent.config import default_spool_dir
     from tula_agent.ship.spool import spool_files
 
-    spool = Path(environ.get("TULA_SPOOL_DIR") or _default_spool())
+    spool = Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir())
     try:
         spool.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = spool / f".doctor-{os.getpid()}"

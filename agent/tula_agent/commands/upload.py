@@ -41,23 +41,23 @@ def upload_spool(directory: Path, transport: Transport, *, rejected: bool = Fals
         with taken.open("rb") as file:
             lock(file.fileno(), wait=True)  # a writer that is still at it finishes first, and then starts a new file
             refused = []
-            for envelope in read_records(taken):
-                reply = transport.send(envelope)
+            for request in read_records(taken):
+                reply = transport.send(request)
                 if reply.verdict == "retry":
                     done.left += 1
                     done.why = reply.detail or f"status {reply.status}"
                     return done
                 done.requests += 1
-                if reply.verdict == "refused" and not (envelope.method == "PATCH" and reply.status == _CONFLICT):
-                    refused.append(envelope)
+                if reply.verdict == "refused" and not (request.method == "PATCH" and reply.status == _CONFLICT):
+                    refused.append(request)
                     done.refused += 1
                     done.why = reply.detail or f"status {reply.status}"
         if refused:
             from tula_agent.ship.spool import Spool
 
             keeper = Spool(taken.with_name(taken.name.split(".")[0] + REJECTED), 2**40)
-            for envelope in refused:
-                keeper.append(envelope)
+            for request in refused:
+                keeper.append(request)
         taken.unlink()
         done.files += 1
     return done

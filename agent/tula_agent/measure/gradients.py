@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
-from tula_agent.measure.later import Later, to_number
+from tula_agent.measure.async_scalar import PendingScalar, to_number
 from tula_agent.torch_private import foreach_norm, is_sharded
 
 __all__ = ["GradientReader", "NormSampler", "squared_norm"]
 
 SHARE_OF_STEP = 2e-4
-"""What reading norms may cost, as a share of the step time..."""
+"""Budget for reading norms, as a share of the step time..."""
 MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
-"""...but per step never above nor below these."""
+"""...within these bounds per step."""
 
 
 def squared_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """|G|^2 over dense gradients, a scalar on their device; nothing is brought to the host.
+    """|G|^2 over dense gradients, a scalar on their device; nothing is copied to the host.
 
     `foreach_norm` takes a `dtype` only from torch 2.4, so half precision is summed per tensor.
-    Tensors of other devices and sparse ones are added one by one.
+    Norms on other devices are copied one by one; sparse gradients are left out.
     """
     dense = [g for g in gradients if not g.is_sparse]
     if not dense:
@@ -61,8 +61,8 @@ class NormSampler:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """|G|^2 of this step and, with the step before it, its gradient variability (equation 5), both on the device.
 
-        Remembers what reading cost; the second of a pair sets the time of the next. loss_scale: of a GradScaler that
-        leaves it to a fused optimizer to unscale.
+        The second step of a pair sets the time of the next pair by what reading cost. loss_scale: that of a GradScaler
+        which leaves unscaling to a fused optimizer.
         """
         started = time.perf_counter()
         squared = squared_norm(gradients)
@@ -75,7 +75,7 @@ class NormSampler:
         (before, first), self._first = self._first, None
         allowed = min(MAX_COST_S, max(MIN_COST_S, SHARE_OF_STEP * step_time_s))
         affordable = math.ceil(self._spent / allowed)
-        # The first pair pays for kernels being loaded: what it cost says little about the next.
+        # The first pair pays for loading kernels: its cost says little about the next.
         self.interval = max(2, affordable if self.due else min(affordable, 10))
         self.due = step - 1 + self.interval
         self._spent = 0.0
@@ -83,30 +83,35 @@ class NormSampler:
 
 
 class GradientReader:
-    """Reads the first optimizer's gradients just before it steps, from step `due` on (asked without a call)."""
+    """Reads the first optimizer's gradients just before it steps, from step `due` on.
 
-    def __init__(self, say: Callable[[int, str, float | Later], None]) -> None:
+    `due` is an attribute, so that a step without a reading costs one comparison; it is infinite for sharded parameters,
+    whose norm would take a collective while only the first rank reads.
+    """
+
+    def __init__(self) -> None:
         self.due: float = 0
-        self._say = say
+        self.interval = 1
         self._norms = NormSampler()
         self._sharded: bool | None = None
 
     def read(
         self, step: int, step_time_s: float, models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Says `grad_norm` and, of the second of a pair, `gradient_variability` (equation 5). Nothing of sharded ones.
+    ) -> list[tuple[str, float | PendingScalar]]:
+        """`grad_norm` and, at the second step of a pair, `gradient_variability` (equation 5), by name.
 
         step_time_s: of the step before, seconds.
         """
         if self._sharded is None:
-            held = (p for group in optimizer.param_groups for p in group["params"])
-            self._sharded = is_sharded(held, models)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._sharded = is_sharded(parameters, models)
         if self._sharded:
             self.due = math.inf
-            return  # its norm takes a collective, and only this rank is here
+            return []
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         squared, variability = self._norms.read(step, step_time_s, gradients, getattr(optimizer, "grad_scale", None))
-        self.due = self._norms.due
-        self._say(step, "grad_norm", to_number(squared, root=True))
+        self.due, self.interval = self._norms.due, self._norms.interval
+        values = [("grad_norm", to_number(squared, root=True))]
         if variability is not None:
-            self._say(step, "gradient_variability", to_number(variability))
+            values.append(("gradient_variability", to_number(variability)))
+        return values

@@ -1,4 +1,4 @@
-"""Memory of this rank by component (equation 3): static parts by counting, peaks by asking allocator or kernel."""
+"""Memory of this rank by component (equation 3): static parts by counting, peaks from the allocator or the kernel."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any, Literal
 
 import torch
 
-from tula_agent.torch_private import local_part, nvml_device_index
+from tula_agent.guard import logger
+from tula_agent.measure.step_timer import batch_bytes
+from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
+from tula_wire.memory import largest_local_batch_size, static_bytes
 
 __all__ = [
     "Memory",
+    "MemoryMonitor",
     "MemoryProbe",
     "capacity_bytes",
+    "device_of",
     "gradient_bytes",
     "optimizer_bytes",
     "parameter_bytes",
@@ -25,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by component; None where nothing is known. Field for field the wire's `MemoryBreakdown`."""
+    """Bytes by component; None where unknown. Field for field the wire's `MemoryBreakdown`."""
 
     method: Literal["cuda_allocator", "peak_rss"]
     peak_bytes: int
@@ -39,12 +44,12 @@ class Memory:
     capacity_bytes: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """Without what is not known."""
+        """The known components."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def _size(tensor: torch.Tensor) -> int:
-    # FSDP2 and tensor parallelism hold a shard: count what this rank holds.
+    """Bytes that this rank holds of `tensor`: with FSDP 2 and tensor parallelism, its shard."""
     local = local_part(tensor)
     return int(local.numel() * local.element_size())
 
@@ -88,7 +93,7 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
-    """What this rank may use: the device's memory, or its share of the host's under the control group's limit."""
+    """Bytes that this rank may use: the device's memory, or its share of the host's under the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -103,7 +108,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 def _context_bytes(device: torch.device) -> int | None:
     """CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
 
-    In a container NVML may tell process ids of outside; a process that is alone on the device is ours all the same.
+    In a container NVML may answer process ids of the host; a single process on the device is taken for this one.
     """
     try:
         import pynvml
@@ -119,7 +124,7 @@ def _context_bytes(device: torch.device) -> int | None:
 
 
 def _nvml_device(pynvml: Any, device: torch.device) -> Any:
-    """NVML counts devices as the machine has them, torch as CUDA_VISIBLE_DEVICES leaves them: so, by name (UUID)."""
+    """By UUID, since NVML numbers all devices of the machine and torch those in CUDA_VISIBLE_DEVICES."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:  # torch before 2.4
         index = nvml_device_index(device)
@@ -128,11 +133,25 @@ def _nvml_device(pynvml: Any, device: torch.device) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")
 
 
+def bucket_bytes(models: Iterable[torch.nn.Module]) -> int:
+    """Bytes of DDP's buckets where they copy the gradients: allocated at every batch size, counted nowhere else."""
+    return gradient_bytes([m for m in ddp_models(models) if not getattr(m, "gradient_as_bucket_view", False)])
+
+
+def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of the first parameter; without one, CUDA if the process has initialised it, else the CPU."""
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if cuda else "cpu")
+
+
 class MemoryProbe:
-    """Reads memory at the few moments when its parts can be told apart. Nothing here runs per step.
+    """Counts the components at the few moments when each can be told from the others; none of them is per step.
 
     `before_training` once the model is built; `at_optimizer` while gradients exist; `breakdown` when a report is due.
-    What was counted is remembered, for a report at the end, when the script has let its model go.
+    What was counted is kept for a report at the end, when the script has freed its model.
     """
 
     def __init__(self, ranks_per_node: int = 1) -> None:
@@ -143,22 +162,19 @@ class MemoryProbe:
         self._state: int | None = None
         self._batch: int | None = None
 
-    def before_training(self, models: list[torch.nn.Module]) -> None:
-        """Note what is resident before the first forward."""
-        self._resident_before = resident_bytes()
-        self.before_more_training(models)
-
-    def before_more_training(self, models: list[torch.nn.Module]) -> None:
-        """Other models are trained now, in a process that has held activations before."""
+    def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
+        """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
+        if first:
+            self._resident_before = resident_bytes()
         if models:
             self._parameters = parameter_bytes(models)
 
     def at_optimizer(self, models: list[torch.nn.Module]) -> None:
-        """Gradients exist now; later they may be set to None."""
+        """Count the gradients: they exist now, and may be set to None afterwards."""
         self._gradients = gradient_bytes(models)
 
     def saw_batch(self, size_bytes: int, loader: Any) -> None:
-        """Bytes of a batch and of those that the loader's workers hold ready."""
+        """Count a batch, and those that the loader's workers prefetch."""
         workers = getattr(loader, "num_workers", 0) or 0
         ahead = workers * (getattr(loader, "prefetch_factor", None) or 0)
         self._batch = size_bytes * (1 + int(ahead))
@@ -166,13 +182,13 @@ class MemoryProbe:
     def breakdown(
         self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device
     ) -> Memory:
-        """The components as known now; activations are the peak less everything static."""
+        """The components as known now; activations are the peak without everything static."""
         if self._parameters is None and models:
             self._parameters = parameter_bytes(models)
         if optimizers:
             self._state = optimizer_bytes(optimizers)
         parameters, state = self._parameters, self._state
-        static = (parameters or 0) + (self._gradients or 0) + (state or 0)
+        static = int(static_bytes(parameters, self._gradients, state))
         known = parameters is not None
         if device.type == "cuda":
             peak = int(torch.cuda.max_memory_allocated(device))
@@ -203,3 +219,67 @@ class MemoryProbe:
             context_bytes=context,
             capacity_bytes=capacity_bytes(device, self._ranks_per_node),
         )
+
+
+class MemoryMonitor:
+    """Reads the components and predicts the largest local batch that fits, before it is tried.
+
+    `largest_seen` is the largest batch so far: the peak belongs to it.
+    """
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.probe = MemoryProbe(ranks_per_node)
+        self.largest_seen = 0
+        self._device: torch.device | None = None
+        self._buckets = 0
+        self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
+        self._static = 0.0
+        self._capacity = 0
+        self._logged = False
+
+    @property
+    def was_read(self) -> bool:
+        """True once memory was read."""
+        return self._device is not None
+
+    def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
+        """A batch of `size` examples, larger than all before it."""
+        self.largest_seen = size
+        self.probe.saw_batch(batch_bytes(batch), loader)
+
+    def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> Memory:
+        """Read what is allocated now and at its peak; some tens of microseconds."""
+        if models or self._device is None:
+            self._device = device_of(models)
+            # On a host, buckets are resident before training begins, or never were touched.
+            self._buckets = bucket_bytes(models) if self._device.type == "cuda" else 0
+        memory = self.probe.breakdown(models, optimizers, self._device)
+        if self.largest_seen:
+            self.observe(memory, self.largest_seen, self._buckets)
+        return memory
+
+    def observe(self, memory: Memory, local_batch_size: int, fixed_bytes: int = 0) -> None:
+        """Keep the peak after steps with at most `local_batch_size` examples; ignored where a component is unknown.
+
+        fixed_bytes: allocated at every batch size, but part of `activation_bytes`.
+        """
+        if memory.activation_bytes is None or memory.gradient_bytes is None or memory.capacity_bytes is None:
+            return
+        self._capacity = memory.capacity_bytes
+        self._static = static_bytes(
+            memory.parameter_bytes,
+            memory.gradient_bytes,
+            memory.optimizer_bytes,
+            context_bytes=memory.context_bytes,
+            fixed_bytes=fixed_bytes,
+        )
+        growing = memory.activation_bytes + (memory.batch_bytes or 0) - fixed_bytes
+        self._growing[local_batch_size] = max(0, growing)
+
+    def largest_local_batch_size(self) -> int | None:
+        """The largest batch that should fit, at least the largest that did; None while too little is known."""
+        answer = largest_local_batch_size(self._capacity, self._static, self._growing)
+        if answer is not None and not self._logged:
+            self._logged = True
+            logger.info("batches of up to %d examples per rank should fit into memory", answer)
+        return answer

@@ -6,20 +6,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["StepTimer", "StepTiming", "batch_bytes", "batch_size_of", "relative_error", "tensors_in"]
+from tula_agent.readings import StepTiming
 
-
-class StepTiming(NamedTuple):
-    """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included."""
-
-    step: int
-    step_time_s: float
-    input_time_s: float
-    micro_steps: int
-    local_batch_size: int | None
-    uneven: bool
+__all__ = ["StepTimer", "batch_bytes", "batch_size_of", "median_relative_error", "tensors_in"]
 
 
 class StepTimer:
@@ -29,7 +20,7 @@ class StepTimer:
     `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by that count too.
     """
 
-    # Training has swept the caches when it comes here: slots, and few calls, cost half of what is usual.
+    # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = ("_clock", "_expected", "_input", "_sizes", "_started", "_stepped", "_wanted", "step", "watched")
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,18 +36,13 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-steps per step as told or, where nobody told, as seen."""
+        """Micro-steps per step: configured or, if not, observed."""
         return self._expected or 1
 
     @property
     def between_steps(self) -> bool:
         """True from a step's end until the next one's first batch."""
         return not self._sizes
-
-    @property
-    def examples(self) -> int:
-        """Of this rank in the step under way, so far; a batch of unknown size counts as one."""
-        return sum(size or 1 for size in self._sizes)
 
     def optimizer_stepped(self) -> None:
         """An optimizer's step has been called since the last boundary."""
@@ -81,28 +67,29 @@ class StepTimer:
         return timing
 
     def batch_ready(self, local_batch_size: int | None) -> None:
-        """The loader handed a batch over."""
+        """The loader has delivered a batch."""
         self._input += self._clock() - self._wanted
         self._sizes.append(local_batch_size)
 
     def more_micro_steps(self, count: int) -> None:
-        """The batches of further micro-steps came along with the last one and are of its size."""
+        """`count` further micro-steps were fetched with the last batch and have its size."""
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """The loop is left: what happens until its next batch (evaluation, a checkpoint) is nobody's step."""
+        """The loop is left: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
         self._started, self._input, self._sizes, self._stepped = None, 0.0, [], False
 
     def restart(self) -> None:
-        """What the agent itself did since the boundary is not the next step's."""
+        """Begin the next step now, so that the agent's own work since the boundary does not count."""
         if self._started is not None and not self._sizes:
             self._started = self._wanted = self._clock()
 
 
-def relative_error(times_s: Sequence[float]) -> float:
+def median_relative_error(times_s: Sequence[float]) -> float:
     """Half-width of a 95 % interval of the median step time over that median; infinite below eight steps.
 
-    The spread is the median absolute deviation, so that one hiccup does not keep a run going.
+    The spread is the median absolute deviation, so that one slow step does not prolong a run. The service decides by
+    the trimmed mean of the run's steps (`tula_service.perfmodel`); this is the agent's own check without NumPy.
     """
     if len(times_s) < 8:
         return math.inf
@@ -112,8 +99,8 @@ def relative_error(times_s: Sequence[float]) -> float:
 
 
 def batch_size_of(batch: Any, loader: Any = None) -> int | None:
-    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's own batch size."""
-    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, at no cost
+    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's `batch_size`."""
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
     if shape:
         return int(shape[0])
@@ -130,7 +117,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[Any]:
-    """Tensors inside nested mappings, sequences and dataclasses, first come first; at most `depth` levels down."""
+    """Tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
     if hasattr(value, "element_size") and hasattr(value, "shape"):
         return [value]
     if depth == 0 or isinstance(value, (str, bytes)):

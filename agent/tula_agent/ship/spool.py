@@ -1,4 +1,4 @@
-"""Requests kept on disk while the service is away: append-only, bounded, and readable up to any torn byte."""
+"""Requests on disk while the service is away: append-only, bounded, and readable where a crash tore a record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tula_agent.ship.envelope import Envelope
+from tula_agent.ship.request import SpooledRequest
 
 __all__ = ["REJECTED", "SUFFIX", "TAKEN", "Spool", "lock", "read_records", "spool_files"]
 
@@ -21,11 +21,11 @@ SUFFIX = ".spool"
 REJECTED = ".rejected"
 TAKEN = ".uploading"
 LOCK_WITHIN_S = 0.5
-"""How long a write waits for another one; `tula upload` locks for longer, but a file that it has moved away first."""
+"""How long a write waits for another one; `tula upload` locks for longer, but renames a file before that."""
 
 
 class Spool:
-    """One file of this process. Created with the first record; gone once everything in it has been sent.
+    """One file of this process: created with the first record, deleted once everything in it has been sent.
 
     A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out.
     Raises OSError when the disk refuses; returns False from `append` when the bound is reached.
@@ -33,19 +33,19 @@ class Spool:
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self.path = path
-        self._limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._size = 0
 
     @property
     def empty(self) -> bool:
-        """True when nothing waits."""
+        """True when it holds nothing."""
         return self._size == 0
 
-    def append(self, envelope: Envelope) -> bool:
+    def append(self, request: SpooledRequest) -> bool:
         """Add one request; False when there is no room."""
-        payload = envelope.to_record()
+        payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
-        if len(payload) > _MAX_RECORD or self._size + len(record) > self._limit:
+        if len(payload) > _MAX_RECORD or self._size + len(record) > self.limit_bytes:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = self._open()
@@ -68,7 +68,7 @@ class Spool:
         while True:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                # `tula upload` moves a file away before it locks it, and may have done so since it was opened.
+                # `tula upload` renames a file before it locks it, and may have done so since it was opened.
                 if lock(descriptor, wait=False) and self.path.stat().st_ino == os.fstat(descriptor).st_ino:
                     return descriptor
             except FileNotFoundError:
@@ -78,21 +78,21 @@ class Spool:
                 raise OSError(errno.EAGAIN, "another process holds the spool's lock", str(self.path))
             time.sleep(0.001)
 
-    def envelopes(self) -> Iterator[Envelope]:
-        """What waits, oldest first."""
+    def requests(self) -> Iterator[SpooledRequest]:
+        """What it holds, oldest first."""
         if self.path.exists():
             yield from read_records(self.path)
 
     def clear(self) -> None:
-        """Forget everything: it has been sent."""
+        """Delete everything: it has been sent."""
         self.path.unlink(missing_ok=True)
         self._size = 0
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Have the file alone: once another has done with it, or, without waiting, False while another has it.
+    """Lock the file for this process, or, without waiting, answer False while another process has the lock.
 
-    Where the file system has no locks, go on without.
+    True where the file system has no locks.
     """
     try:
         import fcntl
@@ -105,8 +105,8 @@ def lock(descriptor: int, *, wait: bool) -> bool:
     return True
 
 
-def read_records(path: Path) -> Iterator[Envelope]:
-    """Every whole record of `path`, oldest first; a torn or damaged one is skipped and reading goes on at the next."""
+def read_records(path: Path) -> Iterator[SpooledRequest]:
+    """Every whole record of `path`, oldest first; a torn or damaged one is skipped."""
     data = path.read_bytes()
     at = 0
     while 0 <= at <= len(data) - _HEAD.size:
@@ -115,7 +115,7 @@ def read_records(path: Path) -> Iterator[Envelope]:
         if magic == _MAGIC and length <= _MAX_RECORD and len(payload) == length and zlib.crc32(payload) == checksum:
             at += _HEAD.size + length
             try:
-                yield Envelope.from_record(payload)
+                yield SpooledRequest.from_record(payload)
             except ValueError:
                 continue
         else:
@@ -123,7 +123,7 @@ def read_records(path: Path) -> Iterator[Envelope]:
 
 
 def spool_files(directory: Path, rejected: bool = False) -> list[Path]:
-    """Spool files in `directory`, oldest first; with `rejected`, what the service once refused too."""
+    """Spool files in `directory`, oldest first; with `rejected`, also requests that the service has refused."""
     endings = (SUFFIX, TAKEN, REJECTED) if rejected else (SUFFIX, TAKEN)
     found = [path for path in directory.iterdir() if path.suffix in endings]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))

@@ -1,24 +1,27 @@
-"""One HTTP exchange with the service, judged: delivered, refused, or to be tried again."""
+"""One HTTP exchange with the service and its verdict: delivered, refused, or to be retried."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 import httpx
 
-from tula_agent.ship.envelope import Envelope
+from tula_agent.ship.request import SpooledRequest
+from tula_wire.retry import retry_after_s
 
-__all__ = ["Reply", "Transport", "retry_after_s"]
+__all__ = ["Reply", "Transport"]
 
 Verdict = Literal["delivered", "refused", "retry"]
-_AGAIN = {408, 425, 429}
+_RETRIED = {408, 425, 429}
+MAX_RETRY_AFTER_S = 300.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a request. `retry_after_s` is the service's wish, `body` its parsed answer."""
+    """Outcome of a request. `retry_after_s`: the pause that the service asks for, `body`: its parsed answer."""
 
     verdict: Verdict
     status: int = 0
@@ -42,16 +45,16 @@ class Transport:
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
 
-    def send(self, envelope: Envelope) -> Reply:
-        """Deliver one request. Never raises for anything that a service or a network can do."""
-        return self._exchange(envelope.method, envelope.path, envelope.body)
+    def send(self, request: SpooledRequest) -> Reply:
+        """Deliver one request. Failures of service and network are replies, never exceptions."""
+        return self._exchange(request.method, request.path, request.body)
 
     def get(self, path: str, etag: str | None = None) -> Reply:
         """Read `path`; an unchanged resource answers 304 without a body."""
         return self._exchange("GET", path, None, {"if-none-match": etag} if etag else None)
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close the connection."""
         self._client.close()
 
     def _exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
@@ -60,17 +63,17 @@ class Transport:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=f"{type(error).__name__}: {error}")
         status = response.status_code
-        wait = retry_after_s(response.headers.get("retry-after"))
+        asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(timezone.utc))
         parsed = _object(response.content)
         if status == 304 or status == 204:
             return Reply("delivered", status)
         if 200 <= status < 300:
-            if parsed is None:  # a captive portal or a proxy's page: not our service
+            if parsed is None:  # a captive portal or a proxy's page
                 return Reply("retry", status, detail="the answer is not a JSON object")
             return Reply("delivered", status, parsed, etag=response.headers.get("etag"))
         detail = str((parsed or {}).get("detail", ""))[:500]
-        verdict: Verdict = "refused" if 400 <= status < 500 and status not in _AGAIN else "retry"
-        return Reply(verdict, status, parsed, wait, detail)
+        verdict: Verdict = "refused" if 400 <= status < 500 and status not in _RETRIED else "retry"
+        return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
@@ -79,12 +82,3 @@ def _object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def retry_after_s(header: str | None) -> float | None:
-    """Seconds from a `Retry-After` header (RFC 9110, 10.2.3), bounded to five minutes; a date is not worth a clock."""
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return min(300.0, max(0.0, seconds)) if seconds == seconds else None

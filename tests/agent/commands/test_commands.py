@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.agent.sink import Sink
 from tula_agent.commands.doctor import Finding, doctor, examine
 from tula_agent.commands.upload import upload
-from tula_agent.ship.envelope import Envelope
+from tula_agent.ship.request import SpooledRequest
 from tula_agent.ship.spool import Spool, read_records
 
 HEALTHY = {"/healthz": 200, "/readyz": 200, "/v1/jobs": 200}
@@ -70,8 +70,8 @@ def test_doctor_exits_with_one_when_something_is_wrong(tmp_path: Path) -> None:
 
 def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path: Path) -> None:
     spool = Spool(tmp_path / "r-0-boot.spool", 2**20)
-    spool.append(Envelope("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
-    spool.append(Envelope("POST", "/v1/runs/r/samples", b'{"not": "a batch"}', 1))
+    spool.append(SpooledRequest("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
+    spool.append(SpooledRequest("POST", "/v1/runs/r/samples", b'{"not": "a batch"}', 1))
     result = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url, "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout) | {"why": ""} == {"files": 1, "requests": 2, "refused": 1, "left": 0, "why": ""}
@@ -82,7 +82,7 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
 
 
 def test_upload_to_nobody_loses_nothing(sink: Sink, tmp_path: Path) -> None:
-    Spool(tmp_path / "r-0-boot.spool", 2**20).append(Envelope("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
+    Spool(tmp_path / "r-0-boot.spool", 2**20).append(SpooledRequest("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
     result = CliRunner().invoke(command(upload), [str(tmp_path), "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 1
     assert "start it and try again" in result.output

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.config import read_config
 from tula_agent.guard import Guard
-from tula_agent.measure.device_clock import DeviceClock, DeviceTiming, clock_for
-from tula_agent.measure.step_timer import StepTiming
-from tula_agent.ship.reporter import Reporter
+from tula_agent.measure.device_clock import DeviceClock, clock_for
+from tula_agent.readings import DeviceTiming, Readings, StepTiming
+from tula_agent.ship.step_joiner import Identity, StepJoiner
 
 
 class Device:
@@ -92,7 +91,7 @@ def test_every_step_gets_its_own_times_however_late_it_is_asked(steps: list[tupl
         assert interval.poll() == pytest.approx(((wait + compute + update) / 1e3, wait / 1e3, update / 1e3), abs=1e-8)
 
 
-def test_events_are_made_once_and_lent_again() -> None:
+def test_events_are_reused() -> None:
     device = Device()
     clock = clock_of(device)
     for _ in range(1000):
@@ -100,16 +99,16 @@ def test_events_are_made_once_and_lent_again() -> None:
         device.run_until(device.queued_ms)
         assert interval is not None
         assert interval.poll() == pytest.approx((6e-3, 1e-3, 3e-3))
-    assert clock._pool.made == 4
+    assert clock.pool.made == 4
 
 
-def test_a_device_that_lags_costs_no_more_than_the_pool_and_times_come_back_with_it() -> None:
+def test_a_slow_device_uses_no_more_events_than_the_pool_and_is_timed_again_when_it_catches_up() -> None:
     device = Device()
     clock = clock_of(device, pool_size=10)
     under_way = [mark(clock, device, 1, 1, 1) for _ in range(50)]
     timed = [interval for interval in under_way if interval is not None]
     assert 1 <= len(timed) <= 3
-    assert clock._pool.made == 10
+    assert clock.pool.made == 10
     device.run_until(device.queued_ms)
     assert all(interval.poll() is not None for interval in timed)
     after = mark(clock, device, 1, 1, 1)
@@ -118,14 +117,14 @@ def test_a_device_that_lags_costs_no_more_than_the_pool_and_times_come_back_with
     assert after.poll() == pytest.approx((3e-3, 1e-3, 1e-3))
 
 
-def test_a_step_that_the_loop_leaves_gives_its_events_back() -> None:
+def test_an_abandoned_step_returns_its_events() -> None:
     device = Device()
     clock = clock_of(device, pool_size=4)
     for _ in range(20):
         clock.begin()
         clock.batch()
         clock.drop()
-    assert clock._pool.made == 2
+    assert clock.pool.made == 2
     assert clock.end() is None
     assert mark(clock, device, 1, 1, 1) is not None
 
@@ -135,63 +134,76 @@ def test_a_device_without_events_has_no_clock() -> None:
     assert clock_for(torch.device("meta")) is None
 
 
+@dataclass
+class Rank:
+    """One rank's readings, and what the shipping thread makes of them."""
+
+    readings: Readings
+    joiner: StepJoiner
+
+    def samples(self, last: bool = False) -> list[dict[str, object]]:
+        due = self.joiner.collect(last)
+        return [json.loads(request.body) for request in due if request.path.endswith("/samples")]
+
+
 @pytest.fixture
-def reporter(tmp_path: Path) -> Reporter:
-    environ = {"TULA_URL": "http://127.0.0.1:1", "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}
-    config = read_config(environ)
-    assert config is not None
-    return Reporter(config, Guard(), "boot", lambda: 1)
+def rank() -> Rank:
+    readings = Readings(1000)
+    joiner = StepJoiner(
+        readings,
+        "r",
+        guard=Guard(),
+        identity=lambda: Identity(0, "boot", 1),
+        channel=lambda: None,
+        is_training=lambda: True,
+    )
+    return Rank(readings, joiner)
 
 
-def samples(reporter: Reporter, last: bool = False) -> list[dict[str, object]]:
-    due = reporter.collect(last)
-    return [json.loads(e.body) for e in due if e.path.endswith("/samples")]
-
-
-def test_a_row_waits_for_the_device_and_says_whose_time_it_has(reporter: Reporter) -> None:
+def test_a_sample_waits_for_the_device_and_names_its_clock(rank: Rank) -> None:
     device = Device()
     clock = clock_of(device)
     for step in range(3):
         interval = mark(clock, device, 5, 90, 5)
         assert interval is not None
-        reporter.marked(step, interval)
-        reporter.rows.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)  # the host saw something else
-    assert samples(reporter) == []
+        rank.readings.add_device(step, interval)
+        rank.readings.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)  # the host saw something else
+    assert rank.samples() == []
     device.run_until(250)
-    [body] = samples(reporter)
+    [body] = rank.samples()
     assert body["timing_method"] == "cuda_events"
     assert body["step"] == [0, 1]
     assert body["compute_time_s"] == [0.095, 0.095]
     assert body["step_time_s"] == [0.1, 0.1]
     assert body["input_time_s"] == [0.005, 0.005]
-    [body] = samples(reporter, last=True)  # the process ends before the device came by
+    [body] = rank.samples(last=True)  # the process ends before the device came by
     assert (body["timing_method"], body["step"], body["step_time_s"]) == ("wall", [2], [0.5])
 
 
-def test_a_broken_device_leaves_wall_time_and_says_so_once(
-    reporter: Reporter, caplog: pytest.LogCaptureFixture
+def test_samples_have_wall_time_after_a_device_failed_and_one_warning(
+    rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = Device()
     clock = clock_of(device)
     for step in range(3):
         interval = mark(clock, device, 5, 90, 5)
         assert interval is not None
-        reporter.marked(step, interval)
-        reporter.rows.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)
+        rank.readings.add_device(step, interval)
+        rank.readings.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)
     device.broken = True
-    [body] = samples(reporter)
+    [body] = rank.samples()
     assert (body["timing_method"], body["step"], body["step_time_s"]) == ("wall", [0, 1, 2], [0.5] * 3)
     assert len(caplog.records) == 1
 
 
-def test_a_mark_that_fails_is_the_last_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_clock_stops_after_an_event_fails_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(event: Event) -> None:
         raise RuntimeError(f"CUDA error: out of memory, {event}")
 
     device = Device()
     clock = DeviceClock(lambda: Event(device), refuse)
     assert [mark(clock, device, 1, 1, 1) for _ in range(5)] == [None] * 5
-    assert clock._pool.made == 1
+    assert clock.pool.made == 1
     assert len(caplog.records) == 1
 
 
@@ -201,13 +213,13 @@ def test_nothing_is_recorded_into_a_graph_that_is_being_captured() -> None:
     interval = mark(clock, device, 1, 2, 3)
     device.run_until(6)
     assert interval is not None
-    told = interval.poll()
-    assert told is not None
-    assert told.step_time_s == pytest.approx(6e-3)
-    assert told.optimizer_time_s is None
+    timing = interval.poll()
+    assert timing is not None
+    assert timing.step_time_s == pytest.approx(6e-3)
+    assert timing.optimizer_time_s is None
 
 
-def test_what_was_never_marked_is_none() -> None:
+def test_moments_without_an_event_have_no_time() -> None:
     device = Device()
     clock = clock_of(device)
     clock.begin()

@@ -51,15 +51,15 @@ def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch 2.2 has neither on a CPU")
 def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
     """A GradScaler leaves scaled gradients to such an optimizer, and the scale in its `grad_scale` during the step."""
-    said: dict[str, float] = {}
+    read: dict[str, float] = {}
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)
-    reader = GradientReader(lambda _step, name, value: said.update({name: float(value)}))
-    optimizer.register_step_pre_hook(lambda own, _args, _named: reader.read(0, 0.1, [], own))
+    reader = GradientReader()
+    optimizer.register_step_pre_hook(lambda own, _args, _named: read.update(reader.read(0, 0.1, [], own)))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
-    assert said["grad_norm"] == pytest.approx(2.0)
+    assert read["grad_norm"] == pytest.approx(2.0)
 
 
 def test_a_step_that_the_optimizer_skips_ends_no_sampling() -> None:

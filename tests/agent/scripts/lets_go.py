@@ -25,7 +25,7 @@ def train(finish: bool) -> list[weakref.ref]:
     data = torch.utils.data.TensorDataset(torch.randn(160, 8), torch.randint(0, 2, (160,)))
     loader = torch.utils.data.DataLoader(data, batch_size=8)
     run = tula_agent.init(dataset_size=160)
-    run.watch(model, optimizer, comm_hook=True)
+    run.watch(model, optimizer)
     for x, y in run.steps(loader):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)

@@ -8,38 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
 from tula_agent.guard import GIVE_UP_AFTER, Guard
-from tula_agent.out_of_memory import OutOfMemoryWatch
+from tula_agent.oom_watch import OomWatch
 from tula_agent.recorder import Recorder
-from tula_agent.session import Run
-from tula_agent.ship.envelope import Envelope
-from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter, backoff_s
-from tula_agent.ship.spool import read_records
-from tula_agent.ship.transport import Reply, Transport, retry_after_s
-
-
-@given(st.integers(1, 10_000), st.floats(0, 1))
-def test_pauses_grow_and_stay_bounded(failures: int, jitter: float) -> None:
-    assert 0 < backoff_s(failures, jitter) <= LONGEST_PAUSE_S
-    assert backoff_s(failures, jitter) <= backoff_s(failures + 1, jitter)
-
-
-@given(st.text(max_size=20))
-def test_a_retry_after_of_any_text_is_bounded(header: str) -> None:
-    value = retry_after_s(header)
-    assert value is None or 0 <= value <= 300
-
-
-def test_a_retry_after_is_honoured() -> None:
-    assert retry_after_s("7") == 7
-    assert retry_after_s("100000") == 300
-    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") is None
-    assert retry_after_s(None) is None
+from tula_agent.run import Run
+from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter
+from tula_agent.ship.request import SpooledRequest
+from tula_agent.ship.spool import Spool, read_records
+from tula_agent.ship.transport import MAX_RETRY_AFTER_S, Reply, Transport
 
 
 def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> None:
@@ -52,8 +31,8 @@ def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> Non
         spool_limit_bytes=1200,
     )
     for number in range(20):
-        exporter.put(Envelope("POST", "/v1/runs/r/samples", b"%0100d" % number, values=7))
-    on_disk = [int(envelope.body) for envelope in read_records(tmp_path / "a.spool")]
+        exporter.put(SpooledRequest("POST", "/v1/runs/r/samples", b"%0100d" % number, values=7))
+    on_disk = [int(request.body) for request in read_records(tmp_path / "a.spool")]
     assert on_disk == list(range(len(on_disk)))
     assert len(on_disk) >= 4
     assert exporter.dropped == 7 * (20 - 2 - len(on_disk))
@@ -63,13 +42,13 @@ def test_a_token_goes_in_the_header_and_never_into_the_spool(sink: Sink, tmp_pat
     transport = Transport(sink.url, "secret-token", 5.0)
     exporter = Exporter(lambda: transport, lambda _last: [], tmp_path / "a.spool", guard=Guard())
     sink.behaviour = "error"
-    exporter.put(Envelope("PATCH", "/v1/runs/r", b'{"state": "running"}'))
+    exporter.put(SpooledRequest("PATCH", "/v1/runs/r", b'{"state": "running"}'))
     exporter.close(3.0, [])
     assert b"secret-token" not in (tmp_path / "a.spool").read_bytes()
     assert len(sink.seen) >= 1
 
 
-def test_a_part_that_keeps_failing_is_given_up_and_others_go_on(caplog) -> None:
+def test_a_part_that_keeps_failing_is_left_out_and_others_continue(caplog) -> None:
     guard = Guard()
     for _ in range(GIVE_UP_AFTER):
         assert guard.works("memory")
@@ -81,59 +60,83 @@ def test_a_part_that_keeps_failing_is_given_up_and_others_go_on(caplog) -> None:
 
 
 class Service:
-    """In place of the transport: fails until it is told otherwise, and keeps what it was sent."""
+    """In place of the transport: fails until `up`, and keeps what it was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after_s: float = 0.0) -> None:
         self.up = False
-        self.tries: list[Envelope] = []
-        self.taken: list[Envelope] = []
+        self.retry_after_s = retry_after_s
+        self.tries: list[SpooledRequest] = []
+        self.taken: list[SpooledRequest] = []
 
-    def send(self, envelope: Envelope) -> Reply:
-        self.tries.append(envelope)
+    def send(self, request: SpooledRequest) -> Reply:
+        self.tries.append(request)
         if not self.up:
-            return Reply("retry", 503, retry_after_s=0.0, detail="down")
-        self.taken.append(envelope)
+            return Reply("retry", 503, retry_after_s=self.retry_after_s, detail="down")
+        self.taken.append(request)
         return Reply("delivered", 200, {})
 
     def close(self) -> None:
         pass
 
 
-def test_a_service_that_is_down_is_asked_a_few_times_then_left_alone_and_gets_all_in_order_afterwards(
-    tmp_path: Path,
-) -> None:
-    service = Service()
-    exporter = Exporter(lambda: service, lambda _last: [], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type]
-    everything = [Envelope("POST", "/v1/runs/r/samples", b"%d" % number, values=1) for number in range(40)]
-    for envelope in everything:
-        exporter.put(envelope)
-    exporter._deliver(False)
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def exporter_to(service: Service, path: Path, clock: Clock) -> Exporter:
+    return Exporter(lambda: service, lambda _last: [], path, guard=Guard(), clock=clock)  # type: ignore[arg-type,return-value]
+
+
+def test_a_service_that_is_down_is_tried_a_few_times_and_gets_all_in_order_when_it_is_back(tmp_path: Path) -> None:
+    service, clock = Service(), Clock()
+    exporter = exporter_to(service, tmp_path / "a.spool", clock)
+    everything = [SpooledRequest("POST", "/v1/runs/r/samples", b"%d" % number, values=1) for number in range(40)]
+    for request in everything:
+        exporter.put(request)
+    exporter.deliver()
     assert len(service.tries) == TRIES_BEFORE_OPEN
-    exporter._deliver(
-        False
-    )  # the circuit is open: what waits goes to disk, and nobody is asked before the pause is over
+    clock.now -= 1.0  # however short the random pause is, it is not over
+    exporter.deliver()  # the circuit is open: the queue goes to disk, without a request
     assert len(service.tries) == TRIES_BEFORE_OPEN
     assert len(list(read_records(tmp_path / "a.spool"))) == 40
-    exporter._not_before = 0.0  # it is over
-    exporter._deliver(False)
-    assert len(service.tries) == TRIES_BEFORE_OPEN + 1  # one request asks whether the service is back
-    service.up, exporter._not_before = True, 0.0
-    exporter._deliver(False)
+    clock.now += 1.0 + LONGEST_PAUSE_S
+    exporter.deliver()
+    assert len(service.tries) == TRIES_BEFORE_OPEN + 1  # one request probes whether the service is back
+    service.up = True
+    clock.now += LONGEST_PAUSE_S
+    exporter.deliver()
     assert service.taken == everything
     assert exporter.dropped == 0
     assert not (tmp_path / "a.spool").exists()
 
 
-def test_a_pause_that_the_service_asks_for_is_kept(tmp_path: Path) -> None:
-    service = Service()
-    service.send = lambda _envelope: Reply("retry", 429, retry_after_s=120.0)  # type: ignore[method-assign]
-    exporter = Exporter(lambda: service, lambda _last: [], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type]
-    exporter.put(Envelope("POST", "/v1/runs/r/samples", b"1"))
-    exporter._deliver(False)
-    assert exporter._not_before > time.monotonic() + 100
+def test_the_exporter_waits_as_long_as_the_service_asks(tmp_path: Path) -> None:
+    service, clock = Service(retry_after_s=120.0), Clock()
+    exporter = exporter_to(service, tmp_path / "a.spool", clock)
+    exporter.put(SpooledRequest("POST", "/v1/runs/r/samples", b"1"))
+    exporter.deliver()
+    clock.now += 119.0
+    exporter.deliver()
+    assert len(service.tries) == 1
+    clock.now += 2.0 + LONGEST_PAUSE_S
+    exporter.deliver()
+    assert len(service.tries) == 2
 
 
-def test_what_was_dropped_is_reported_with_the_end_of_the_run(sink: Sink, tmp_path: Path) -> None:
+def test_a_pause_that_a_service_asks_for_is_bounded(sink: Sink) -> None:
+    sink.behaviour, sink.retry_after = "busy", "100000"
+    transport = Transport(sink.url, None, 5.0)
+    assert transport.get("/v1/runs/r").retry_after_s == MAX_RETRY_AFTER_S
+    transport.close()
+
+
+def test_the_end_of_a_run_reports_how_much_was_dropped(sink: Sink, tmp_path: Path) -> None:
     config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
     assert config is not None
     recorder = Recorder(replace(config, row_limit=3), Guard())
@@ -145,7 +148,7 @@ def test_what_was_dropped_is_reported_with_the_end_of_the_run(sink: Sink, tmp_pa
 
 
 class Stuck:
-    """What never answers: a store whose host is gone, a disk that hangs."""
+    """A call that never returns: a store whose host is gone, a disk that hangs."""
 
     def __init__(self) -> None:
         self.asked, self.released = threading.Event(), threading.Event()
@@ -156,19 +159,18 @@ class Stuck:
         return False
 
 
-def test_one_deadline_holds_for_all_that_is_waited_for_at_the_end(sink: Sink, tmp_path: Path) -> None:
-    """The service, the other ranks' store and the disk all hang: together they cost what one of them may."""
+def test_one_deadline_holds_for_service_store_and_disk_at_the_end(
+    sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three hang; in all they cost what one of them may."""
     sink.behaviour = "hang"
     config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
     assert config is not None
     run = Run(replace(config, exit_deadline_s=1.0))
-    recorder, store, disk = run.recorder, Stuck(), Stuck()
-    assert recorder is not None
-    recorder.exporter._spool.append = disk  # type: ignore[method-assign]
-    run._memory_watch = OutOfMemoryWatch(
-        store, rank=0, report=lambda *_: None, batch_size=lambda: None, look_every_s=0.001
-    )
-    run._memory_watch.start()
+    store, disk = Stuck(), Stuck()
+    monkeypatch.setattr(Spool, "append", disk)
+    run.oom_watch = OomWatch(store, rank=0, report=lambda *_: None, batch_size=lambda: None, look_every_s=0.001)
+    run.oom_watch.start()
     assert store.asked.wait(10)
     began = time.monotonic()
     run.finish()
@@ -176,15 +178,19 @@ def test_one_deadline_holds_for_all_that_is_waited_for_at_the_end(sink: Sink, tm
     assert disk.asked.is_set()
     store.released.set()
     disk.released.set()
-    assert took < 2.5  # each by itself would have taken its five seconds, or for ever
+    assert took < 2.5  # each alone would take five seconds or longer
 
 
-def test_where_python_starts_no_more_threads_what_is_left_goes_to_disk(
+def test_requests_go_to_disk_where_python_starts_no_more_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.12 refuses them once it ends, which is when most runs are closed."""
-    last, rows = (Envelope("PATCH", "/v1/runs/r", b"{}"), Envelope("POST", "/v1/runs/r/samples", b"[]", 1))
+    """Python 3.12 refuses them while it exits, which is when most runs are closed."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    last, rows = (SpooledRequest("PATCH", "/v1/runs/r", b"{}"), SpooledRequest("POST", "/v1/runs/r/samples", b"[]", 1))
     exporter = Exporter(lambda: Service(), lambda _last: [rows], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type,return-value]
-    monkeypatch.setattr(exporter, "_started", lambda _thread: False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     exporter.close(5.0, [last])
     assert list(read_records(tmp_path / "a.spool")) == [rows, last]

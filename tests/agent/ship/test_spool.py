@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.ship.envelope import Envelope, encode
+from tula_agent.ship.request import SpooledRequest, encode
 from tula_agent.ship.spool import Spool, lock, read_records, spool_files
 
 envelopes = st.builds(
-    Envelope,
+    SpooledRequest,
     method=st.sampled_from(["POST", "PATCH"]),
     path=st.just("/v1/runs/r/samples"),
     body=st.binary(max_size=60),
@@ -20,7 +20,7 @@ envelopes = st.builds(
 )
 
 
-def written(path: Path, items: list[Envelope]) -> list[int]:
+def written(path: Path, items: list[SpooledRequest]) -> list[int]:
     """Write `items`; the file's length after each."""
     spool, lengths = Spool(path, 2**20), []
     for item in items:
@@ -31,7 +31,7 @@ def written(path: Path, items: list[Envelope]) -> list[int]:
 
 @given(items=st.lists(envelopes, max_size=6))
 def test_what_was_written_is_read_back_in_order(
-    tmp_path_factory: pytest.TempPathFactory, items: list[Envelope]
+    tmp_path_factory: pytest.TempPathFactory, items: list[SpooledRequest]
 ) -> None:
     path = tmp_path_factory.mktemp("spool") / "a.spool"
     written(path, items)
@@ -39,7 +39,7 @@ def test_what_was_written_is_read_back_in_order(
 
 
 def test_a_file_cut_at_any_byte_keeps_every_record_before_the_cut(tmp_path: Path) -> None:
-    items = [Envelope("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(4)]
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(4)]
     lengths = written(tmp_path / "whole.spool", items)
     data = (tmp_path / "whole.spool").read_bytes()
     torn = tmp_path / "torn.spool"
@@ -49,7 +49,7 @@ def test_a_file_cut_at_any_byte_keeps_every_record_before_the_cut(tmp_path: Path
 
 
 def test_any_flipped_byte_costs_one_record_at_most(tmp_path: Path) -> None:
-    items = [Envelope("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(4)]
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(4)]
     written(tmp_path / "whole.spool", items)
     data = (tmp_path / "whole.spool").read_bytes()
     damaged = tmp_path / "damaged.spool"
@@ -61,7 +61,7 @@ def test_any_flipped_byte_costs_one_record_at_most(tmp_path: Path) -> None:
 
 
 def test_appending_after_a_torn_tail_loses_only_the_torn_record(tmp_path: Path) -> None:
-    items = [Envelope("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(3)]
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(3)]
     path = tmp_path / "a.spool"
     lengths = written(path, items[:2])
     path.write_bytes(path.read_bytes()[: lengths[1] - 3])
@@ -71,7 +71,7 @@ def test_appending_after_a_torn_tail_loses_only_the_torn_record(tmp_path: Path) 
 
 def test_a_write_waits_for_no_lock_that_another_keeps(tmp_path: Path) -> None:
     path = tmp_path / "a.spool"
-    item = Envelope("PATCH", "/v1/runs/r", b"{}")
+    item = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     with path.open("wb") as other:
         lock(other.fileno(), wait=True)
         with pytest.raises(OSError, match="lock"):
@@ -83,24 +83,24 @@ def test_a_write_waits_for_no_lock_that_another_keeps(tmp_path: Path) -> None:
 
 def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "a.spool", 200)
-    item = Envelope("POST", "/v1/runs/r/samples", b"x" * 60)
+    item = SpooledRequest("POST", "/v1/runs/r/samples", b"x" * 60)
     accepted = [spool.append(item) for _ in range(5)]
     assert accepted == [True, False, False, False, False]
-    assert list(spool.envelopes()) == [item]
+    assert list(spool.requests()) == [item]
     spool.clear()
     assert spool.empty
     assert not spool.path.exists()
 
 
 def test_a_record_may_only_address_a_run(tmp_path: Path) -> None:
-    bad = Envelope("POST", "/v1/tokens", b"{}")
-    good = Envelope("PATCH", "/v1/runs/r", b"{}")
+    bad = SpooledRequest("POST", "/v1/tokens", b"{}")
+    good = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     written(tmp_path / "a.spool", [bad, good])
     assert list(read_records(tmp_path / "a.spool")) == [good]
 
 
 def test_the_spool_is_private_to_its_user(tmp_path: Path) -> None:
-    written(tmp_path / "new" / "a.spool", [Envelope("PATCH", "/v1/runs/r", b"{}")])
+    written(tmp_path / "new" / "a.spool", [SpooledRequest("PATCH", "/v1/runs/r", b"{}")])
     assert (tmp_path / "new").stat().st_mode & 0o077 == 0
     assert (tmp_path / "new" / "a.spool").stat().st_mode & 0o077 == 0
     assert spool_files(tmp_path / "new") == [tmp_path / "new" / "a.spool"]

@@ -1,17 +1,14 @@
-"""From rows that training appends to the bodies that the wire wants: columns, grouped and bounded."""
+"""Request bodies for samples and telemetry: rows in, columns out, grouped and bounded."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tula_agent.measure.later import Later
-from tula_agent.measure.step_timer import StepTiming
+from tula_agent.readings import StepTiming
 
-__all__ = ["MAX_ROWS", "Rows", "SampleRow", "sample_bodies", "telemetry_body"]
+__all__ = ["MAX_ROWS", "SampleRow", "sample_bodies", "telemetry_body"]
 
 MAX_ROWS = 5_000
 """Rows of one request; the wire allows twice as many."""
@@ -19,65 +16,17 @@ MAX_ROWS = 5_000
 
 @dataclass
 class SampleRow:
-    """One step as it will be sent; seconds. `split` columns stay None where nothing could be told."""
+    """One step as it is sent, seconds. The columns of communication stay None where it was not measured."""
 
     timing: StepTiming
     warmup: bool
     method: str = "wall"
-    step_time_s: float | None = None  # a device's own clock, where it is better than the host's
+    step_time_s: float | None = None  # in place of the timing's, where given
     compute_time_s: float | None = None
     comm_time_s: float | None = None
     exposed_comm_time_s: float | None = None
     skew_s: float | None = None
     straggler_rank: int | None = None
-
-
-class Rows:
-    """Two bounded queues between the training thread, which only appends, and the shipping thread, which only takes.
-
-    `deque.append` and `popleft` are atomic, so the hot path holds no lock. Over the bound a row is dropped and counted.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.dropped = 0
-        self._limit = limit
-        self._steps: deque[tuple[StepTiming, bool, bool]] = deque()
-        self._values: deque[tuple[int, str, float | Later]] = deque()
-
-    def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
-        """A step has ended; only a sampled one is more than a point of the step-time series."""
-        if len(self._steps) >= self._limit:
-            self.dropped += 1
-        else:
-            self._steps.append((timing, warmup, sampled))
-
-    def add_value(self, step: int, name: str, value: float | Later) -> None:
-        """A named number of a step."""
-        if len(self._values) >= self._limit:
-            self.dropped += 1
-        else:
-            self._values.append((step, name, value))
-
-    def take_steps(self) -> list[tuple[StepTiming, bool, bool]]:
-        """All steps so far, oldest first."""
-        return list(_drain(self._steps))
-
-    def take_values(self) -> list[tuple[int, str, float]]:
-        """All numbers that have arrived; those still on a device stay for the next time."""
-        arrived: list[tuple[int, str, float]] = []
-        for step, name, value in _drain(self._values):
-            if isinstance(value, Later):
-                if not value.ready:
-                    self._values.append((step, name, value))
-                    continue
-                value = value.value
-            arrived.append((step, name, value))
-        return arrived
-
-
-def _drain(rows: deque[Any]) -> Iterator[Any]:
-    for _ in range(len(rows)):
-        yield rows.popleft()
 
 
 def sample_bodies(rows: list[SampleRow], identity: dict[str, Any], sequence: int) -> list[dict[str, Any]]:
@@ -115,7 +64,7 @@ def sample_bodies(rows: list[SampleRow], identity: dict[str, Any], sequence: int
 def telemetry_body(
     values: list[tuple[int, str, float]], identity: dict[str, Any], sequence: int
 ) -> dict[str, Any] | None:
-    """Body of `POST .../telemetry`, or None when there is nothing; what is not finite becomes null."""
+    """Body of `POST .../telemetry`, or None without values; what is not finite becomes null."""
     by_step: dict[int, dict[str, float]] = {}
     names: dict[str, None] = {}
     for step, name, value in values:

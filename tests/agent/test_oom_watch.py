@@ -1,4 +1,4 @@
-"""One rank out of memory: noticed, told, reported with its batch, and every rank ended within the stated time."""
+"""One rank out of memory: noticed, reported with its batch, and every rank ended within the stated time."""
 # ruff: noqa: ARG002, ARG005 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy
 import pytest
 import torch
 
-from tula_agent.channel import CONNECT_WITHIN_S
-from tula_agent.out_of_memory import EXIT_CODE, OutOfMemoryWatch, is_out_of_memory
+from tula_agent.oom_watch import EXIT_CODE, OomWatch, is_out_of_memory
+from tula_agent.rank_channel import CONNECT_WITHIN_S
 
 
-class Road:
+class FakeStore:
     """The ranks' key-value store, in one process."""
 
     def __init__(self, world_size=3):
@@ -40,7 +40,7 @@ class Broken:
 
 
 class Rank:
-    """A look-out whose process end is only noted."""
+    """A watch that records the end of its process instead of ending it."""
 
     def __init__(self, channel, rank=0, **options):
         self.ended, self.reports, self.count, self.step = threading.Event(), [], 0, 0
@@ -48,10 +48,10 @@ class Rank:
         options.setdefault("exit_within_s", 0.1)
         options.setdefault("look_every_s", 0.01)
         ask = channel if callable(channel) else lambda within_s: channel
-        self.watch = OutOfMemoryWatch(
+        options.setdefault("report", lambda message, batch: self.reports.append((message, batch)))
+        self.watch = OomWatch(
             None if channel is None else ask,
             rank=rank,
-            report=lambda message, batch: self.reports.append((message, batch)),
             batch_size=lambda: 64,
             steps=lambda: self.step,
             count=lambda: self.count,
@@ -74,11 +74,11 @@ class Rank:
         MemoryError(),
     ],
 )
-def test_every_usual_wording_is_known(error):
+def test_usual_out_of_memory_errors_are_recognised(error):
     assert is_out_of_memory(error)
 
 
-def test_real_allocations_that_fail_are_known():
+def test_real_failed_allocations_are_recognised():
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(MemoryError) as numpy_error:
@@ -88,15 +88,15 @@ def test_real_allocations_that_fail_are_known():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("out of memory"), KeyError("memory")])
-def test_other_errors_are_not(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
-def test_the_others_end_within_the_stated_time_and_the_batch_is_reported_once(capsys):
-    road = Road()
-    ranks = [Rank(road, rank) for rank in range(3)]
-    ranks[1].watch.tell("CUDA out of memory")
-    ranks[1].watch.tell("again")
+def test_all_ranks_end_and_the_batch_is_reported_once(capsys):
+    store = FakeStore()
+    ranks = [Rank(store, rank) for rank in range(3)]
+    ranks[1].watch.notify("CUDA out of memory")
+    ranks[1].watch.notify("again")
     assert all(rank.ended.wait(5) for rank in ranks)
     assert [rank.codes for rank in ranks] == [[EXIT_CODE]] * 3
     assert [rank.reports for rank in ranks] == [[], [("CUDA out of memory", 64)], []]
@@ -105,22 +105,22 @@ def test_the_others_end_within_the_stated_time_and_the_batch_is_reported_once(ca
     assert "tula: rank 1 ran out of memory, so rank 2 ends too" in said
 
 
-def test_a_single_rank_is_reported_and_left_to_the_script():
+def test_a_single_rank_reports_and_is_not_ended():
     rank = Rank(None)
-    rank.watch.tell(None, 128)
+    rank.watch.notify(None, 128)
     assert rank.reports == [(None, 128)]
     assert not rank.ended.wait(0.3)
 
 
-def test_an_error_of_the_allocator_that_the_script_kept_to_itself_counts_in_a_profiling_run():
-    rank = Rank(Road())
+def test_a_caught_allocator_error_ends_a_profiling_run():
+    rank = Rank(FakeStore())
     rank.count = 1
     assert rank.ended.wait(5)
     assert rank.reports == [("CUDA out of memory, caught by the script.", 64)]
 
 
-def test_a_training_that_goes_on_after_catching_the_error_is_left_alone():
-    rank = Rank(Road(), stalled_s=0.2)
+def test_a_training_that_continues_after_a_caught_error_is_not_ended():
+    rank = Rank(FakeStore(), stalled_s=0.2)
     rank.count = 1
     time.sleep(0.05)
     rank.step = 2  # the script went on with a smaller batch
@@ -131,21 +131,21 @@ def test_a_training_that_goes_on_after_catching_the_error_is_left_alone():
 
 def test_a_store_that_is_gone_does_not_keep_the_rank_alive():
     rank = Rank(Broken())
-    rank.watch.tell("no memory")
+    rank.watch.notify("no memory")
     assert rank.ended.wait(5)
     assert rank.reports == [("no memory", 64)]
 
 
-def test_a_look_out_that_was_closed_stays_silent():
-    road = Road()
-    rank = Rank(road)
+def test_a_closed_watch_ends_nothing():
+    store = FakeStore()
+    rank = Rank(store)
     rank.watch.close(5)
     time.sleep(0.05)
-    road.set("out_of_memory", {"rank": 1, "local_batch_size": 64})
+    store.set("out_of_memory", {"rank": 1, "local_batch_size": 64})
     assert not rank.ended.wait(0.3)
 
 
-class Hosted(Road):
+class Hosted(FakeStore):
     """A store that closes when the rank that hosts it holds it no more."""
 
     def __init__(self, world_size=2):
@@ -157,49 +157,54 @@ class Hosted(Road):
         return super().has(*keys)
 
 
-def test_the_store_stays_open_until_the_others_have_heard():
-    """The first rank hosts it, and its report lets go of the way there."""
-    road = Hosted()
-    way = [road]
-    first = Rank(lambda within_s: way[0] if way else None, 0, look_every_s=5.0, exit_within_s=10.0)
-    first.watch._report = lambda message, batch: way.clear()
-    first_ends = threading.Thread(target=first.watch.tell, args=("no memory",))
+def test_the_store_stays_open_until_the_other_ranks_acknowledge():
+    """The first rank hosts it, and its report drops the reference to the channel."""
+    store = Hosted()
+    way = [store]
+    first = Rank(
+        lambda within_s: way[0] if way else None,
+        0,
+        look_every_s=5.0,
+        exit_within_s=10.0,
+        report=lambda message, batch: way.clear(),
+    )
+    first_ends = threading.Thread(target=first.watch.notify, args=("no memory",))
     first_ends.start()
-    assert road.asked.wait(5)  # it waits for a word, with its own way gone
+    assert store.asked.wait(5)  # it waits for an acknowledgement
     assert not way
     assert first_ends.is_alive()
-    second = Rank(road, 1)
+    second = Rank(store, 1)
     assert second.ended.wait(5)
     first_ends.join(5)
     assert not first_ends.is_alive()
-    held = weakref.ref(road)
-    del road, second, first_ends
+    held = weakref.ref(store)
+    del store, second, first_ends
     first.watch.close(0.0)
     del first
     gc.collect()
     assert held() is not None  # the timer that will end this process holds it
 
 
-def test_ranks_without_an_agent_are_not_waited_for_longer_than_two_looks():
-    rank = Rank(Road(), 0)
-    rank.watch.tell("no memory")
+def test_a_rank_waits_at_most_two_looks_for_ranks_without_an_agent():
+    rank = Rank(FakeStore(), 0)
+    rank.watch.notify("no memory")
     assert rank.ended.wait(5)
     assert rank.reports == [("no memory", 64)]
 
 
-def test_in_the_first_step_the_way_to_the_others_is_waited_for(capsys):
-    road, asked = Road(1), []
+def test_a_notice_in_the_first_step_waits_for_the_connection(capsys):
+    store, asked = FakeStore(1), []
 
     def way(within_s):
         asked.append(within_s)
-        return road if within_s else None
+        return store if within_s else None
 
     rank = Rank(way)
-    rank.watch.tell("no memory")
+    rank.watch.notify("no memory")
     assert rank.ended.wait(5)
     assert asked[-1] == CONNECT_WITHIN_S
-    assert road.has("out_of_memory")
-    nobody = Rank(lambda within_s: None)
-    nobody.watch.tell("no memory")
-    assert "the other ranks could not be told: there is no way to them" in capsys.readouterr().err
-    assert nobody.reports == [("no memory", 64)]
+    assert store.has("out_of_memory")
+    unconnected = Rank(lambda within_s: None)
+    unconnected.watch.notify("no memory")
+    assert "the other ranks could not be notified: there is no connection to them" in capsys.readouterr().err
+    assert unconnected.reports == [("no memory", 64)]

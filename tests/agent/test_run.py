@@ -13,8 +13,8 @@ import torch
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
+from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer
-from tula_agent.session import Run
 
 Plain = Callable[..., list[str]]
 
@@ -181,9 +181,9 @@ def test_a_run_that_ends_within_a_step_takes_no_hook_from_under_the_optimizer(si
     assert "failed" not in done.stderr
 
 
-def test_a_batch_other_than_the_one_told_is_reported_as_it_is(sink: Sink, launch: Launch) -> None:
+def test_a_batch_size_that_differs_from_the_configured_one_is_reported(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
-    assert "batches of 8 per rank but was told 32" in done.stderr
+    assert "batches of 8 per rank, but the run's are 32" in done.stderr
     assert {body["local_batch_size"] for body in sink.samples} == {8}
 
 
@@ -240,7 +240,7 @@ def test_what_is_behind_a_training_is_told_only_where_it_is_known(sink: Sink, tm
         if told is not None:
             run.begin_at(told)
         for _ in run.steps([torch.zeros(2)] * 3):
-            run.recorder._before_step(None, (), {})  # type: ignore[union-attr,arg-type]
+            run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
         run.finish()
     bodies = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
     told_by = {run_id: body.get("epochs_before") for run_id, body in bodies}

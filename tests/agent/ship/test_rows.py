@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.measure.step_timer import StepTiming
-from tula_agent.ship.columns import SampleRow, sample_bodies, telemetry_body
-from tula_agent.ship.envelope import encode
+from tula_agent.readings import StepTiming
+from tula_agent.ship.request import encode
+from tula_agent.ship.rows import SampleRow, sample_bodies, telemetry_body
 from tula_wire import SampleBatch, TelemetryChunk
 
 IDENTITY = {"rank": 0, "boot_id": "b", "world_size": 2}

@@ -1,4 +1,4 @@
-"""Where a training stands in its data, and the random numbers that led there: what makes a resumed run the same run."""
+"""Where a training is in its data, and its random numbers: with both, a resumed run is bit for bit the same run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found = numpy.random.get_state(legacy=False)
-        if found["bit_generator"] == "MT19937":  # unless a script has put another in its place
+        if found["bit_generator"] == "MT19937":  # unless a script has replaced it
             keys, position = found["state"]["key"], found["state"]["pos"]
             gauss = int(found["has_gauss"]), float(found["gauss"])
             state["numpy"] = ["MT19937", [int(key) for key in keys], int(position), *gauss]
@@ -34,7 +34,7 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
 
 
 def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
-    """Put back what `capture_randomness` took; generators that do not exist here are left out."""
+    """Restore what `capture_randomness` captured; generators that do not exist in this process are left out."""
     torch.set_rng_state(state["torch"])
     version, *words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -51,10 +51,11 @@ def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
 
 @dataclass
 class Position:
-    """Passes over the loader that are complete, and batches taken from the one under way.
+    """Epochs that are complete, and batches consumed of the one under way.
 
-    `step` counts those of the process that was resumed from too; they are the first `resumed_at` of them. In passes,
-    which are the same at every batch, what was done before this process is `epochs_before`; `told` once said.
+    `step` counts micro-steps from the start of training; the first `resumed_at` of them were made by an earlier
+    process. `epochs_before` is its progress in epochs, which do not depend on the batch size; `known` is True once the
+    script or `resume` has set it. `at_epoch_start`: the random state when the epoch under way began.
     """
 
     epoch: int = 0
@@ -62,52 +63,52 @@ class Position:
     step: int = 0
     resumed_at: int = 0
     epochs_before: float = 0.0
-    told: bool = False
-    at_pass_start: dict[str, Any] = field(default_factory=dict)
+    known: bool = False
+    at_epoch_start: dict[str, Any] = field(default_factory=dict)
     loader: Any = None
     _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
 
-    def restore(self, consumed: int, at_pass_start: dict[str, Any], now: dict[str, Any] | None) -> None:
-        """Let the next pass begin as the interrupted one did, skip `consumed` batches, and go on from `now`."""
-        self._pending = (consumed, at_pass_start, now)
+    def restore(self, consumed: int, at_epoch_start: dict[str, Any], now: dict[str, Any] | None) -> None:
+        """Let the next epoch begin as the interrupted one did, skip `consumed` batches, and use state `now`."""
+        self._pending = (consumed, at_epoch_start, now)
 
     def begin(self, loader: Iterable[T]) -> Iterator[T]:
-        """An iterator over `loader` from where the training stands."""
+        """An iterator over `loader` from the current position."""
         pending, self._pending, self.loader = self._pending, None, loader
         if pending is None:
-            self.at_pass_start, self.consumed = _captured(loader), 0
+            self.at_epoch_start, self.consumed = _captured(loader), 0
             return iter(loader)
-        consumed, at_pass_start, now = pending
-        self.at_pass_start, self.consumed = at_pass_start, 0
-        if at_pass_start and now is not None:
-            restore_randomness(at_pass_start, loader)
+        consumed, at_epoch_start, now = pending
+        self.at_epoch_start, self.consumed = at_epoch_start, 0
+        if at_epoch_start and now is not None:
+            restore_randomness(at_epoch_start, loader)
         batches = iter(loader)
         for _ in range(consumed):
             if next(batches, _END) is _END:
                 break
             self.consumed += 1
-        self.told = True
+        self.known = True
         self.epochs_before = self.epoch + _share(self.consumed, loader)
         if now is not None:
             restore_randomness(now, loader)
         return batches
 
-    def took(self) -> None:
-        """A batch was handed to the script."""
+    def advance(self) -> None:
+        """The script gets a batch."""
         self.consumed += 1
         self.step += 1
 
     def end(self) -> None:
-        """The pass is over, or was left."""
+        """The epoch is over, or was left."""
         self.epoch += 1
-        self.consumed, self.at_pass_start = 0, {}
+        self.consumed, self.at_epoch_start = 0, {}
 
 
 _END: Any = object()
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Nothing where a generator cannot be read: a training must not fail for it unless it writes a checkpoint."""
+    """Empty where a generator cannot be read: only writing a checkpoint may fail for that."""
     try:
         return capture_randomness(loader)
     except Exception as error:
@@ -116,7 +117,7 @@ def _captured(loader: Any) -> dict[str, Any]:
 
 
 def _share(batches: int, loader: Iterable[Any]) -> float:
-    """How much of a pass so many batches are; 0 of a loader that does not know its length."""
+    """So many batches as a share of an epoch; 0 for a loader without a length."""
     try:
         return min(1.0, batches / len(loader))  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise anything

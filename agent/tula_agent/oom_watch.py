@@ -1,0 +1,199 @@
+"""One rank out of memory ends the others within a stated time, instead of leaving them in a collective.
+
+A rank that runs out of memory leaves its peers waiting in a collective for as long as the backend's timeout (30
+minutes). So the rank that notices publishes it in the ranks' key-value store and reports it to the service. A thread on
+every rank looks in the store once a second, and ends its process EXIT_WITHIN_S after the notice if it still runs. The
+rank that noticed may host the store, so it keeps it open until the others have acknowledged, or two looks have passed.
+
+Noticed are an exception that ends the process, one that the script reports with `run.report_out_of_memory`, and one of
+CUDA that the script catches without reporting it (the allocator counts them).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from tula_agent.rank_channel import CONNECT_WITHIN_S
+
+__all__ = ["EXIT_CODE", "EXIT_WITHIN_S", "STALLED_S", "OomWatch", "is_out_of_memory"]
+
+EXIT_WITHIN_S: Final = 10.0
+"""Seconds from the notice to the end of every rank: enough for clean-up and for the agent's last requests."""
+LOOK_EVERY_S: Final = 1.0
+STALLED_S: Final = 60.0
+EXIT_CODE: Final = 137
+"""What a shell shows for a process that the kernel killed for its memory; launchers recognise it."""
+_KEY: Final = "out_of_memory"
+
+_SIGNS: Final = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, CUDA libraries, NumPy and Python raise when memory is exhausted, on device or host."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+class OomWatch:
+    """The thread that watches on one rank.
+
+    channel: answers the connection to the other ranks, waiting at most the seconds given to it, or None while there is
+    none; None itself on a single rank. report: sends message and batch to the service. stalled_s: an error of CUDA that
+    the script caught counts if no step follows for so long; 0 in a profiling run, where it counts at once, while
+    training scripts may well try a smaller batch.
+    """
+
+    def __init__(
+        self,
+        channel: Callable[[float], Any] | None,
+        *,
+        rank: int,
+        report: Callable[[str | None, int | None], None],
+        batch_size: Callable[[], int | None],
+        steps: Callable[[], int] = lambda: 0,
+        stalled_s: float = 0.0,
+        count: Callable[[], int] | None = None,
+        end: Callable[[int], None] = os._exit,
+        exit_within_s: float = EXIT_WITHIN_S,
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self._channel = channel
+        self._used_channel: Any = None  # carried the notice: must stay open until this process ends
+        self._rank = rank
+        self._report = report
+        self._batch_size = batch_size
+        self._steps = steps
+        self._stalled_s = stalled_s
+        self._count = count or cuda_oom_count
+        self._end = end
+        self._exit_within_s = exit_within_s
+        self._look_every_s = look_every_s
+        self._seen = self._count()
+        self._caught_at: tuple[float, int] | None = None
+        self._noticed = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Watch from now on, on a daemon thread."""
+        self._thread = threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over: stop watching."""
+        self._closed.set()
+
+    def close(self, within_s: float) -> None:
+        """Stop, and wait at most `within_s` seconds for a call to the store or a report under way.
+
+        A thread that returns from C++ into an interpreter that is shutting down ends the process with "terminate called
+        without an active exception" (Python before 3.14).
+        """
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, within_s))
+        self._channel = None
+
+    def notify(self, message: str | None, local_batch_size: int | None = None) -> None:
+        """This rank is out of memory: notify the other ranks and the service, and end all processes."""
+        with self._lock:
+            if self._noticed.is_set():
+                return
+            self._noticed.set()
+        batch = local_batch_size or self._batch_size()
+        _log(f"rank {self._rank} ran out of memory" + (f" at a local batch of {batch}" if batch else ""))
+        if self._channel is not None:
+            self._schedule_exit()
+            try:
+                self._used_channel = self._channel(CONNECT_WITHIN_S)  # not connected yet in the first step
+                if self._used_channel is None:
+                    _log("the other ranks could not be notified: there is no connection to them")
+                else:
+                    self._used_channel.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
+            except Exception as error:  # the process that hosts the store is gone, and with it the group
+                self._used_channel = None
+                _log(f"the other ranks could not be notified ({error})")
+        ends = time.monotonic() + 2 * self._look_every_s
+        self._report(message, batch)
+        self._wait_for_others(ends)
+
+    def _wait_for_others(self, ends: float) -> None:
+        """Wait until the others have acknowledged, or `ends`: this process may host the store that they look in."""
+        channel = self._used_channel
+        if channel is None:
+            return
+        others = [f"heard/{rank}" for rank in range(channel.world_size) if rank != self._rank]
+        with suppress(Exception):
+            while not channel.has(*others) and time.monotonic() < ends:
+                time.sleep(min(0.02, self._look_every_s))
+
+    def _look(self) -> None:
+        lost: Any = None  # the channel whose store has closed
+        while not (self._closed.wait(self._look_every_s) or self._noticed.is_set()):
+            if self._was_caught():
+                self.notify("CUDA out of memory, caught by the script.")
+                return
+            ask, channel, notice = self._channel, None, None
+            try:
+                channel = None if ask is None else ask(0.0)
+                if channel is not None and channel is not lost and channel.has(_KEY):
+                    notice = channel.get(_KEY)
+            except Exception:
+                lost = channel
+            if notice is not None:
+                self._follow(channel, notice)
+
+    def _follow(self, channel: Any, notice: dict[str, Any]) -> None:
+        """Another rank is out of memory: acknowledge, and end soon."""
+        self._noticed.set()
+        self._used_channel = channel
+        _log(f"rank {notice['rank']} ran out of memory, so rank {self._rank} ends too")
+        self._schedule_exit()
+        with suppress(Exception):
+            channel.set(f"heard/{self._rank}", True)
+
+    def _was_caught(self) -> bool:
+        """True when the script caught an out-of-memory error and no step followed for `stalled_s`."""
+        count, steps, now = self._count(), self._steps(), time.monotonic()
+        if count > self._seen:
+            self._seen, self._caught_at = count, (now, steps)
+        if self._caught_at is None:
+            return False
+        since, steps_then = self._caught_at
+        if self._stalled_s and steps > steps_then + 1:
+            self._caught_at = None
+            return False
+        return now - since >= self._stalled_s
+
+    def _schedule_exit(self) -> None:
+        """End this process if it still runs in `exit_within_s`; a hung collective or destructor would not end.
+
+        The timer refers to this object, and so keeps the store open in which others may still look.
+        """
+        timer = threading.Timer(self._exit_within_s, self._exit)
+        timer.daemon = True
+        timer.start()
+
+    def _exit(self) -> None:
+        self._end(EXIT_CODE)
+
+
+def cuda_oom_count() -> int:
+    """Out-of-memory errors that this process's CUDA allocator has raised so far; 0 without CUDA."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return 0
+    return int(torch.cuda.memory_stats().get("num_ooms", 0))
+
+
+def _log(text: str) -> None:
+    print(f"tula: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,210 @@
+"""How ranks reach an agreement: three mechanisms, each for what the other two cannot do. This file has the first.
+
+1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). Messages
+   between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no agent,
+   can neither delay nor be delayed by it. It decides when a profiling run stops and carries telemetry, never a weight.
+2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same place, and
+   all must compute the same bits: numbers that change a weight are summed by the collective that training uses anyway.
+3. A gather of objects (`CollectiveCalls` in checkpoint/collective.py). The script calls `run.checkpoint` on all ranks;
+   one that fails must fail on all, with the same sentence. That is rare, so a slow, general collective serves.
+
+The store is torchrun's or, without torchrun, one that the first rank hosts for this purpose. The process group's own
+store would have to be kept from closing, and a group made again at the same address would find the old one's keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tula_agent.config import AgentConfig
+from tula_agent.torch_private import default_store
+
+__all__ = ["Channel", "RankRendezvous", "current_group", "with_group_place"]
+
+_stores: Any = dist  # untyped: torch builds without distributed lack its stores
+
+RING = 64
+"""Messages of one sender in the store; an older one is overwritten."""
+CONNECT_WITHIN_S = 5.0
+_ADDRESS, _OPEN = "address", "open"
+_NO_JSON = "?"
+"""No message is equal to this. Stores of torch 2.2 have no `check`; a comparison of a missing key with this answers it
+and sets nothing."""
+
+
+class Channel:
+    """Messages between ranks, from any thread. `prefix` makes keys private to one process group of one start of a run.
+
+    `set` and `get` are round trips of about 50 us. When the store is gone they raise its errors (RuntimeError and
+    subclasses); callers run under a guard.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._prefix = prefix
+        self._sent = 0
+        self._next = [0] * world_size
+
+    def set(self, key: str, value: Any) -> None:
+        """Publish `value` (JSON) under `key`."""
+        self._store.set(self._prefix + key, json.dumps(value))
+
+    def has(self, *keys: str) -> bool:
+        """True when all of `keys` have been published; never waits."""
+        names = [self._prefix + key for key in keys]
+        if hasattr(self._store, "check"):
+            return bool(self._store.check(names))
+        return all(self._store.compare_set(name, _NO_JSON, _NO_JSON) != _NO_JSON.encode() for name in names)
+
+    def wait(self, key: str, within_s: float) -> Any:
+        """The value of `key`, or None when it is not published `within_s` seconds."""
+        ends = time.monotonic() + within_s
+        pause = 0.0002
+        while not self.has(key):
+            if time.monotonic() > ends:
+                return None
+            time.sleep(pause)
+            pause = min(0.01, pause * 1.5)
+        return self.get(key)
+
+    def get(self, key: str) -> Any:
+        """The value of a published `key`."""
+        return json.loads(self._store.get(self._prefix + key))
+
+    def post(self, message: Any) -> None:
+        """Leave `message` for the first rank; the store keeps the last RING of each rank."""
+        self.set(f"box/{self.rank}/{self._sent % RING}", [self._sent, message])
+        self._sent += 1
+
+    def collect(self, rank: int) -> list[Any]:
+        """Messages of `rank` since the last call, oldest first; never waits."""
+        messages = []
+        while self.has(f"box/{rank}/{self._next[rank] % RING}"):
+            number, message = self.get(f"box/{rank}/{self._next[rank] % RING}")
+            if number < self._next[rank]:
+                break  # a message of the previous round
+            messages.append(message)
+            self._next[rank] = number + 1
+        return messages
+
+
+class RankRendezvous:
+    """Gives each rank of a process group one `Channel`, shared by its threads.
+
+    Made by every rank when it begins to train in that group. The first rank chooses a store for all: torchrun's, which
+    outlives every rank, or else a new one on a free port. It publishes the address in `group_store`, the group's own
+    store, which is held weakly; the other ranks use that address.
+    """
+
+    def __init__(self, group_store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self._prefix = prefix
+        self._rank, self._world_size = rank, world_size
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._unreachable = False
+        self._group_store = None if group_store is None else weakref.ref(group_store)
+        if group_store is not None and rank == 0:
+            self._channel, addresses = self._choose(group_store)
+            self._channel.set(_OPEN, True)
+            self._over(group_store).set(_ADDRESS, addresses)
+
+    @classmethod
+    def of_default_group(cls, config: AgentConfig, name: str) -> RankRendezvous:
+        """For the default process group; `name` differs for each group that this process has trained in."""
+        prefix = f"tula/{config.run_id}/{config.restart}/{name}/"
+        return cls(default_store(), prefix, dist.get_rank(), dist.get_world_size())
+
+    def channel(self, within_s: float = 0.0) -> Channel | None:
+        """The channel, or None if the first rank has not published its address `within_s` seconds."""
+        ends = time.monotonic() + within_s
+        if self._channel is None and self._lock.acquire(timeout=max(0.0, within_s)):
+            try:
+                store = None if self._group_store is None else self._group_store()
+                if self._channel is None and not self._unreachable and store is not None:
+                    addresses = self._over(store).wait(_ADDRESS, ends - time.monotonic())
+                    if addresses is not None:
+                        self._reach(addresses)
+            finally:
+                self._lock.release()
+        return self._channel
+
+    def _choose(self, group_store: Any) -> tuple[Channel, list[tuple[str, int]]]:
+        """The first rank's store, and the addresses by which others may reach it."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with suppress(RuntimeError, ValueError, KeyError):
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                return self.connect(*address, CONNECT_WITHIN_S), [address]
+        store = _stores.TCPStore("localhost", 0, **_options(CONNECT_WITHIN_S), is_master=True)
+        return self._over(store), [(host, store.port) for host in _hosts_of(group_store)]
+
+    def _reach(self, addresses: list[tuple[str, int]]) -> None:
+        """Try each address once: a second attempt would take as long again."""
+        failed = []
+        for host, port in addresses:
+            error = self._try(host, port, CONNECT_WITHIN_S / len(addresses))
+            if error is None:
+                return
+            failed.append(f"{host}:{port} ({error})")
+        self._unreachable = True
+        raise RuntimeError("the first rank's store cannot be reached: " + ", ".join(failed))
+
+    def _try(self, host: str, port: int, within_s: float) -> str | None:
+        """Use the store at this address, or answer why not; the name may belong to another machine in this network."""
+        try:
+            channel = self.connect(host, port, within_s)
+            if not channel.has(_OPEN):
+                return "not the first rank's store"
+        except Exception as error:
+            return f"{error}"[:300]
+        self._channel = channel
+        return None
+
+    def _over(self, store: Any) -> Channel:
+        return Channel(store, self._prefix, self._rank, self._world_size)
+
+    def connect(self, host: str, port: int, within_s: float) -> Channel:
+        """A channel over the store at `host`:`port`. Raises RuntimeError when it does not answer `within_s` seconds."""
+        store = _stores.TCPStore(host, port, **_options(within_s), is_master=False)
+        store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
+        return self._over(store)
+
+
+def _options(within_s: float) -> dict[str, Any]:
+    return {"timeout": timedelta(seconds=within_s), "wait_for_workers": False}
+
+
+def current_group() -> Any:
+    """The default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def with_group_place(config: AgentConfig) -> AgentConfig:
+    """`config` with rank and world size of the process group, if any: `mp.spawn` sets no variable for them."""
+    if current_group() is None:
+        return config
+    return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _hosts_of(store: Any) -> list[str]:
+    """Names by which other ranks may reach this one; it hosts the group's store too, if that is a TCPStore."""
+    while isinstance(store, _stores.PrefixStore):
+        store = getattr(store, "underlying_store", None)  # absent in old versions
+    named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")
+    hosts = [named, socket.gethostname()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR") or named or "", 9))  # sends nothing
+        hosts.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys(host for host in hosts if host))

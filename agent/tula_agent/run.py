@@ -1,0 +1,351 @@
+"""What a training script uses: `init`, and the `Run` with `steps`, `watch`, `log` and `finish`."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tula_agent.config import AgentConfig, read_config
+from tula_agent.guard import Guard, logger
+from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
+
+if TYPE_CHECKING:
+    from tula_agent.checkpoint.position import Position
+    from tula_agent.oom_watch import OomWatch
+    from tula_agent.recorder import Recorder
+
+__all__ = ["Run", "init"]
+
+T = TypeVar("T")
+
+_current: Run | None = None
+_GLOO_RELEASE_S = 0.05
+"""A pause before the model is destroyed. Its destructor holds the GIL while it joins gloo's threads; one that is still
+releasing the last reduction needs the GIL, and both would wait for ever."""
+
+
+def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_accum_steps: int | None = None) -> Run:
+    """Join the run that the environment names; without one, a run that does nothing and costs nothing.
+
+    dataset_size: examples per epoch over all ranks; epochs: how many are planned; grad_accum_steps: micro-steps per
+    step, only needed where no optimizer is watched. Never raises. The run finishes by itself when the process ends.
+    """
+    global _current
+    if _current is not None and _current.active:
+        _current.finish()
+    guard = Guard()
+    config: AgentConfig | None = None
+    with guard("reading the environment"):
+        config = read_config()
+    _current = Run(config, guard, dataset_size=dataset_size, epochs=epochs, grad_accum_steps=grad_accum_steps)
+    on_exit(_finish_at_exit)
+    if _current.active:
+        on_failure(_report_exception, _keep_exit_status)
+    return _current
+
+
+class Run:
+    """This process's part of a run. Every method is safe to call in any order, and does nothing when inactive."""
+
+    def __init__(
+        self,
+        config: AgentConfig | None,
+        guard: Guard | None = None,
+        *,
+        dataset_size: int | None = None,
+        epochs: float | None = None,
+        grad_accum_steps: int | None = None,
+    ) -> None:
+        self.config = config
+        self.dataset_size = dataset_size
+        self.epochs = epochs
+        self.guard = guard or Guard()
+        self.recorder: Recorder | None = None
+        self.oom_watch: OomWatch | None = None
+        self._position: Position | None = None
+        self._exit_status: Any = None
+        if config is None:
+            return
+        with self.guard("starting"):
+            from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
+
+            self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps)
+            self.config = config = self.recorder.config
+        if config.stacks_at_s is not None:
+            with self.guard("dumping stacks at the time limit"):
+                dump_stacks_at(config.stacks_at_s, config.rank)
+
+    @property
+    def active(self) -> bool:
+        """True while something is measured and shipped."""
+        return self.recorder is not None and not self.recorder.finished
+
+    @property
+    def stopping(self) -> bool:
+        """True once a profiling run has measured enough; `steps` then yields nothing, and a loop may break."""
+        return self.recorder is not None and self.recorder.stopping
+
+    @property
+    def position(self) -> Position:
+        """Where the training is in its data; `checkpoint` and `resume` write and read it."""
+        if self._position is None:
+            from tula_agent.checkpoint.position import Position
+
+            self._position = Position()
+        return self._position
+
+    def steps(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of `loader`, each timed. A profiling run repeats a short loader, and ends when it has enough.
+
+        Exceptions of `loader` pass through.
+        """
+        recorder = self.recorder if self.active else None
+        position = self.position
+        self._exit_status = None  # an earlier `sys.exit` was caught
+        if recorder is not None:
+            self._start_measuring(recorder, loader)
+        try:
+            repeat = True
+            while repeat:
+                batches, before = position.begin(loader), position.step
+                if recorder is not None:
+                    recorder.begin_at(position.epochs_before, position.known)
+                while fetched := self._fetch(recorder, position, batches, loader):
+                    yield fetched.pop()
+                repeat = False
+                if recorder is not None and batches is not loader and position.step > before:
+                    with self.guard("repeating the loader"):
+                        repeat = recorder.may_repeat()
+        finally:
+            if recorder is not None:
+                with self.guard("timing"):
+                    recorder.end_epoch()
+            position.end()
+
+    def _fetch(
+        self, recorder: Recorder | None, position: Position, batches: Iterator[T], loader: Iterable[T]
+    ) -> list[T]:
+        """The next batch in a list, an empty list at the end. Popping it leaves no reference here: a script may free
+        its batch in the middle of a step.
+
+        Runs at every step, hence try instead of the guard's context manager, which costs more than the call it guards.
+        """
+        if recorder is not None:
+            try:
+                recorder.want_batch()
+            except Exception as error:
+                self.guard.note("timing", error)
+            if recorder.stopping:
+                return []
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return []
+        if recorder is not None:
+            try:
+                recorder.batch_ready(batch, loader)
+            except Exception as error:
+                self.guard.note("timing", error)
+        position.advance()
+        return [batch]
+
+    def _start_measuring(self, recorder: Recorder, loader: Any) -> None:
+        with self.guard("starting to measure"):
+            recorder.begin_epoch(loader)
+        with self.guard("watching for out of memory"):
+            self._start_oom_watch(recorder)
+
+    def _start_oom_watch(self, recorder: Recorder) -> None:
+        """Once, when the ranks are about to train: see `tula_agent.oom_watch`."""
+        if self.oom_watch is not None:
+            return
+        from tula_agent.oom_watch import STALLED_S, OomWatch
+
+        def report(message: str | None, batch: int | None) -> None:
+            with self.guard("reporting out of memory"):
+                recorder.finish("out_of_memory", message, batch)
+
+        self.oom_watch = OomWatch(
+            recorder.channel if recorder.world_size > 1 else None,
+            rank=recorder.config.rank,
+            report=report,
+            batch_size=lambda: recorder.local_batch_size,
+            steps=lambda: recorder.timer.step,
+            stalled_s=0.0 if recorder.plan is not None else STALLED_S,
+        )
+        self.oom_watch.start()
+
+    def begin_at(self, epoch: float) -> None:
+        """Report where training continues, for a script that loads its own checkpoints; `resume` does it by itself.
+
+        epoch: how many epochs are complete: 2.5 in the middle of the third. Call it before the first step; the time and
+        cost that the service predicts for the rest, and its advice, depend on it.
+        """
+        with self.guard("reporting where training continues"):
+            self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
+            self.position.known = True
+
+    def begin_loop(self, loader: Any = None) -> None:
+        """For a loop that a framework runs: it is about to iterate over `loader`."""
+        recorder = self.recorder
+        if recorder is not None and not recorder.finished:
+            recorder.begin_at(self.position.epochs_before, self.position.known)
+            self._start_measuring(recorder, loader)
+            with self.guard("timing"):
+                recorder.want_batch()
+
+    def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
+        """The framework starts to work on a batch, or on `micro_steps` of them before its next report."""
+        if self.recorder is not None and not self.recorder.finished:
+            with self.guard("timing"):
+                self.recorder.batch_ready(batch, loader)
+                self.recorder.more_micro_steps(batch, micro_steps - 1)
+
+    def batch_done(self) -> None:
+        """The framework has finished that batch and asks for the next."""
+        if self.recorder is not None:
+            with self.guard("timing"):
+                self.recorder.want_batch()
+
+    def end_loop(self) -> None:
+        """The framework leaves its loop, to evaluate or at the end."""
+        if self.recorder is not None:
+            with self.guard("timing"):
+                self.recorder.end_epoch()
+
+    def watch(self, model: Any, optimizer: Any = None, scaler: Any = None, *, comm_hook: bool | None = None) -> None:
+        """Measure `model` (a module or several, DDP or not) and `optimizer` (one or several) more closely.
+
+        Adds memory by component, the gradient norm, and compute apart from communication. Call it once everything is
+        built, after DDP wraps the model. `scaler` is not needed and accepted for older scripts, as is `comm_hook`:
+        `TulaOptimizer` measures the gradient noise scale.
+        """
+        del scaler  # it unscales before an optimizer's step hooks run, and a step that it skips ends by counting
+        if comm_hook:
+            logger.warning("run.watch(comm_hook=True) has no effect: TulaOptimizer measures the gradient noise scale")
+        if self.recorder is not None:
+            with self.guard("watching the model"):
+                self.recorder.watch(_many(model), _many(optimizer))
+
+    def largest_local_batch_size(self) -> int | None:
+        """The largest batch per rank that should fit into this rank's memory, predicted without trying it.
+
+        None until a watched model has done a few steps and memory was read (the fifth step), or without a run. From
+        one batch size the prediction errs on the small side; see `tula_wire.memory`.
+        """
+        return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
+
+    def log(self, **values: Any) -> None:
+        """Named numbers of the current step: loss, accuracy, validation_accuracy, or any other name in lower case.
+
+        Tensors are fine: those on a device are copied in the background, without waiting.
+        """
+        if self.recorder is not None:
+            with self.guard("logging values"):
+                self.recorder.log(values)
+
+    def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
+        """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.
+
+        Afterwards the agent holds no reference to the model, the optimizer or the ranks' store.
+        """
+        recorder = self.recorder
+        if recorder is None:
+            return
+        # One deadline for everything, also for a report of the out-of-memory watch that is under way.
+        ends = time.monotonic() + recorder.config.exit_deadline_s
+        with self.guard("finishing"):
+            watch, self.oom_watch = self.oom_watch, None
+            if watch is not None:
+                watch.stop()
+            if not recorder.finished:
+                recorder.finish("succeeded" if succeeded else "failed", message)
+            if watch is not None:
+                watch.close(ends - time.monotonic())
+
+    def report_out_of_memory(self, error: BaseException | None = None, local_batch_size: int | None = None) -> None:
+        """Report that this batch does not fit; with several ranks, all of them end within ten seconds.
+
+        For scripts that catch the error themselves; one that ends the process is reported without this.
+        """
+        recorder = self.recorder
+        if recorder is not None and not recorder.finished:
+            with self.guard("reporting out of memory"):
+                text = f"{type(error).__name__}: {error}"[:2000] if error is not None else None
+                if self.oom_watch is not None:
+                    self.oom_watch.notify(text, local_batch_size)
+                else:
+                    recorder.finish("out_of_memory", text, local_batch_size)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tula_agent.checkpoint.save`; without its first argument."""
+        return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
+
+    def resume(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tula_agent.checkpoint.resume`; without its first argument."""
+        return import_module("tula_agent.checkpoint").resume(self.position, *args, **kwargs)
+
+    def roll_back(self, model: Any, optimizer: Any, **kwargs: Any) -> bool:
+        """See `tula_agent.checkpoint.roll_back`; without its first two arguments."""
+        step = getattr(optimizer, "restore_step", None)
+        if step is None:
+            return False
+        roll_back = import_module("tula_agent.checkpoint").roll_back
+        return bool(roll_back(self._micro_steps_at(step), step, model, optimizer, **kwargs))
+
+    def _micro_steps_at(self, step: int) -> int:
+        """Micro-steps from the start of training at `step`, which counts optimizer steps from the start of this run.
+
+        After a restart by torchrun the service has counted from zero twice; the earlier place is meant then.
+        """
+        resumed_at = self.position.resumed_at
+        if self.recorder is None:
+            return resumed_at + step
+        restarted = self.recorder.config.restart.rpartition("-")[2] != "0"  # the first part: a run of its own
+        return (0 if restarted else resumed_at) + step * self.recorder.timer.grad_accum_steps
+
+
+def _many(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _finish_at_exit() -> None:
+    """Finish the run before the interpreter shuts down: no reference to the job may survive, see docs/limits.md.
+
+    A run that the script did not finish has succeeded, unless `sys.exit` was called with another status than 0.
+    """
+    global _current
+    run, _current = _current, None
+    if run is None:
+        return
+    status = run._exit_status
+    if status is None or status == 0:
+        run.finish()
+    else:
+        run.finish(succeeded=False, message=f"the script left with sys.exit({status!r})"[:2000])
+    if run.recorder is not None:
+        time.sleep(_GLOO_RELEASE_S)
+        del run
+        gc.collect()  # the first DDP model of a process is in a cycle: an import in its constructor keeps frames
+
+
+def _report_exception(error: BaseException) -> None:
+    run = _current
+    if run is not None:
+        with run.guard("reporting a failure"):
+            from tula_agent.oom_watch import is_out_of_memory
+
+            if is_out_of_memory(error):
+                run.report_out_of_memory(error)
+            else:
+                run.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
+
+
+def _keep_exit_status(status: Any) -> None:
+    if _current is not None:
+        _current._exit_status = status

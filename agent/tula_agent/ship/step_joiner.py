@@ -1,0 +1,266 @@
+"""On the shipping thread: joins what the ranks measured of the same step, and builds the requests that are due."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from tula_agent.guard import Guard
+from tula_agent.rank_channel import Channel
+from tula_agent.readings import CommTiming, PendingDeviceTiming, Readings, StepTiming
+from tula_agent.ship.request import SpooledRequest, encode
+from tula_agent.ship.rows import SampleRow, sample_bodies, telemetry_body
+from tula_wire import routes
+
+__all__ = ["Identity", "StepJoiner", "StepSplit", "split_over_ranks"]
+
+HOLD_S = 5.0
+"""How long a row waits for the other ranks' times of its step."""
+HOLD_AT_END_S = 1.5
+"""The same at the end of the run, when every rank is leaving."""
+STRAGGLER_SHARE = 0.02
+"""Skew below this share of the step names no straggler."""
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """One step over all ranks, seconds. `straggler_rank` is None where all ranks arrive at the same time."""
+
+    compute_time_s: float
+    comm_time_s: float
+    exposed_comm_time_s: float
+    skew_s: float
+    straggler_rank: int | None
+
+
+def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
+    """One step's split from the timing of every rank, by rank.
+
+    The last rank to arrive waits for no other, so the least exposed time is the communication itself. What the others
+    wait beyond it is skew, and the rank that waits least is the straggler. Compute is the median over ranks.
+    """
+    exposed = {rank: timing.exposed_comm_time_s for rank, timing in timings.items()}
+    least = min(exposed.values())
+    skew = max(exposed.values()) - least
+    step_time = max(timing.step_time_s for timing in timings.values())
+    last = min(exposed, key=lambda rank: (exposed[rank], rank))
+    return StepSplit(
+        compute_time_s=median(timing.compute_time_s for timing in timings.values()),
+        comm_time_s=min(timing.comm_time_s for timing in timings.values()),
+        exposed_comm_time_s=least,
+        skew_s=skew,
+        straggler_rank=last if skew > STRAGGLER_SHARE * step_time else None,
+    )
+
+
+class Identity(NamedTuple):
+    """Who measured: the columns that every body begins with."""
+
+    rank: int
+    boot_id: str
+    world_size: int
+
+
+class StepJoiner:
+    """Takes from `readings`, joins, and answers requests.
+
+    identity, is_training: asked at each call, since a process may join another group or become a profiling run.
+    channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
+    `CommTiming`s to the first, and only a summary of their steps with their memory to the service.
+    """
+
+    def __init__(
+        self,
+        readings: Readings,
+        run_id: str,
+        *,
+        guard: Guard,
+        identity: Callable[[], Identity],
+        channel: Callable[[], Channel | None],
+        is_training: Callable[[], bool],
+    ) -> None:
+        self._readings = readings
+        self._run_id = run_id
+        self._guard = guard
+        self._identity = identity
+        self._channel = channel
+        self._is_training = is_training
+        self._rows: dict[int, tuple[SampleRow, float]] = {}  # by step, with the time since when it is held
+        self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
+        self._device: dict[int, PendingDeviceTiming] = {}  # by step
+        self._newest: StepTiming | None = None
+        self._released: deque[int] = deque(maxlen=1000)
+        self._sequence = 0
+        self._chunk = 0
+        self._summary: deque[StepTiming] = deque(maxlen=1000)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that are held for the other ranks or for the device."""
+        return len(self._rows)
+
+    def collect(self, last: bool = False) -> list[SpooledRequest]:
+        """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
+        taken = self._readings.take_steps()
+        self._device.update(self._readings.take_device())
+        channel = self._connected()
+        if self._identity().rank == 0:
+            due = self._collect_first(taken, channel, last)
+        else:
+            due = self._collect_other(taken, channel)
+        return due + self._telemetry()
+
+    def _collect_first(
+        self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None, last: bool
+    ) -> list[SpooledRequest]:
+        now = time.monotonic()
+        own = self._readings.take_comm()
+        is_training = self._is_training()
+        for timing, warmup, sampled in taken:
+            if is_training:
+                self._readings.add_value(timing.step, "step_time_s", timing.step_time_s)
+            if sampled:
+                self._rows[timing.step] = (SampleRow(timing, warmup), now)
+        if taken:
+            self._newest = taken[-1][0]
+        for comm in own:
+            self._comm.setdefault(comm.step, {})[0] = comm
+            self._add_row_for(comm, now)
+        if channel is not None and self._comm:
+            self._receive(channel, last)
+        return self._samples(self._release(now, last))
+
+    def _collect_other(
+        self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
+    ) -> list[SpooledRequest]:
+        if channel is not None:
+            self._send_to_first(channel)
+        self._summary.extend(timing for timing, warmup, sampled in taken if sampled and not warmup)
+        return self._summarise()
+
+    def _add_row_for(self, comm: CommTiming, now: float) -> None:
+        """In training, a step that DDP timed is worth a row even where it would not have been sampled."""
+        if self._newest is None or comm.step in self._rows or comm.step in self._released:
+            return
+        timing = self._newest._replace(step=comm.step, step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
+        self._rows[comm.step] = (SampleRow(timing, warmup=False), now)
+
+    def _connected(self) -> Channel | None:
+        if self._guard.works("reaching the other ranks"):
+            with self._guard("reaching the other ranks"):
+                return self._channel()
+        return None
+
+    def _send_to_first(self, channel: Channel) -> None:
+        timings = self._readings.take_comm()
+        if timings:
+            with self._guard("sending times to the first rank"):
+                channel.post([list(timing) for timing in timings])
+
+    def _receive(self, channel: Channel, last: bool) -> None:
+        """Take what the other ranks have sent; at the end, wait up to HOLD_AT_END_S for the rest."""
+        if not self._guard.works("receiving times of the other ranks"):
+            return
+        ends = time.monotonic() + (HOLD_AT_END_S if last else 0.0)
+        with self._guard("receiving times of the other ranks"):
+            while True:
+                for rank in range(1, channel.world_size):
+                    for message in channel.collect(rank):
+                        for step, *times in message:
+                            self._comm.setdefault(int(step), {})[rank] = CommTiming(int(step), *times)
+                complete = all(len(timings) == channel.world_size for timings in self._comm.values())
+                if complete or time.monotonic() >= ends:
+                    return
+                time.sleep(0.02)
+
+    def _release(self, now: float, last: bool) -> list[SampleRow]:
+        """The rows that wait for nothing any more, in order of their steps."""
+        ready = []
+        world_size = self._identity().world_size
+        newest = -1 if self._newest is None else self._newest.step
+        for step in [s for s in self._device if s <= newest and s not in self._rows]:
+            self._device.pop(step).release()  # its row was dropped
+        for step, (row, since) in sorted(self._rows.items()):
+            if not self._timed_by_device(row, last):
+                continue
+            timings = self._comm.get(step, {})
+            if len(timings) == world_size:
+                self._apply(row, split_over_ranks(timings))
+            elif self._readings.expects_comm and not last:
+                # DDP publishes its times a step or two later, if it timed this step at all.
+                if now - since < HOLD_S and (0 in timings or newest < step + 3):
+                    continue
+            elif world_size == 1:
+                row.comm_time_s = row.exposed_comm_time_s = 0.0
+                row.compute_time_s = row.timing.step_time_s - row.timing.input_time_s
+            del self._rows[step]
+            self._released.append(step)
+            self._comm.pop(step, None)
+            ready.append(row)
+        for step in [s for s in self._comm if s < newest - 10_000]:
+            del self._comm[step]
+        return ready
+
+    def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
+        """False while the device has not finished the step; at the end of the run, wall time has to do."""
+        pending = self._device.get(row.timing.step)
+        if pending is None:
+            return True
+        with self._guard("the device's clock"):
+            timing = pending.poll()
+            if timing is None and not last:
+                return False
+            if timing is not None and timing.step_time_s > 0:
+                # Only the host knows the waits of later micro-steps.
+                waited = timing.input_time_s if row.timing.micro_steps == 1 else None
+                waited = row.timing.input_time_s if waited is None else waited
+                row.timing = row.timing._replace(step_time_s=timing.step_time_s, input_time_s=waited)
+                row.method = "cuda_events"
+                if timing.optimizer_time_s is not None:
+                    self._readings.add_value(row.timing.step, "optimizer_time_s", timing.optimizer_time_s)
+        del self._device[row.timing.step]
+        return True
+
+    def _apply(self, row: SampleRow, split: StepSplit) -> None:
+        row.method = "ddp_logger"
+        row.compute_time_s = split.compute_time_s
+        row.comm_time_s = split.comm_time_s
+        row.exposed_comm_time_s = split.exposed_comm_time_s
+        row.skew_s = split.skew_s
+        row.straggler_rank = split.straggler_rank
+        self._readings.add_value(row.timing.step, "skew_s", split.skew_s)
+
+    def _summarise(self) -> list[SpooledRequest]:
+        """What a rank other than the first sends to the service: memory, with its median step time."""
+        if self._readings.memory is None or not self._summary:
+            return []
+        newest = self._summary[-1]
+        times = median(timing.step_time_s for timing in self._summary)
+        return self._samples([SampleRow(newest, warmup=False, step_time_s=times)])
+
+    def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
+        if not rows:
+            return []
+        path = routes.RUN_SAMPLES.format(run_id=self._run_id)
+        memory = self._readings.take_memory()
+        due = []
+        for body in sample_bodies(rows, self._identity()._asdict(), self._sequence):
+            if self._readings.epochs_before is not None:
+                body["epochs_before"] = self._readings.epochs_before
+            if memory is not None:
+                body["memory"] = memory
+            due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
+        self._sequence += len(rows)
+        return due
+
+    def _telemetry(self) -> list[SpooledRequest]:
+        chunk = telemetry_body(self._readings.take_values(), self._identity()._asdict(), self._chunk)
+        if chunk is None:
+            return []
+        self._chunk += 1
+        path = routes.RUN_TELEMETRY.format(run_id=self._run_id)
+        return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"]))]

@@ -1,0 +1,62 @@
+"""Compute, communication, skew and straggler of a step, from the times that all ranks measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+from tula_agent.measure.comm_split import CUDA_TRAIN_INTERVAL, sample_interval
+from tula_agent.readings import CommTiming
+from tula_agent.ship.step_joiner import split_over_ranks
+
+seconds = st.floats(0.001, 1.0)
+
+
+@given(compute=st.lists(seconds, min_size=2, max_size=8), communication=seconds)
+def test_the_least_exposed_time_over_ranks_is_the_communication(compute: list[float], communication: float) -> None:
+    """Ranks compute for different times and then reduce: what the faster ranks wait is skew, not communication."""
+    slowest = max(compute)
+    step = slowest + communication
+    timings = {rank: CommTiming(0, step, 0.0, step - own, step - own) for rank, own in enumerate(compute)}
+    split = split_over_ranks(timings)
+    assert math.isclose(split.exposed_comm_time_s, communication, rel_tol=1e-6)
+    assert math.isclose(split.skew_s, slowest - min(compute), rel_tol=1e-6, abs_tol=1e-9)
+    if split.skew_s > 0.05 * step:
+        assert split.straggler_rank == compute.index(slowest)
+    assert min(compute) <= split.compute_time_s + 1e-9
+    assert split.compute_time_s <= slowest + 1e-9
+
+
+def test_ranks_that_arrive_at_the_same_time_have_no_straggler() -> None:
+    split = split_over_ranks({0: CommTiming(3, 1.0, 0.1, 0.3, 0.2), 1: CommTiming(3, 1.0, 0.1, 0.3, 0.201)})
+    assert split.straggler_rank is None
+    assert split.compute_time_s == 1.0 - 0.1 - (0.2 + 0.201) / 2
+
+
+@dataclass
+class Ddp:
+    device_type: str
+
+
+def test_reading_ddps_clock_adds_no_waits_for_a_device_in_training() -> None:
+    """DDP reads every 100th step by default; a reading waits for the device on CUDA, and costs nothing on a host."""
+    assert sample_interval([Ddp("cuda")], profiling=False) == CUDA_TRAIN_INTERVAL == 100
+    assert sample_interval([Ddp("cpu"), Ddp("cuda")], profiling=True) > 1
+    assert sample_interval([Ddp("cpu")], profiling=True) == 1
+
+
+def test_a_slow_rank_is_named_as_straggler_and_its_delay_counts_as_skew(sink: Sink, launch: Launch) -> None:
+    plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20"}
+    launch("train.py", "--late", "1", ranks=2, **plan)
+    rows = [row for row in sink.rows("step", "straggler_rank", "skew_s", "exposed_comm_time_s") if None not in row]
+    assert len(rows) >= 8
+    assert median(straggler for _, straggler, _, _ in rows) == 1
+    assert median(skew for _, _, skew, _ in rows) > 0.01
+    assert median(exposed for _, _, _, exposed in rows) < median(skew for _, _, skew, _ in rows)
+    assert {b["timing_method"] for b in sink.samples if b["rank"] == 0 and "skew_s" in b} == {"ddp_logger"}
