@@ -1,12 +1,13 @@
 """What gradient scaling costs: percent of the step time of a ResNet-50-sized model under DDP, by source and policy.
 
-    python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE]
+    python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE] [--smoke]
 
-Every part that Tula adds is timed on its own beside the step it belongs to: the leaf hooks (run again on the finished
-gradients, measuring or asleep as each configuration left them), and what `step` takes beside the wrapped optimizer's
-own `step` inside it. A difference of two whole step times would drown one percent in noise. `overhead.fraction` is the
-default policy's share once its first 512 steps are over, when it measures every eighth step and limits spikes in all;
-`overhead.first_steps_fraction` is while every step is measured.
+Each part that Tula adds is timed by itself: the leaf hooks (run again on the finished gradients, armed or not as each
+configuration left them), and the time of `step` outside the wrapped optimizer's `step`. A difference of two whole step
+times would hide one percent in noise. `overhead.fraction` is the default policy's share after its first 512 steps, when
+it measures every eighth step and clips spikes in all; `overhead.first_steps_fraction` is its share while every step is
+measured; `overhead.none_fraction` is the share of policy `none`, which measures the noise scale at every eighth step.
+`--smoke` takes two steps of tiny images: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from torch import nn
 
 from tula_agent.scaling import GainRule, TulaOptimizer
 from tula_agent.scaling.gain import SPARSE_EVERY
-
-__all__ = ["main", "resnet50"]
 
 MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
 
@@ -84,7 +83,8 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
 
     found: dict[str, list[float]] = {}
     configurations: dict[str, dict[str, Any]] = {
-        "plain": {"policy": "none"},
+        "none": {"policy": "none", "rule": GainRule(measure_every=10_000)},
+        "none_measured": {"policy": "none", "rule": GainRule(measure_every=1)},
         "parts": {"policy": "gain", "rule": GainRule(measure_every=1)},
         "between": {"policy": "gain", "rule": GainRule(measure_every=10_000)},
         "ags_gate": {"policy": "ags", "steps_per_epoch": 10_000},
@@ -107,7 +107,7 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
             began = _now(device)
             optimizer.zero_grad()
             optimizer.observe_batch((images, labels))
-            loss(ddp, (images, labels)).backward()
+            loss(ddp, (images, labels)).backward()  # type: ignore[no-untyped-call]
             before = _now(device)
             optimizer.step()
             done = _now(device)
@@ -124,12 +124,11 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
 
 
 class _Clock:
-    """Times the wrapped optimizer's own step, and the hooks on gradients that are there already."""
+    """Times the wrapped optimizer's step, and the hooks on finished gradients."""
 
     def __init__(self, optimizer: TulaOptimizer) -> None:
         self._optimizer = optimizer
-        self.inner_s = 0.0
-        """Of the last step."""
+        self.inner_s = 0.0  # of the last step
         inner_step = optimizer.optimizer.step
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
@@ -160,14 +159,16 @@ def _now(device: torch.device) -> float:
 
 
 def summarise(seconds: dict[str, float]) -> dict[str, float]:
-    """Fractions of the plain step time."""
-    step = seconds["plain.step"] - seconds["plain.added"]
+    """Fractions of the step time without Tula."""
+    step = seconds["none.step"] - seconds["none.added"]
     added = {
         name: seconds[f"{name}.added"] + seconds[f"{name}.hooks"]
-        for name in ("parts", "between", "ags_gate", "ags_refresh", "probe")
+        for name in ("none", "none_measured", "parts", "between", "ags_gate", "ags_refresh", "probe")
     }
     return {
         "overhead.fraction": (MEASURED_SHARE * added["parts"] + (1 - MEASURED_SHARE) * added["between"]) / step,
+        "overhead.none_fraction": (MEASURED_SHARE * added["none_measured"] + (1 - MEASURED_SHARE) * added["none"])
+        / step,
         "overhead.first_steps_fraction": added["parts"] / step,
         "overhead.between_fraction": added["between"] / step,
         "overhead.hooks_fraction": seconds["parts.hooks"] / step,
@@ -186,7 +187,10 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=128, help="pixels; 224 is ImageNet's")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--smoke", action="store_true", help="two steps of tiny images: only shows that it works")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.batch, arguments.side, arguments.steps = 2, 64, 2
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.scaling_overhead"]
@@ -206,7 +210,7 @@ def main() -> None:
         print(json.dumps(values, indent=1), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(values, indent=1) + "\n")
-    gc.collect()  # the clocks hold the model in cycles, and it must not outlive its process group
+    gc.collect()  # the clocks hold the model in reference cycles; it must be freed before its process group
     dist.barrier()
     dist.destroy_process_group()
 
