@@ -21,12 +21,17 @@ COLUMNS = (
 """Names with a meaning to the service; other columns are stored and shown all the same."""
 
 
-class TelemetryChunk(WireModel):
-    """Steps and named float columns of one rank; a missing value is null."""
+class ChunkIdentity(WireModel):
+    """Which chunk of which process: a chunk with an identity that is stored already counts as a resend."""
 
     rank: Annotated[int, Field(ge=0, le=2**20)] = 0
     boot_id: Name
     sequence: Number
+
+
+class TelemetryChunk(ChunkIdentity):
+    """Steps and named float columns of one rank; a missing value is null."""
+
     steps: Annotated[Column[Number], Field(min_length=1)]
     columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)]
 

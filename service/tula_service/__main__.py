@@ -6,8 +6,6 @@ import typer
 
 from tula_service.cli import migrate, prune, serve, token
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("serve")(serve)
 app.command("migrate")(migrate)

@@ -1,11 +1,14 @@
-"""The application, put together from its settings: services, routes, and the order in which requests meet them."""
+"""Builds the application from its settings: services, routes and middleware."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -13,15 +16,16 @@ from fastapi import APIRouter, Depends, FastAPI
 
 from tula_service import __version__, dashboard
 from tula_service.api import (
+    access,
+    charts,
     docs,
+    errors,
     events,
     health,
     jobs,
     ledger,
     metrics,
     predictions,
-    problems,
-    projects,
     recommendations,
     runs,
     samples,
@@ -30,49 +34,44 @@ from tula_service.api import (
     tracing,
 )
 from tula_service.api.deps import Services, authenticate, error_answers
-from tula_service.api.direct import ShortWay
-from tula_service.api.edge import Edge
-from tula_service.api.metric_set import MULTIPROCESS_VARIABLE, Metrics
-from tula_service.api.security import tokens
-from tula_service.api.security.limiter import Limiter
+from tula_service.api.instruments import Metrics
+from tula_service.api.limiter import Limiter
+from tula_service.api.middleware import RequestMiddleware
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
 from tula_service.usecases import watch
 from tula_service.usecases.access import Access
 from tula_service.usecases.ingest import Ingest
-from tula_wire import routes
 
-__all__ = ["create_app", "create_app_from_environment"]
+TOKEN_CACHE_S: Final = 1.0
+"""How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The service on an already migrated database. Raises SchemaMismatch when the schema does not fit."""
-    # Half of the threads take in what agents send: whatever else is asked for, and however long that takes.
+def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> FastAPI:
+    """The service on a migrated database. Raises SchemaMismatch when the schema is not that of this version."""
+    # Half of the threads are reserved for measurements of agents, so that slow requests of others cannot delay those.
     intake = anyio.CapacityLimiter(settings.threads // 2)
-    store = Store.open(settings.database, connections=settings.threads + 1)  # the one more is of telemetry's writer
+    store = Store.open(settings.database, connections=settings.threads + 1)  # one more for the writer of telemetry
     check_schema(store.engine)
-    counted = Metrics()
+    counters = Metrics()
     services = Services(
         settings=settings,
         store=store,
-        access=Access(store, cache_s=settings.token_cache_s, tokenless_allowed=settings.on_loopback),
-        limiter=Limiter(
-            requests_per_minute=settings.requests_per_minute,
-            ingest_per_minute=settings.ingest_per_minute,
-            counts=_shared_counts(settings),
-        ),
-        metrics=counted,
+        access=Access(store, cache_s=token_cache_s, tokenless_allowed=settings.on_loopback),
+        limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
+        metrics=counters,
         ingest=Ingest(store, observers=(watch.observe,), threads=intake),
         intake=intake,
     )
 
-    at_end: list[Callable[[], None]] = [services.ingest.close, services.limiter.close, store.close]
+    at_end: list[Callable[[], None]] = [services.ingest.close, store.close]
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
-        yield
+        with _set_on_stop_signal(services.stopping):
+            yield
         for finish in at_end:
             finish()
 
@@ -84,14 +83,13 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # nothing leaves but what `trace` was asked for
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # `TULA_TRACE` alone enables tracing
     )
     app.state.services = services
-    problems.install(app)
-    app.add_middleware(ShortWay, path=routes.RUN_TELEMETRY, endpoint=telemetry.post_telemetry)
+    errors.install(app)
     app.add_middleware(dashboard.BrowserSession)
-    app.add_middleware(Edge, settings=settings, metrics=counted)
-    for router in _routers():  # behind authentication, all of them; straight into the application, since depth costs
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=counters)
+    for router in _routers():  # all require authentication
         app.include_router(router, dependencies=[Depends(authenticate)], responses=error_answers())
     app.include_router(health.router)
     app.include_router(dashboard.open_router)
@@ -101,19 +99,36 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def create_app_from_environment() -> FastAPI:
-    """What uvicorn's workers call: settings come from the environment that `tula serve` prepared."""
+    """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
     return create_app(Settings.from_environment(os.environ))
 
 
-def _shared_counts(settings: Settings) -> Path | None:
-    """Where the workers of this replica count requests together; None for one worker, which needs no file."""
-    folder = os.environ.get(MULTIPROCESS_VARIABLE)
-    return None if settings.workers == 1 or folder is None else Path(folder) / "requests.counts"
+@contextmanager
+def _set_on_stop_signal(stopping: threading.Event) -> Iterator[None]:
+    """Sets the event on SIGTERM and SIGINT, then calls the server's own handler.
+
+    At shutdown a server waits for open responses before it ends the lifespan: nothing else ends event streams.
+    """
+    replaced: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def stop(received: int, frame: FrameType | None) -> None:
+        stopping.set()
+        replaced[received](received, frame)
+
+    if threading.current_thread() is threading.main_thread():  # Python accepts handlers in no other thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if callable(previous := signal.getsignal(number)):
+                replaced[number] = previous
+                signal.signal(number, stop)
+    yield
+    for number, previous in replaced.items():
+        if signal.getsignal(number) is stop:  # a server may have restored its own
+            signal.signal(number, previous)
 
 
 def _routers() -> list[APIRouter]:
     return [
-        telemetry.router,  # first, since routes are tried in order and nothing is asked for more often
+        telemetry.router,  # first: routes are matched in order, and agents call this one most often
         samples.router,
         jobs.router,
         runs.router,
@@ -122,9 +137,9 @@ def _routers() -> list[APIRouter]:
         ledger.router,
         scaling.router,
         events.router,
-        projects.router,
-        tokens.router,
+        access.router,
         metrics.router,
         docs.router,
+        charts.router,
         dashboard.router,
     ]

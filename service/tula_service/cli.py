@@ -1,4 +1,4 @@
-"""`tula serve`, `tula token` and `tula prune`: the commands that come with the service."""
+"""The commands of the service: `tula serve`, `tula migrate`, `tula token` and `tula prune`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 import uvicorn
 
-from tula_service.api.connections import BoundedProtocol
-from tula_service.api.metric_set import MULTIPROCESS_VARIABLE
+from tula_service.api.instruments import MULTIPROCESS_VARIABLE
 from tula_service.errors import ServiceError
 from tula_service.logs import logging_config
 from tula_service.settings import Settings, SettingsError
@@ -25,8 +23,6 @@ from tula_service.store import Store
 from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
 from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
 from tula_service.usecases.jobs import prune_store
-
-__all__ = ["migrate", "prune", "serve", "token"]
 
 _OPERATOR = Principal(name="command line", scope="admin")
 _DATABASE = typer.Option("--database", help="SQLite file, or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
@@ -62,9 +58,8 @@ def serve(
                 proxy_headers=False,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=settings.shutdown_s,
-                timeout_worker_healthcheck=15,  # a worker that still imports on a busy machine is not dead
-                http=partial(BoundedProtocol, seconds=settings.body_timeout_s),  # type: ignore[arg-type]
-                ws="none",  # nothing here speaks it, and its library would be loaded
+                timeout_worker_healthcheck=15,  # a busy machine may need seconds to import a worker
+                ws="none",  # no route uses WebSockets; their library costs start-up time
                 backlog=2048,
             )
 
@@ -201,7 +196,7 @@ def _prepare(settings: Settings, *, migrate: bool, listen: bool = True) -> None:
 
 @contextmanager
 def _shared_folder(settings: Settings) -> Iterator[None]:
-    """Where several workers add up their metrics and their counts of requests, unless somebody gave a folder."""
+    """A folder in which several workers share their metrics, unless the environment names one."""
     if settings.workers == 1 or MULTIPROCESS_VARIABLE in os.environ:
         yield
         return
@@ -211,7 +206,7 @@ def _shared_folder(settings: Settings) -> Iterator[None]:
 
 
 def _refuse_a_taken_port(settings: Settings) -> None:
-    """One sentence instead of a server's log, where somebody else listens already; port 0 always finds a free one."""
+    """Raise SettingsError if another process listens there, which uvicorn would only log."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,20 +1,6 @@
-"""What can go wrong inside the service, in its own words; `api/problems.py` alone turns these into HTTP."""
+"""What can go wrong inside the service, in its own words; `api/errors.py` alone turns these into HTTP."""
 
 from __future__ import annotations
-
-__all__ = [
-    "Busy",
-    "Conflict",
-    "Forbidden",
-    "InvalidInput",
-    "NotFound",
-    "SchemaMismatch",
-    "ServiceError",
-    "StoreUnavailable",
-    "TooLarge",
-    "Unauthenticated",
-    "UnsupportedMedia",
-]
 
 
 class ServiceError(Exception):

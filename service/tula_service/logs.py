@@ -7,8 +7,6 @@ import logging
 from datetime import datetime, timezone
 from typing import Any, Final
 
-__all__ = ["JsonFormatter", "logging_config"]
-
 _FIELDS: Final = ("request_id", "method", "route", "status", "took_ms", "token", "job_id", "run_id")
 
 

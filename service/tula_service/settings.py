@@ -1,4 +1,4 @@
-"""Every setting of the service, read from the environment once and handed on; nothing is read at import."""
+"""Every setting of the service; read from the environment once, at start, and never at import."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PREFIX", "Settings", "SettingsError"]
-
 PREFIX = "TULA_"
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the message names it and says what to give."""
+    """A setting with an invalid value; the message names it and says what to give."""
 
 
 def _setting(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -28,15 +26,14 @@ class Settings:
     database: str = _setting("tula.db", "SQLite file, or postgresql+psycopg:// URL.")
     host: str = _setting("127.0.0.1", "Address to listen on; any but loopback needs a token to exist first.")
     port: int = _setting(8321, "Port to listen on; 0 takes a free one.", least=0, most=65_535)
-    workers: int = _setting(1, "Processes that serve; they share the database, metrics and limits.", least=1)
-    threads: int = _setting(16, "Requests that a worker works on at once, and its database connections.", least=2)
-    max_in_flight: int = _setting(256, "Requests that a worker holds at once; more are told to come back.", least=1)
+    workers: int = _setting(1, "Processes that serve; they share the database and metrics.", least=1)
+    threads: int = _setting(16, "Requests that a worker handles at once, and its database connections.", least=2)
+    max_in_flight: int = _setting(
+        256, "Requests that a worker holds at once; more are refused with Retry-After.", least=1
+    )
     max_body_bytes: int = _setting(8 * 2**20, "Largest body as sent.", least=1024)
-    max_decompressed_bytes: int = _setting(32 * 2**20, "Largest body after decompression.", least=1024)
-    body_timeout_s: float = _setting(20.0, "Longest time a client may take to send a body.", least=0.1)
-    requests_per_minute: int = _setting(6_000, "Requests of one token to one replica, ingest aside.", least=1)
-    ingest_per_minute: int = _setting(240_000, "Samples and telemetry requests of one token to one replica.", least=1)
-    token_cache_s: float = _setting(1.0, "How often a worker looks for tokens that were revoked elsewhere.", least=0)
+    requests_per_minute: int = _setting(6_000, "Requests of one token to one worker, ingest excluded.", least=1)
+    ingest_per_minute: int = _setting(240_000, "Samples and telemetry requests of one token to one worker.", least=1)
     shutdown_s: int = _setting(20, "How long accepted requests may take to finish at shutdown.", least=1)
     retention_days: float = _setting(90.0, "Age at which `tula prune` deletes archived jobs.", least=0)
     log_level: str = _setting("info", "debug, info, warning or error; debug also logs every ingest request.")
@@ -53,7 +50,7 @@ class Settings:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        """Raise SettingsError for a value that no service can run with."""
+        """Check every value. Raises SettingsError."""
         for item in dataclasses.fields(self):
             least, most = item.metadata["least"], item.metadata["most"]
             if least is not None and not getattr(self, item.name) >= least:
@@ -65,17 +62,17 @@ class Settings:
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` reads the same settings: how workers get them."""
-        return {PREFIX + item.name.upper(): _shown(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return {PREFIX + item.name.upper(): _as_text(getattr(self, item.name)) for item in dataclasses.fields(self)}
 
     @property
-    def most_ordinary(self) -> int:
-        """Requests held at once that are not agents' measurements, for which the rest of the room is kept."""
+    def max_ordinary_in_flight(self) -> int:
+        """Requests held at once other than agents' measurements, for which the rest of `max_in_flight` is reserved."""
         return self.max_in_flight - self.max_in_flight // 4
 
     @property
-    def most_streams(self) -> int:
-        """Event streams open at once in a worker: each costs a query a second, and half the room stays free of them."""
-        return min(200, max(1, self.most_ordinary // 2))
+    def max_streams(self) -> int:
+        """Event streams open at once in a worker: each costs a query a second, and may take half of the requests."""
+        return min(200, max(1, self.max_ordinary_in_flight // 2))
 
     @property
     def on_loopback(self) -> bool:
@@ -88,7 +85,7 @@ class Settings:
             return False
 
 
-def _shown(value: object) -> str:
+def _as_text(value: object) -> str:
     return ("1" if value else "0") if isinstance(value, bool) else str(value)
 
 

@@ -331,7 +331,7 @@ def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory
 
     database = str(tmp_path_factory.mktemp("tokens") / "tula.db")
     migrate(database)
-    app = create_app(Settings(database=database, token_cache_s=0.0))
+    app = create_app(Settings(database=database), token_cache_s=0.0)
     with Client(HERE, token="", transport=InProcess(app)) as open_client:
         created = open_client.create_token(TokenCreate(name="admin", scope="admin"))
     with Client(HERE, token=created.secret, transport=InProcess(app)) as admin:

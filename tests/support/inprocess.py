@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import httpx
 from fastapi import FastAPI
+
+T = TypeVar("T")
 
 
 class InProcess(httpx.BaseTransport):
@@ -27,6 +31,10 @@ class InProcess(httpx.BaseTransport):
             return httpx.Response(response.status_code, headers=response.headers, content=await response.aread())
 
         return self._loop.run_until_complete(answer())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the application's event loop, to its end."""
+        return self._loop.run_until_complete(work)
 
     def shut_down(self) -> None:
         """End the application; closing a client does not, since several share it."""

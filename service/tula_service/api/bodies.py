@@ -1,62 +1,63 @@
-"""Reading bodies: JSON or MessagePack, plain, gzip or zstd, with limits before and after decompression."""
+"""Reads bodies: JSON or MessagePack, plain, gzip or zstd, with limits before and after decompression."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgpack
 import zstandard
-from fastapi import Depends, Request
+from fastapi import Request
 from pydantic import BaseModel
 
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
 from tula_service.settings import Settings
 from tula_wire import MAX_STEPS
 
-__all__ = ["JSON", "MSGPACK", "Body", "RawBody", "decompress", "parse", "raw_body", "request_body", "unpack"]
-
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 
-MOST_VALUES: Final = 66 * MAX_STEPS
-"""Numbers, texts and lists in one body: the steps and 64 columns of a full chunk. Read, each takes many times its
-bytes, so that a limit on bytes alone would let a small body of many empty lists take gigabytes."""
+MAX_DECOMPRESSED_BYTES: Final = 32 * 2**20
+MAX_VALUES: Final = 66 * MAX_STEPS
+"""Numbers, strings and lists in one body: the steps and 64 columns of a full chunk. A parsed value takes many times its
+encoded bytes: with a limit on bytes alone, a small body of many empty lists would take gigabytes."""
 
-_ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: no encoder may ask for more, and a decoder reserves what it is asked for
+_ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: the most that an encoder may ask for; a decoder reserves it
 
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Body:
-    """A body as it was sent, with what its headers say of it; `plain` is not yet computed when it is compressed."""
+    """A body as sent, with its media type and content encoding."""
 
     content_type: str
     encoding: str
     sent: bytes
-    limit: int
 
-    def plain(self) -> bytes:
+    def plain(self, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
         """The body without compression. Raises TooLarge, UnsupportedMedia or InvalidInput."""
-        return decompress(self.sent, self.encoding, self.limit)
+        return decompress(self.sent, self.encoding, limit)
 
 
-async def raw_body(request: Request) -> Body:
-    """Read the body up to the limit; media type and encoding are checked before a byte is read."""
+async def read_body(request: Request) -> Body:
+    """Read the body up to the limit, after a check of media type and encoding.
+
+    Does not decompress or parse it: the endpoint does both in a thread, because they take time.
+    """
     settings: Settings = request.app.state.services.settings
     headers = request.headers
     content_type = headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if content_type in _MSGPACK_NAMES:
         content_type = MSGPACK
     elif content_type != JSON:
-        raise UnsupportedMedia(f"Content-Type {content_type!r} is not read here: send {JSON} or {MSGPACK}.")
+        raise UnsupportedMedia(f"Content-Type {content_type!r} is not supported: send {JSON} or {MSGPACK}.")
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in _DECOMPRESSORS:
-        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not read here: send gzip, zstd or none.")
+        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported: send gzip, zstd or none.")
     limit = settings.max_body_bytes
     declared = headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
@@ -68,33 +69,29 @@ async def raw_body(request: Request) -> Body:
         if size > limit:
             raise _too_large(limit, "as sent")
         pieces.append(piece)
-    return Body(content_type, encoding, b"".join(pieces), settings.max_decompressed_bytes)
-
-
-RawBody = Annotated[Body, Depends(raw_body)]
-"""The request's body, read but not yet decompressed or parsed: those cost time and happen in the endpoint's thread."""
+    return Body(content_type, encoding, b"".join(pieces))
 
 
 def parse(model: type[M], body: Body) -> M:
     """The body as a wire model. Raises pydantic.ValidationError and what `Body.plain` raises."""
     plain = body.plain()
     if body.content_type == JSON:
-        if plain.count(b",") > MOST_VALUES:
+        if plain.count(b",") > MAX_VALUES:
             raise _too_many()
         return model.model_validate_json(plain)
     return model.model_validate(unpack(plain))
 
 
 def unpack(plain: bytes) -> Any:
-    """MessagePack to plain objects; byte strings stay bytes. Raises InvalidInput, TooLarge."""
+    """MessagePack as Python objects; byte strings stay bytes. Raises InvalidInput, TooLarge."""
     values = 0
 
-    def counted(some: Any) -> Any:
+    def counted(container: Any) -> Any:
         nonlocal values
-        values += len(some) + 1
-        if values > MOST_VALUES:
+        values += len(container) + 1
+        if values > MAX_VALUES:
             raise _too_many()
-        return some
+        return container
 
     try:
         return msgpack.unpackb(
@@ -102,7 +99,7 @@ def unpack(plain: bytes) -> Any:
             raw=False,
             strict_map_key=True,
             max_ext_len=0,
-            max_array_len=MOST_VALUES,
+            max_array_len=MAX_VALUES,
             max_map_len=MAX_STEPS,
             list_hook=counted,
             object_hook=counted,
@@ -119,7 +116,7 @@ def decompress(sent: bytes, encoding: str, limit: int) -> bytes:
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that is read by `RawBody`."""
+    """The OpenAPI description of a body that is read by `read_body`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     content = {JSON: {"schema": schema}, MSGPACK: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
@@ -165,7 +162,7 @@ def _too_large(limit: int, when: str) -> TooLarge:
 
 
 def _too_many() -> TooLarge:
-    return TooLarge(f"The body holds more than {MOST_VALUES} values: send smaller batches.")
+    return TooLarge(f"The body holds more than {MAX_VALUES} values: send smaller batches.")
 
 
 def _corrupt(encoding: str) -> InvalidInput:

@@ -9,10 +9,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
-from tula_service.api.security.scopes import OPEN
+from tula_service.api.scopes import OPEN
 from tula_wire import Problem, SampleBatch, TelemetryChunk
-
-__all__ = ["document", "router"]
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import AppServices, Caller
 from tula_service.errors import Busy, InvalidInput, NotFound, Unauthenticated
 from tula_service.store import Store
 from tula_service.usecases import events
 from tula_service.usecases.access import Principal
 from tula_wire import routes
-
-__all__ = ["router", "stream"]
 
 POLL_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0
@@ -36,32 +34,28 @@ router = APIRouter(tags=["events"])
 )
 async def get_events(
     job_id: str,
-    request: Request,
     caller: Caller,
-    have: Current,
-    last_event_id: Annotated[str | None, Header(description="Go on after this event.")] = None,
+    services: AppServices,
+    last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, where no header can be set.")] = None,
 ) -> StreamingResponse:
-    """State changes, samples, recommendations, thresholds, drift and advice as they happen; all from now on.
+    """State changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
 
-    With `Last-Event-ID` (or `after`) also what happened since; 0 is from the beginning.
+    With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning.
     """
-    if not hasattr(request.app.state, "streams"):
-        request.app.state.streams = set()
-    open_streams: set[object] = request.app.state.streams
-    newest = await run_in_threadpool(events.last_id, have.store, caller, job_id)
+    newest = await run_in_threadpool(events.last_id, services.store, caller, job_id)
     start = _start(last_event_id, after, newest)
-    if len(open_streams) >= have.settings.most_streams:
+    if len(services.streams) >= services.settings.max_streams:
         raise Busy("Too many event streams are open: close one or try again later.", retry_after_s=10.0)
 
     async def body() -> AsyncIterator[bytes]:
         ticket = object()
-        open_streams.add(ticket)
+        services.streams.add(ticket)
         try:
-            async for piece in stream(have.store, caller, job_id, start):
+            async for piece in stream(services.store, caller, job_id, start, services.stopping):
                 yield piece
         finally:
-            open_streams.discard(ticket)
+            services.streams.discard(ticket)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
@@ -72,34 +66,29 @@ async def stream(
     caller: Principal,
     job_id: str,
     after: int,
+    stopping: threading.Event,
     *,
     poll_s: float = POLL_S,
     longest_s: float = LONGEST_S,
 ) -> AsyncIterator[bytes]:
-    """The bytes of the stream; ends with the caller's token and with the job, and by itself after `longest_s`."""
+    """The bytes of the stream; ends with the caller's token, the job, the service, and after `longest_s`."""
     yield f"retry: {_RETRY_MS}\n\n".encode()
-    started = spoken = time.monotonic()
-    while time.monotonic() - started < longest_s and not _is_stopping():
+    started = last_sent = time.monotonic()
+    while time.monotonic() - started < longest_s and not stopping.is_set():
         try:
             found = await run_in_threadpool(events.read_on, store, caller, job_id, after)
-        except (Unauthenticated, NotFound):  # whoever reconnects is told so
+        except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer
             return
         for identity, kind, body in found:
             after = identity
             yield f"id: {identity}\nevent: {kind}\ndata: {body}\n\n".encode()
         if found:
-            spoken = time.monotonic()
+            last_sent = time.monotonic()
             continue
-        if time.monotonic() - spoken >= HEARTBEAT_S:
-            spoken = time.monotonic()
-            yield b": still here\n\n"
+        if time.monotonic() - last_sent >= HEARTBEAT_S:
+            last_sent = time.monotonic()
+            yield b": keep-alive\n\n"
         await asyncio.sleep(poll_s)
-
-
-def _is_stopping() -> bool:
-    """True once uvicorn was told to stop: it would wait for open streams, and nothing else tells them."""
-    handler = signal.getsignal(signal.SIGTERM)
-    return bool(getattr(getattr(handler, "__self__", None), "should_exit", False))
 
 
 def _start(header: str | None, after: int | None, newest: int) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from tula_service.api.deps import Current
+from tula_service.api.deps import AppServices
 from tula_service.usecases.events import check_ready
 from tula_wire import routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["operations"])
 
@@ -27,7 +25,7 @@ def get_health() -> Status:
 
 
 @router.get(routes.READY)
-def get_ready(have: Current) -> Status:
+def get_ready(services: AppServices) -> Status:
     """Ready: the database answers and its schema is the one this version needs; 503 otherwise."""
-    check_ready(have.store)
+    check_ready(services.store)
     return Status(status="ready")

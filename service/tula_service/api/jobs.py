@@ -6,11 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import AppServices, Caller
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["jobs"])
 
@@ -19,17 +17,17 @@ router = APIRouter(tags=["jobs"])
 def post_job(
     spec: JobSpec,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
 ) -> JobCreated:
     """Register a job, or find the one with the same specification: what to run now, and what to profile next."""
-    return jobs.register(have.store, caller, spec, idempotency_key=idempotency_key)
+    return jobs.register(services.store, caller, spec, idempotency_key=idempotency_key)
 
 
 @router.get(routes.JOBS)
 def get_jobs(
     caller: Caller,
-    have: Current,
+    services: AppServices,
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
     state: JobState | None = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
@@ -38,24 +36,24 @@ def get_jobs(
 ) -> JobPage:
     """Jobs, newest first."""
     return jobs.list_jobs(
-        have.store, caller, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
+        services.store, caller, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
     )
 
 
 @router.get(routes.JOB)
-def get_job(job_id: str, caller: Caller, have: Current) -> Job:
+def get_job(job_id: str, caller: Caller, services: AppServices) -> Job:
     """A job with its specification and plan."""
-    return jobs.get(have.store, caller, job_id)
+    return jobs.get(services.store, caller, job_id)
 
 
 @router.patch(routes.JOB)
-def patch_job(job_id: str, patch: JobPatch, caller: Caller, have: Current) -> Job:
+def patch_job(job_id: str, patch: JobPatch, caller: Caller, services: AppServices) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
-    return jobs.change(have.store, caller, job_id, patch)
+    return jobs.change(services.store, caller, job_id, patch)
 
 
 @router.delete(routes.JOB, status_code=204)
-def delete_job(job_id: str, caller: Caller, have: Current) -> Response:
+def delete_job(job_id: str, caller: Caller, services: AppServices) -> Response:
     """Delete a job with all its data; there is no way back."""
-    jobs.delete_job(have.store, caller, job_id)
+    jobs.delete_job(services.store, caller, job_id)
     return Response(status_code=204)

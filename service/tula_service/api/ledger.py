@@ -6,16 +6,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import AppServices, Caller
 from tula_service.usecases import ledger
 from tula_wire import Ledger, routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["recommendation"])
 
 
 @router.get(routes.JOB_LEDGER)
-def get_ledger(job_id: str, caller: Caller, have: Current, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> Ledger:
+def get_ledger(
+    job_id: str, caller: Caller, services: AppServices, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+) -> Ledger:
     """Predicted against measured, newest first; entries are never changed."""
-    return ledger.entries(have.store, caller, job_id, limit=limit)
+    return ledger.entries(services.store, caller, job_id, limit=limit)

@@ -7,20 +7,18 @@ from collections.abc import Iterator, Mapping
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tula_service.api.deps import Current
+from tula_service.api.deps import AppServices
 from tula_service.usecases.events import Overview, overview
 from tula_wire import routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["operations"])
 
 
 @router.get(routes.METRICS, response_class=Response)
-def get_metrics(have: Current) -> Response:
+def get_metrics(services: AppServices) -> Response:
     """Counters of this replica's workers; queue, agents, fits and prediction error over all replicas."""
-    lines = "\n".join(_lines(overview(have.store)))
-    return Response(have.metrics.render() + lines.encode() + b"\n", media_type=CONTENT_TYPE_LATEST)
+    lines = "\n".join(_lines(overview(services.store)))
+    return Response(services.metrics.render() + lines.encode() + b"\n", media_type=CONTENT_TYPE_LATEST)
 
 
 def _lines(seen: Overview) -> Iterator[str]:

@@ -6,13 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import Caller, Current, known_query
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import predictions
 from tula_wire import Predictions, routes
 
-__all__ = ["router"]
-
-router = APIRouter(tags=["recommendation"], dependencies=[Depends(known_query)])
+router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
 Counts = Annotated[list[Annotated[int, Query(ge=1, le=2**31 - 1)]], Query(max_length=64)]
 
@@ -21,7 +19,7 @@ Counts = Annotated[list[Annotated[int, Query(ge=1, le=2**31 - 1)]], Query(max_le
 def get_predictions(
     job_id: str,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     num_nodes: Counts = [],  # noqa: B006 - FastAPI copies defaults
     global_batch_size: Counts = [],  # noqa: B006
     local_batch_size: Counts = [],  # noqa: B006
@@ -38,4 +36,4 @@ def get_predictions(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=deadline_s,
     )
-    return predictions.predict(have.store, caller, job_id, question)
+    return predictions.predict(services.store, caller, job_id, question)

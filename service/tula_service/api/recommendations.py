@@ -6,24 +6,24 @@ import time
 
 from fastapi import APIRouter, Depends, Response
 
-from tula_service.api.deps import Caller, Current, known_query
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import recommendations
 from tula_wire import Objective, Recommendation, routes
 
-__all__ = ["router"]
-
-router = APIRouter(tags=["recommendation"], dependencies=[Depends(known_query)])
+router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.get(routes.JOB_RECOMMENDATION, response_model=Recommendation)
-def get_recommendation(job_id: str, caller: Caller, have: Current, objective: Objective | None = None) -> Response:
+def get_recommendation(
+    job_id: str, caller: Caller, services: AppServices, objective: Objective | None = None
+) -> Response:
     """The recommendation as of now, for the job's own objective unless another is asked for."""
     missed: list[float] = []
     # Rendered when it was computed: a cached answer is sent as it lies in the store.
     body = recommendations.get(
-        have.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter())
+        services.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter())
     )
-    have.metrics.fits.labels(cached="false" if missed else "true").inc()
+    services.metrics.fits.labels(cached="false" if missed else "true").inc()
     if missed:
-        have.metrics.fit_s.observe(time.perf_counter() - missed[0])
+        services.metrics.fit_s.observe(time.perf_counter() - missed[0])
     return Response(body, media_type="application/json")

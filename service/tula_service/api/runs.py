@@ -6,52 +6,50 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import AppServices, Caller
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["runs"])
 
 
 @router.post(routes.JOB_CLAIM)
-def claim_run(job_id: str, request: ClaimRequest, caller: Caller, have: Current) -> RunClaimed:
+def claim_run(job_id: str, request: ClaimRequest, caller: Caller, services: AppServices) -> RunClaimed:
     """Lease the next profiling run; a lease that is not renewed goes back into the plan."""
-    return runs.claim(have.store, caller, job_id, request)
+    return runs.claim(services.store, caller, job_id, request)
 
 
 @router.post(routes.JOB_RUNS, status_code=201)
-def post_run(job_id: str, request: RunCreate, caller: Caller, have: Current) -> Run:
+def post_run(job_id: str, request: RunCreate, caller: Caller, services: AppServices) -> Run:
     """Register a run outside the plan: training, or a measurement of your own choice."""
-    return runs.create(have.store, caller, job_id, request)
+    return runs.create(services.store, caller, job_id, request)
 
 
 @router.get(routes.JOB_RUNS)
 def get_runs(
     job_id: str,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     kind: RunKind | None = None,
     cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"})] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> RunList:
     """Runs of a job, newest first."""
-    return runs.list_runs(have.store, caller, job_id, kind=kind, cursor=cursor, limit=limit)
+    return runs.list_runs(services.store, caller, job_id, kind=kind, cursor=cursor, limit=limit)
 
 
 @router.get(routes.RUN)
-def get_run(run_id: str, caller: Caller, have: Current) -> Run:
+def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     """One run."""
-    return runs.get(have.store, caller, run_id)
+    return runs.get(services.store, caller, run_id)
 
 
 @router.patch(routes.RUN)
-def patch_run(run_id: str, patch: RunPatch, caller: Caller, have: Current) -> Run:
+def patch_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
 
     def ended(run: Run) -> None:
         if run.kind == "train" and run.step_time_s and run.predicted_step_time_s:
-            have.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
+            services.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
 
-    return runs.patch(have.store, caller, run_id, patch, on_end=ended)
+    return runs.patch(services.store, caller, run_id, patch, on_end=ended)

@@ -6,11 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
-from tula_service.api.deps import Caller, Current
+from tula_service.api.deps import AppServices, Caller
 from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["scaling"])
 
@@ -23,12 +21,12 @@ router = APIRouter(tags=["scaling"])
 def get_scaling(
     job_id: str,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     policy: Annotated[ScalingPolicy | None, Query(description="The script's own; the job's goes before it.")] = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
-    served = scaling.current(have.store, caller, job_id, policy=policy, etag=if_none_match)
+    served = scaling.current(services.store, caller, job_id, policy=policy, etag=if_none_match)
     headers = {"ETag": served.etag, "Cache-Control": "private, no-cache"}
     if served.body is None:
         return Response(status_code=304, headers=headers)
@@ -40,8 +38,8 @@ def patch_scaling(
     job_id: str,
     patch: ScalingPatch,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
 ) -> ScalingThresholds:
     """Set the job's policy, or numbers of one; running jobs follow within seconds, all ranks at one step."""
-    return scaling.change(have.store, caller, job_id, patch, policy=policy)
+    return scaling.change(services.store, caller, job_id, patch, policy=policy)

@@ -1,26 +1,24 @@
-"""`/v1/runs/{run_id}/telemetry`: columnar chunks in, a thinned column out."""
+"""`/v1/runs/{run_id}/telemetry`: stores columnar chunks, and reads one column downsampled."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from tula_service.api.bodies import MSGPACK, Body, RawBody, parse, request_body, unpack
-from tula_service.api.deps import Caller, Current
+from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
+from tula_service.api.deps import AppServices, Caller
 from tula_service.store import NewChunk
 from tula_service.usecases.ingest import chunk_from_wire
 from tula_service.usecases.packed import chunk_from_packed
 from tula_service.usecases.telemetry import SeriesQuery, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
-__all__ = ["post_telemetry", "router"]
-
 router = APIRouter(tags=["telemetry"])
 
-_QUICK_BYTES = 128 * 1024
-"""Packed bodies up to here are read in less time than a thread takes to be woken for it."""
+_SMALL_BYTES = 128 * 1024
+"""Uncompressed packed bodies up to this size are parsed on the event loop: that is faster than waking a thread."""
 
 
 @router.post(
@@ -29,16 +27,17 @@ _QUICK_BYTES = 128 * 1024
     response_model=TelemetryAccepted,
     openapi_extra=request_body(TelemetryChunk),
 )
-async def post_telemetry(run_id: str, body: RawBody, caller: Caller, have: Current) -> Response:
-    """Store a chunk; committed before the answer. MessagePack columns may be packed arrays: the fast way."""
-    if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _QUICK_BYTES:
+async def post_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
+    """Store a chunk; committed before the answer. MessagePack columns may be packed arrays, which is fastest."""
+    body = await read_body(request)
+    if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _SMALL_BYTES:
         chunk = _chunk(body)
     else:
-        chunk = await to_thread.run_sync(_chunk, body, limiter=have.intake)
-    accepted = await have.ingest.telemetry(caller, run_id, chunk)
-    have.metrics.step_values.inc(accepted.stored)
+        chunk = await to_thread.run_sync(_chunk, body, limiter=services.intake)
+    accepted = await services.ingest.telemetry(caller, run_id, chunk)
+    services.metrics.step_values.inc(accepted.stored)
     if accepted.duplicate:
-        have.metrics.duplicates.inc()
+        services.metrics.duplicates.inc()
     return Response(accepted.model_dump_json(), 202, media_type="application/json")
 
 
@@ -52,12 +51,12 @@ def _chunk(body: Body) -> NewChunk:
 def get_telemetry(
     run_id: str,
     caller: Caller,
-    have: Current,
+    services: AppServices,
     column: Annotated[str, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
     rank: Annotated[int, Query(ge=0, le=2**20)] = 0,
     max_points: Annotated[int, Query(ge=2, le=20_000)] = 2000,
     first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> TelemetrySeries:
-    """One column of one rank, thinned to `max_points` so that every peak and dip stays."""
-    return read_series(have.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))
+    """One column of one rank, downsampled to `max_points` so that every peak and dip stays."""
+    return read_series(services.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))

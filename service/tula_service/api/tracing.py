@@ -8,8 +8,6 @@ from fastapi import FastAPI
 
 from tula_service.settings import SettingsError
 
-__all__ = ["trace"]
-
 
 def trace(app: FastAPI) -> Callable[[], None]:
     """A span for each request, sent as the `OTEL_` variables say; the answer sends what is left, at shutdown.

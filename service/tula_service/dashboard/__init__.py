@@ -1,20 +1,19 @@
-"""What a person sees: pages and charts, served without anything from another host.
+"""Pages and charts; nothing is loaded from another host.
 
-The application includes `router` behind its authentication, `open_router` (login and static files) in front of it, and
-adds `BrowserSession` inside the edge.
+The application includes `router` behind authentication and `open_router` (login and static files) without it, and adds
+`BrowserSession` inside `RequestMiddleware`.
 """
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 
-from tula_service.dashboard import chart_routes, pages, session, static_files, what_if
+from tula_service.dashboard import pages, session, static_files, what_if
 from tula_service.dashboard.session import BrowserSession
 
 __all__ = ["BrowserSession", "open_router", "router"]
 
 router = APIRouter()
-router.include_router(chart_routes.router)
 router.include_router(pages.router)
 router.include_router(what_if.router)
 

@@ -10,8 +10,6 @@ from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.quality import method_name
 from tula_wire import Configuration, Estimate
 
-__all__ = ["FILTERS", "duration", "money", "percent", "size"]
-
 NOTHING = "–"
 _STEPS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 

@@ -9,27 +9,25 @@ from fastapi import APIRouter, Query
 from starlette.responses import HTMLResponse
 
 from tula_service.dashboard import charts
-from tula_service.dashboard.chart_routes import quality_runs
+from tula_service.dashboard.activity import KINDS, activities
+from tula_service.dashboard.chart_data import quality_runs
 from tula_service.dashboard.charts.quality import method_name
-from tula_service.dashboard.happenings import KINDS, happenings
-from tula_service.dashboard.here import Here, Visitor
+from tula_service.dashboard.current_user import CurrentUser, User
 from tula_service.dashboard.templating import render
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 PAGE = 50
-MOST_CANDIDATES = 60
-MOST_EVENTS = 12
+MAX_CANDIDATES = 60
+MAX_EVENTS = 12
 
 
 @router.get("/")
 def jobs_page(
-    here: Here,
+    user: CurrentUser,
     search: Annotated[str, Query(max_length=200)] = "",
     state: str = "",
     archived: bool = False,
@@ -38,8 +36,8 @@ def jobs_page(
     """Jobs, newest first, searched and filtered by their address so that a view can be shared."""
     wanted: Any = state if state in get_args(JobState) else None
     page = jobs.list_jobs(
-        here.store,
-        here.principal,
+        user.store,
+        user.principal,
         search=search or None,
         state=wanted,
         include_archived=archived,
@@ -51,7 +49,7 @@ def jobs_page(
     following = f"/?{urlencode({**kept, 'cursor': page.next_cursor})}" if page.next_cursor else None
     newest = f"/?{urlencode(kept)}" if cursor is not None else None
     return _page(
-        here,
+        user,
         "jobs.html",
         page=page,
         counted=JOBS_COUNTED,
@@ -65,55 +63,55 @@ def jobs_page(
 
 
 @router.get("/jobs/{job_id}")
-def job_page(job_id: str, here: Here, objective: Objective | None = None) -> HTMLResponse:
+def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None) -> HTMLResponse:
     """Everything about one job."""
-    job = jobs.get(here.store, here.principal, job_id)
-    recommendation = read(Recommendation, recommendations.get(here.store, here.principal, job_id, objective))
+    job = jobs.get(user.store, user.principal, job_id)
+    recommendation = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective))
     ranked = _ranked(recommendation)
-    listed = events.recent(here.store, here.principal, job_id, kinds=KINDS, limit=MOST_EVENTS)
+    listed = events.recent(user.store, user.principal, job_id, kinds=KINDS, limit=MAX_EVENTS)
     return _page(
-        here,
+        user,
         "job.html",
         job=job,
         recommendation=recommendation,
-        candidates=ranked[:MOST_CANDIDATES],
-        left_out=max(0, len(ranked) - MOST_CANDIDATES),
+        candidates=ranked[:MAX_CANDIDATES],
+        left_out=max(0, len(ranked) - MAX_CANDIDATES),
         landmarks=_landmarks(recommendation),
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
-        trainings=runs.list_runs(here.store, here.principal, job_id, kind="train", limit=20).runs,
-        ledger=ledger.entries(here.store, here.principal, job_id, limit=20).entries,
-        happenings=happenings(listed),
+        trainings=runs.list_runs(user.store, user.principal, job_id, kind="train", limit=20).runs,
+        ledger=ledger.entries(user.store, user.principal, job_id, limit=20).entries,
+        activities=activities(listed),
     )
 
 
 @router.get("/jobs/{job_id}/quality")
-def quality_page(job_id: str, here: Here) -> HTMLResponse:
+def quality_page(job_id: str, user: CurrentUser) -> HTMLResponse:
     """Methods of large-batch training side by side."""
-    job = jobs.get(here.store, here.principal, job_id)
-    found = quality_runs(here, job_id)
+    job = jobs.get(user.store, user.principal, job_id)
+    found = quality_runs(user.store, user.principal, job_id)
     column = found[0].series.column if found else "accuracy"
     compared = _compared(found, column)
-    return _page(here, "quality.html", job=job, compared=compared, column=column)
+    return _page(user, "quality.html", job=job, compared=compared, column=column)
 
 
 @router.get("/runs/{run_id}")
-def run_page(run_id: str, here: Here) -> HTMLResponse:
+def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     """One run, live while it lasts."""
-    run = runs.get(here.store, here.principal, run_id)
-    job = jobs.get(here.store, here.principal, run.job_id)
-    listed = events.recent(here.store, here.principal, job.id, kinds=KINDS, run_id=run_id, limit=MOST_EVENTS)
-    return _page(here, "run.html", run=run, job=job, names=charts.RUN_CHARTS, happenings=happenings(listed))
+    run = runs.get(user.store, user.principal, run_id)
+    job = jobs.get(user.store, user.principal, run.job_id)
+    listed = events.recent(user.store, user.principal, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
+    return _page(user, "run.html", run=run, job=job, names=charts.RUN_CHARTS, activities=activities(listed))
 
 
 @router.get("/admin")
-def admin_page(here: Here) -> HTMLResponse:
+def admin_page(user: CurrentUser) -> HTMLResponse:
     """Tokens and projects."""
-    projects = visible_projects(here.store, here.principal)
+    projects = visible_projects(user.store, user.principal)
     return _page(
-        here,
+        user,
         "admin.html",
-        tokens=visible_tokens(here.store, here.principal),
+        tokens=visible_tokens(user.store, user.principal),
         projects=projects,
         project_names={project.id: project.name for project in projects},
     )
@@ -161,5 +159,5 @@ def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any
     return sorted(rows, key=lambda row: row["last"], reverse=column != "loss")
 
 
-def _page(here: Visitor, name: str, **context: Any) -> HTMLResponse:
-    return HTMLResponse(render(name, visitor=here, **context))
+def _page(user: User, name: str, **context: Any) -> HTMLResponse:
+    return HTMLResponse(render(name, user=user, **context))

@@ -16,8 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tula_service.dashboard.templating import render
 from tula_service.errors import Busy, Unauthenticated
 
-__all__ = ["COOKIE", "BrowserSession", "router"]
-
 COOKIE: Final = "tula_token"
 LIFETIME_S: Final = 12 * 3600
 _SAFE: Final = frozenset({"GET", "HEAD"})
@@ -86,7 +84,7 @@ class BrowserSession:
         headers = Headers(scope=scope)
         secret = None if b"authorization" in names else _cookie(headers)
         if secret is not None and _is_ours(scope["method"], headers):
-            # In place, since what the routes note in it is read outside of here.
+            # In place, since what the routes note in it is read outside of user.
             scope["headers"] = [*scope["headers"], (b"authorization", f"Bearer {secret}".encode("ascii"))]
         if headers.get("sec-fetch-dest") == "empty":
             await self._app(scope, receive, _Quiet(send))

@@ -13,8 +13,6 @@ from fastapi import APIRouter, Request, Response
 from tula_service.dashboard import charts
 from tula_service.errors import NotFound
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False)
 
 _FILES: Final = {

@@ -9,8 +9,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tula_service.dashboard.format import FILTERS
 
-__all__ = ["render"]
-
 
 @functools.cache
 def _environment() -> Environment:

@@ -9,12 +9,10 @@ from fastapi import APIRouter, Query
 from pydantic import BeforeValidator, Field
 from starlette.responses import HTMLResponse
 
-from tula_service.dashboard.here import Here
+from tula_service.dashboard.current_user import CurrentUser
 from tula_service.dashboard.templating import render
 from tula_service.usecases import predictions, recommendations
 from tula_wire import Objective, Recommendation, read
-
-__all__ = ["router"]
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -36,7 +34,7 @@ Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() 
 @router.get("/jobs/{job_id}/what-if")
 def what_if(
     job_id: str,
-    here: Here,
+    user: CurrentUser,
     nodes: Counts = [],  # noqa: B006 - FastAPI copies defaults
     global_batch: Counts = [],  # noqa: B006
     usd_per_node_hour: Amount = None,
@@ -50,7 +48,7 @@ def what_if(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = predictions.predict(here.store, here.principal, job_id, question).candidates
+    found = predictions.predict(user.store, user.principal, job_id, question).candidates
     shown = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
-    best = read(Recommendation, recommendations.get(here.store, here.principal, job_id, objective)).chosen
+    best = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective)).chosen
     return HTMLResponse(render("what_if.html", candidates=shown[:MOST], left_out=max(0, len(shown) - MOST), best=best))

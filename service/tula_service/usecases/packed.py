@@ -7,96 +7,109 @@ float32 bytes (or a list, where a value is missing). See docs/wire.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+from pydantic import Field
 
 from tula_service.errors import InvalidInput
 from tula_service.store import NewChunk
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.usecases.ingest import chunk_from_wire
 from tula_wire import MAX_STEPS, TelemetryChunk
+from tula_wire._base import WireModel
+from tula_wire.samples import Column, Number
+from tula_wire.telemetry import ChunkIdentity, ColumnName
 
-__all__ = ["chunk_from_packed"]
+_MAX_STEP: Final = 2**53
 
-_LARGEST: Final = 2**53
+
+class _PackedChunk(ChunkIdentity):
+    """A chunk whose arrays are not checked yet: bytes or lists."""
+
+    steps: Any
+    columns: Annotated[dict[ColumnName, Any], Field(min_length=1, max_length=64)]
+
+
+class _Lists(WireModel):
+    """The members of a packed chunk that are lists."""
+
+    steps: Column[Number] = []
+    columns: dict[str, Column[float | None]] = {}
 
 
 def chunk_from_packed(members: object) -> NewChunk:
-    """A chunk from unpacked MessagePack; a value at fault is named, as with JSON.
-
-    Raises InvalidInput or pydantic.ValidationError. Members without bytes go through the wire's own model.
-    """
+    """A chunk from unpacked MessagePack. Raises InvalidInput or pydantic.ValidationError, which name the field."""
     if not isinstance(members, Mapping):
         raise InvalidInput("The body must be a map with rank, boot_id, sequence, steps and columns.", field="body")
     steps, columns = members.get("steps"), members.get("columns")
     if not isinstance(columns, Mapping) or not any(isinstance(one, bytes) for one in (steps, *columns.values())):
         return chunk_from_wire(TelemetryChunk.model_validate(members))
-    checked_steps = _steps(steps)
-    # Names, rank, boot id and sequence are the wire model's business: one step of zeros stands for the numbers.
-    frame = TelemetryChunk.model_validate({**members, "steps": [0], "columns": {name: [0.0] for name in columns}})
-    values = _values(columns, checked_steps.size)
-    finite = np.isfinite(values)
-    if not finite.all():
-        row, at = (int(index) for index in np.argwhere(~finite)[0])
-        name = list(columns)[row]
-        if isinstance(columns[name], bytes) or not np.isnan(values[row, at]):
-            raise InvalidInput(
-                f"columns.{name}[{at}] is NaN or infinite: send a finite number, or the column as a list with null.",
-                field=f"columns.{name}",
-            )
-        _refuse_packed_nan(columns, finite)
-    return NewChunk(frame.rank, frame.boot_id, frame.sequence, checked_steps, list(columns), values)
+    chunk = _PackedChunk.model_validate(members)
+    lists = _lists(chunk)
+    checked_steps = _steps(chunk.steps if isinstance(chunk.steps, bytes) else lists.steps)
+    values = _values(chunk.columns, lists.columns, checked_steps.size)
+    return NewChunk(chunk.rank, chunk.boot_id, chunk.sequence, checked_steps, list(chunk.columns), values)
 
 
-def _values(columns: Mapping[Any, Any], count: int) -> FloatArray:
-    """Shape (columns, count)."""
-    if all(isinstance(one, bytes) and len(one) == 8 * count for one in columns.values()):
-        return np.frombuffer(b"".join(columns.values()), "<f8").reshape(len(columns), count)
-    return np.stack([_column(name, column, count) for name, column in columns.items()])
+def _lists(chunk: _PackedChunk) -> _Lists:
+    lists: dict[str, Any] = {} if isinstance(chunk.steps, bytes) else {"steps": chunk.steps}
+    columns = {name: column for name, column in chunk.columns.items() if not isinstance(column, bytes)}
+    if not lists and not columns:
+        return _Lists()
+    return _Lists.model_validate({**lists, "columns": columns})
 
 
-def _steps(steps: Any) -> IntArray:
-    if isinstance(steps, bytes):
-        if len(steps) % 8:
-            raise InvalidInput(
-                "steps must hold 8 bytes a step (little-endian int64): check the packing.", field="steps"
-            )
-        array = np.frombuffer(steps, "<i8")
-    else:
-        array = np.asarray(TelemetryChunk.model_validate(_frame_of(steps)).steps, np.int64)
+def _steps(steps: bytes | list[int]) -> IntArray:
+    if isinstance(steps, bytes) and len(steps) % 8:
+        raise InvalidInput("steps must hold 8 bytes a step (little-endian int64): check the packing.", field="steps")
+    array = np.frombuffer(steps, "<i8") if isinstance(steps, bytes) else np.asarray(steps, np.int64)
     if not 1 <= array.size <= MAX_STEPS:
         raise InvalidInput(f"steps has {array.size} entries: send 1 to {MAX_STEPS} in a chunk.", field="steps")
-    if int(array.view("<u8").max()) > _LARGEST:  # which the negative ones are too, without their sign
+    if int(array.view("<u8").max()) > _MAX_STEP:  # as unsigned numbers, negative ones are larger too
         raise InvalidInput("steps must lie between 0 and 2**53: check the packing.", field="steps")
     return array
 
 
-def _frame_of(steps: Any) -> dict[str, Any]:
-    count = len(steps) if isinstance(steps, list) else 0
-    return {"boot_id": "-", "sequence": 0, "steps": steps, "columns": {"x": [0.0] * count}}
+def _values(columns: Mapping[str, Any], lists: Mapping[str, list[float | None]], count: int) -> FloatArray:
+    """Shape (columns, count); null in a list becomes NaN, and a packed column must be finite."""
+    if all(isinstance(column, bytes) and len(column) == 8 * count for column in columns.values()):
+        values = np.frombuffer(b"".join(columns.values()), "<f8").reshape(len(columns), count)
+    else:
+        values = np.stack(
+            [
+                _from_list(name, lists[name], count) if name in lists else _from_bytes(name, column, count)
+                for name, column in columns.items()
+            ]
+        )
+    finite = np.isfinite(values)
+    if not finite.all():
+        for row, name in enumerate(columns):
+            if name not in lists and not finite[row].all():
+                at = int(np.argmin(finite[row]))
+                raise InvalidInput(
+                    f"columns.{name}[{at}] is NaN or infinite: send a finite number, or the column as a list with "
+                    "null.",
+                    field=f"columns.{name}",
+                )
+    return values
 
 
-def _column(name: Any, column: Any, count: int) -> FloatArray:
-    if isinstance(column, bytes):
-        if len(column) == 8 * count:
-            return np.frombuffer(column, "<f8")
-        if len(column) == 4 * count:
-            return np.frombuffer(column, "<f4").astype(np.float64)
+def _from_bytes(name: str, column: bytes, count: int) -> FloatArray:
+    if len(column) == 8 * count:
+        return np.frombuffer(column, "<f8")
+    if len(column) == 4 * count:
+        return np.frombuffer(column, "<f4").astype(np.float64)
+    raise InvalidInput(
+        f"columns.{name} has {len(column)} bytes for {count} steps: pack 8 (float64) or 4 (float32) a step.",
+        field=f"columns.{name}",
+    )
+
+
+def _from_list(name: str, column: list[float | None], count: int) -> FloatArray:
+    if len(column) != count:
         raise InvalidInput(
-            f"columns.{name} has {len(column)} bytes for {count} steps: pack 8 (float64) or 4 (float32) a step.",
+            f"columns.{name} has {len(column)} values but steps has {count}: send one value a step.",
             field=f"columns.{name}",
         )
-    members = {"boot_id": "-", "sequence": 0, "steps": [0] * count, "columns": {name: column}}
-    return np.array(TelemetryChunk.model_validate(members).columns[name], np.float64)
-
-
-def _refuse_packed_nan(columns: Mapping[Any, Any], finite: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-    """Only a list may leave a value out; looks at every packed column, not just the first fault."""
-    for row, (name, column) in enumerate(columns.items()):
-        if isinstance(column, bytes) and not finite[row].all():
-            at = int(np.argmin(finite[row]))
-            raise InvalidInput(
-                f"columns.{name}[{at}] is NaN or infinite: send a finite number, or the column as a list with null.",
-                field=f"columns.{name}",
-            )
+    return np.array(column, np.float64)

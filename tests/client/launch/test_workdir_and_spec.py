@@ -9,7 +9,7 @@ from tula_client._faults import faults
 from tula_client.launch.errors import SpecError, WorkDirBusyError
 from tula_client.launch.spec import idempotency_key, load_spec
 from tula_client.launch.workdir import WorkDir
-from tula_service.api.problems import field_errors
+from tula_service.api.errors import field_errors
 from tula_wire import JobSpec
 
 SPEC = """

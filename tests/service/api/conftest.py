@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tests.support.inprocess import InProcess
-from tula_service.app import create_app
+from tula_service.app import TOKEN_CACHE_S, create_app
 from tula_service.domain import RunKind, RunState
 from tula_service.settings import Settings
 from tula_service.store import NewJob, NewRun, Store
@@ -43,9 +43,9 @@ class Tenant:
 class Service:
     """The running application, its store, and clients of it."""
 
-    def __init__(self, url: str, **settings: object) -> None:
+    def __init__(self, url: str, *, token_cache_s: float = TOKEN_CACHE_S, **settings: object) -> None:
         self.settings = Settings(database=url, **settings)  # type: ignore[arg-type]
-        self.app = create_app(self.settings)
+        self.app = create_app(self.settings, token_cache_s=token_cache_s)
         self.store: Store = self.app.state.services.store
         self.transport = InProcess(self.app)
 
@@ -80,8 +80,8 @@ def start() -> Iterator[Callable[..., Service]]:
     """Starts services that are shut down when the test ends."""
     started: list[Service] = []
 
-    def start_one(url: str, **settings: object) -> Service:
-        started.append(Service(url, **settings))
+    def start_one(url: str, **options: object) -> Service:
+        started.append(Service(url, **options))  # type: ignore[arg-type]
         return started[-1]
 
     yield start_one

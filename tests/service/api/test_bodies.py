@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tests.service.api.test_ingest import batch, chunk
-from tula_service.api.bodies import JSON, MOST_VALUES, MSGPACK, Body, decompress, parse, unpack
+from tula_service.api.bodies import JSON, MAX_VALUES, MSGPACK, Body, decompress, parse, unpack
 from tula_service.errors import InvalidInput, TooLarge
 from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk, routes
 
@@ -41,7 +41,7 @@ def test_a_body_of_many_small_values_takes_no_memory_of_their_number(kind: str, 
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge, match="smaller batches"):
-            parse(TelemetryChunk, Body(kind, "identity", hostile, 2**28))
+            parse(TelemetryChunk, Body(kind, "identity", hostile))
         assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
     finally:
         tracemalloc.stop()
@@ -51,11 +51,11 @@ def test_the_largest_chunk_passes_and_more_is_refused() -> None:
     """64 full columns are as many values as a body may hold."""
     steps = list(range(MAX_STEPS))
     full = chunk(steps=1) | {"steps": steps, "columns": {f"c{n}": steps for n in range(64)}}
-    assert len(parse(TelemetryChunk, Body(MSGPACK, "identity", msgpack.packb(full), 2**28)).columns) == 64
+    assert len(parse(TelemetryChunk, Body(MSGPACK, "identity", msgpack.packb(full))).columns) == 64
     text = TelemetryChunk.model_validate(full).model_dump_json().encode()
-    assert text.count(b",") < MOST_VALUES
-    assert len(parse(TelemetryChunk, Body(JSON, "identity", text, 2**28)).columns) == 64
-    for more in (b"\xdd" + (MOST_VALUES + 1).to_bytes(4, "big") + bytes(MOST_VALUES + 1),):
+    assert text.count(b",") < MAX_VALUES
+    assert len(parse(TelemetryChunk, Body(JSON, "identity", text)).columns) == 64
+    for more in (b"\xdd" + (MAX_VALUES + 1).to_bytes(4, "big") + bytes(MAX_VALUES + 1),):
         with pytest.raises(TooLarge):
             unpack(more)
 

@@ -79,7 +79,7 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
             for route, body in bodies
         ]
 
-    statuses = service.transport._loop.run_until_complete(at_once())
+    statuses = service.transport.run(at_once())
     assert sorted(set(statuses)) == [200, 503]
     assert statuses.count(200) == ROOM * 3 // 4
 

@@ -15,7 +15,7 @@ from fastapi.routing import iter_route_contexts
 
 from benchmarks.support.server import command
 from tests.service.api.conftest import SPEC, Service, Tenant
-from tula_service.api.security.scopes import AGENT_MAY, OPEN
+from tula_service.api.scopes import AGENT_MAY, OPEN
 from tula_service.store import Store
 from tula_service.store.auth import Tokens
 from tula_service.usecases.access import ANONYMOUS, digest, issue_token, revoke_token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -58,7 +59,7 @@ async def pieces(
     got: list[bytes] = []
 
     async def read() -> None:
-        async for piece in stream(service.store, caller, red.job_id, 0, poll_s=0.01):
+        async for piece in stream(service.store, caller, red.job_id, 0, threading.Event(), poll_s=0.01):
             got.append(b"first" if piece.startswith(b"id: ") else piece)
             if got[-1] == b"first":
                 end(service, red, token_id)

@@ -9,8 +9,6 @@ from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import FAINT, HEIGHT, PALETTE, Row, Spec, finish, message, time_unit
 from tula_wire import Job, Ledger, Run
 
-__all__ = ["accuracy"]
-
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
 _SHAPES = ("circle", "diamond", "square")
 

@@ -8,8 +8,6 @@ from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, finish, message
 from tula_service.dashboard.charts.stacked import stacked
 from tula_wire import Candidate, Job, Recommendation
 
-__all__ = ["step_breakdown"]
-
 MOST = 8
 _ROW = 46
 """Points for a candidate: why it is here and its name above its bar, so that none is cut however narrow the chart."""

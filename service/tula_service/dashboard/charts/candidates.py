@@ -8,17 +8,6 @@ from typing import Literal
 from tula_service.dashboard.charts.spec import DASHES, PALETTE
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
 
-__all__ = [
-    "Quantity",
-    "cluster_name",
-    "clusters",
-    "configuration_name",
-    "estimate_of",
-    "landmarks",
-    "line_styles",
-    "points",
-]
-
 Quantity = Literal["time", "cost"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["alt"]
-
 if TYPE_CHECKING:
     import altair as alt
 else:

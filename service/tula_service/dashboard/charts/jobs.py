@@ -14,8 +14,6 @@ from tula_service.dashboard.charts.surface import cost_surface
 from tula_service.dashboard.charts.tradeoff import tradeoff
 from tula_wire import Job, Ledger, Recommendation, Run
 
-__all__ = ["JOB_CHARTS", "job_chart"]
-
 JOB_CHARTS: Final = ("tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy")
 
 

@@ -19,8 +19,6 @@ from tula_service.dashboard.charts.spec import (
 )
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation
 
-__all__ = ["memory"]
-
 ALARM = PALETTE[6]
 
 

@@ -21,8 +21,6 @@ from tula_service.dashboard.charts.spec import (
 )
 from tula_wire import Job, Run, TelemetrySeries
 
-__all__ = ["METHOD_NAMES", "QualityRun", "method_name", "quality_chart"]
-
 METHOD_NAMES: Final = {
     "lbt": "LBT (plain large batch)",
     "lrs": "LRS (linear learning rate)",

@@ -20,8 +20,6 @@ from tula_service.dashboard.charts.spec import (
 from tula_service.dashboard.charts.stacked import stacked
 from tula_wire import Run
 
-__all__ = ["Reading", "rank_memory"]
-
 _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not told apart")
 _ALARM: Final = PALETTE[6]
 

@@ -17,8 +17,6 @@ from typing import Any, Final
 from tula_service.dashboard.charts.spec import Spec
 from tula_service.errors import Busy
 
-__all__ = ["javascript", "png", "svg"]
-
 LONGEST_S: Final = 60.0
 _SCRIPT: Final = Path(__file__).with_name("_draw.py")
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"

@@ -27,8 +27,6 @@ from tula_service.dashboard.charts.spec import (
 )
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
 
-__all__ = ["RUN_CHARTS", "columns_of", "run_chart"]
-
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
 

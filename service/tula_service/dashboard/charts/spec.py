@@ -11,25 +11,6 @@ from typing import Any, Final, TypeVar
 
 from tula_service.dashboard.charts.grammar import alt
 
-__all__ = [
-    "DASHES",
-    "FAINT",
-    "HEIGHT",
-    "PALETTE",
-    "WIDTH",
-    "Row",
-    "Spec",
-    "Unit",
-    "bytes_unit",
-    "finish",
-    "legend",
-    "log_ticks",
-    "message",
-    "one_at_a_time",
-    "outlined",
-    "time_unit",
-]
-
 Spec = dict[str, Any]
 Row = dict[str, Any]
 

@@ -8,8 +8,6 @@ from typing import Any
 from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import PALETTE, Row
 
-__all__ = ["stacked"]
-
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> dict[str, Any]:
     """Length, colour and order for rows of `part`, `order` and `value`, with parts that none of the rows has left out.

@@ -7,8 +7,6 @@ from tula_service.dashboard.charts.grammar import alt
 from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, Unit, finish, message, time_unit
 from tula_wire import Job, Recommendation
 
-__all__ = ["cost_surface"]
-
 _NUMBER = 27
 """Points that a number of four figures takes."""
 

@@ -33,8 +33,6 @@ from tula_service.dashboard.charts.spec import (
 )
 from tula_wire import Candidate, Job, Recommendation
 
-__all__ = ["tradeoff"]
-
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 _FRAME = 440.0
 """Width for which labels are placed, points: a chart of the page is about as wide."""

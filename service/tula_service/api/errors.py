@@ -1,10 +1,10 @@
-"""Every error as an RFC 9457 problem document: the one place where exceptions meet HTTP."""
+"""Translates every exception into an RFC 9457 problem document: the only place where exceptions become HTTP."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,13 +16,11 @@ from tula_service.perfmodel.points import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.remedies import remedy
 
-__all__ = ["CHALLENGE", "answer_to", "field_errors", "install", "problem_response"]
-
 _LOG = logging.getLogger("tula.service")
 CHALLENGE = 'Bearer realm="tula", Basic realm="tula", charset="UTF-8"'
 """A browser asks for a password (the token) on Basic; everything else sends Bearer."""
 
-_MOST_ERRORS = 20
+_MAX_ERRORS = 20
 _STATUS: Mapping[type[errors.ServiceError], tuple[int, str, str]] = {
     errors.InvalidInput: (422, ProblemType.INVALID, "Invalid input"),
     errors.NotFound: (404, ProblemType.NOT_FOUND, "Not found"),
@@ -36,7 +34,7 @@ _STATUS: Mapping[type[errors.ServiceError], tuple[int, str, str]] = {
 }
 _HTTP: Mapping[int, tuple[str, str, str]] = {
     400: (ProblemType.INVALID, "Bad request", "The request cannot be read: check its body."),
-    404: (ProblemType.NOT_FOUND, "Not found", "There is nothing at this path: see /docs for the routes."),
+    404: (ProblemType.NOT_FOUND, "Not found", "This path does not exist: see /docs for the routes."),
     405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
     408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
     413: (ProblemType.TOO_LARGE, "Too large", "The body is too large: send smaller batches."),
@@ -44,18 +42,13 @@ _HTTP: Mapping[int, tuple[str, str, str]] = {
 
 
 def install(app: FastAPI) -> None:
-    """Give the application one handler for each family of exceptions."""
-    for family, handler in _HANDLERS.items():
-        app.add_exception_handler(family, handler)
+    """Register one handler for each family of exceptions."""
+    app.add_exception_handler(errors.ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ValidationError, _on_validation_error)
+    app.add_exception_handler(ObservationError, _on_observation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-
-
-def answer_to(request: Request, error: Exception) -> Response | None:
-    """The same for whoever answers outside of the application's routes; None for a bug, which is to be raised."""
-    for family in type(error).__mro__:
-        if family in _HANDLERS:
-            return _HANDLERS[family](request, error)
-    return None
 
 
 def problem_response(
@@ -83,9 +76,9 @@ def problem_response(
 
 
 def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
-    """Pydantic's errors as field and remedy, without ever repeating the input (it may hold a secret, or NaN)."""
+    """Pydantic's errors as field and remedy; never quotes the input, which may hold a secret or NaN."""
     return [
-        FieldError(field=_dotted(error.get("loc", ())), message=remedy(error)) for error in list(found)[:_MOST_ERRORS]
+        FieldError(field=_dotted(error.get("loc", ())), message=remedy(error)) for error in list(found)[:_MAX_ERRORS]
     ]
 
 
@@ -154,18 +147,9 @@ def _on_bug(request: Request, error: Exception) -> Response:
         500,
         ProblemType.INTERNAL,
         "Internal error",
-        "The service failed on this request; nothing of it was stored. Report the request id.",
+        "The service failed on this request and stored nothing. Report the request id.",
         request_id=_request_id(request),
     )
-
-
-_HANDLERS: Final[dict[type[Exception], Callable[[Request, Exception], Response]]] = {
-    errors.ServiceError: _on_service_error,
-    RequestValidationError: _on_validation_error,
-    ValidationError: _on_validation_error,
-    ObservationError: _on_observation_error,
-    HTTPException: _on_http_error,
-}
 
 
 def _request_id(request: Request) -> str | None:

@@ -1,4 +1,4 @@
-"""What happens to every request outside of its route: identity, admission, deadline, headers, count and log line."""
+"""Applies to every request: request id, admission, deadline and size of the body, headers, metrics and log line."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import time
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tula_service.api.metric_set import Metrics
-from tula_service.api.problems import problem_response
+from tula_service.api.errors import problem_response
+from tula_service.api.instruments import Metrics
 from tula_service.settings import Settings
 from tula_wire import ProblemType, routes
-
-__all__ = ["Edge"]
 
 _LOG = logging.getLogger("tula.access")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PROBES: Final = frozenset({routes.HEALTH, routes.READY})
 _INGEST: Final = frozenset({routes.RUN_SAMPLES, routes.RUN_TELEMETRY})
-_SENT_BY_AGENTS: Final = tuple(route.rpartition("}")[2] for route in _INGEST)
+_INGEST_SUFFIXES: Final = tuple(route.rpartition("}")[2] for route in _INGEST)
 _ORDINARY_BODY_BYTES: Final = 256 * 1024
-"""What is not measured is written by people: a specification has a few hundred bytes. Such bodies are read on the event
-loop, which a large one would hold up."""
+"""Limit of bodies other than measurements: people write those, in a few hundred bytes, and they are parsed on the event
+loop, which a large one would block."""
+BODY_TIMEOUT_S: Final = 20.0
+"""Longest time that a client may take to send a body."""
 _SECURITY_HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -43,72 +44,59 @@ _PAGE_HEADERS: Final = [
     ),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 ]
-"""Scripts come from this service only and evaluate no text: the pages have Vega interpret its expressions. Vega's
-tooltips and drawings style themselves, hence 'unsafe-inline' for styles."""
+"""Scripts come from this service only and never evaluate text: on the pages Vega interprets its expressions. Vega's
+tooltips and drawings set their own styles, hence 'unsafe-inline' for styles."""
 
 
-class Edge:
-    """Pure ASGI, since it stands before every request."""
+class RequestMiddleware:
+    """Pure ASGI, because every request passes through it."""
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, settings: Settings, metrics: Metrics, body_timeout_s: float = BODY_TIMEOUT_S
+    ) -> None:
         self._app = app
-        self._most = settings.max_in_flight
-        self._most_ordinary = settings.most_ordinary
-        self._body_timeout_s = settings.body_timeout_s
-        self._body_bytes = settings.max_body_bytes
+        self._max_in_flight = settings.max_in_flight
+        self._max_ordinary = settings.max_ordinary_in_flight
+        self._body_timeout_s = body_timeout_s
+        self._max_body_bytes = settings.max_body_bytes
         self._metrics = metrics
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass HTTP requests on; everything else (lifespan) as it is."""
+        """Handle HTTP requests; forward everything else (lifespan) unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
         scope["tula.request_id"] = request_id
-        by_agent = scope["method"] == "POST" and scope["path"].endswith(_SENT_BY_AGENTS)
-        if self._in_flight >= (self._most if by_agent else self._most_ordinary) and scope["path"] not in _PROBES:
+        ingest = scope["method"] == "POST" and scope["path"].endswith(_INGEST_SUFFIXES)
+        if self._in_flight >= (self._max_in_flight if ingest else self._max_ordinary) and scope["path"] not in _PROBES:
             self._metrics.refused.inc()
-            response = problem_response(
-                503,
-                ProblemType.UNAVAILABLE,
-                "Unavailable",
-                "The service is at its limit of requests: send this one again after Retry-After seconds.",
-                request_id=request_id,
-                headers={"Retry-After": "1"},
-            )
-            await response(scope, receive, send)
+            await _overloaded(request_id)(scope, receive, send)
             return
         self._in_flight += 1
         self._metrics.in_flight.inc()
         started = time.perf_counter()
         status = 500
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers: list[tuple[bytes, bytes]] = message.setdefault("headers", [])
-                headers.append((b"x-request-id", request_id.encode("ascii")))
-                headers.extend(_SECURITY_HEADERS)
-                known = {name: value for name, value in headers if name in (b"content-type", b"cache-control")}
-                if known.get(b"content-type", b"").startswith(b"text/html"):
-                    headers.extend(_PAGE_HEADERS)
-                if b"cache-control" not in known:
-                    headers.append((b"cache-control", b"no-store"))
+                _add_headers(message, request_id)
             await send(message)
 
-        most_bytes = self._body_bytes if by_agent else min(self._body_bytes, _ORDINARY_BODY_BYTES)
-        body = _Body(receive, self._body_timeout_s, most_bytes)
+        max_bytes = self._max_body_bytes if ingest else min(self._max_body_bytes, _ORDINARY_BODY_BYTES)
+        body = _BoundedBody(receive, self._body_timeout_s, max_bytes)
         try:
-            await self._app(scope, body, sending)
+            await self._app(scope, body, send_with_headers)
         finally:
             body.close()
             self._in_flight -= 1
             self._metrics.in_flight.dec()
-            self._note(scope, status, time.perf_counter() - started, request_id)
+            self._record(scope, status, time.perf_counter() - started, request_id)
 
-    def _note(self, scope: Scope, status: int, took_s: float, request_id: str) -> None:
+    def _record(self, scope: Scope, status: int, took_s: float, request_id: str) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         self._metrics.request(scope["method"], route, status, took_s)
         level = logging.DEBUG if (route in _INGEST or route in _PROBES) and status < 500 else logging.INFO
@@ -128,19 +116,19 @@ class Edge:
             )
 
 
-class _Body:
-    """A `receive` that gives a body so many seconds and bytes in all, then answers 408 or 413.
+class _BoundedBody:
+    """A `receive` that raises HTTPException 408 or 413 when a body takes more than `seconds` or `max_bytes` in all.
 
-    One timer a request that ends whichever wait it finds: `asyncio.wait_for` would start a task for every piece.
+    One timer per request cancels the pending receive: `asyncio.wait_for` would start a task for every message.
     """
 
-    def __init__(self, receive: Receive, seconds: float, most_bytes: int) -> None:
+    def __init__(self, receive: Receive, seconds: float, max_bytes: int) -> None:
         self._receive = receive
         self._seconds = seconds
-        self._bytes_left = most_bytes
+        self._bytes_left = max_bytes
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: asyncio.Task[Any] | None = None
-        self._late = False
+        self._expired = False
         self._complete = False
 
     async def __call__(self) -> Message:
@@ -148,15 +136,15 @@ class _Body:
             return await self._receive()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
-        if self._is_late():
+        if self._has_expired():
             raise HTTPException(408, headers={"Connection": "close"})
         self._waiting = task = asyncio.current_task()
         try:
             message = await self._receive()
         except asyncio.CancelledError:
-            if not self._is_late():
+            if not self._has_expired():
                 raise
-            if task is not None and hasattr(task, "uncancel"):  # Python 3.11 counts what 3.10 did not
+            if task is not None and hasattr(task, "uncancel"):  # Python 3.11 counts cancellations; 3.10 does not
                 task.uncancel()
             raise HTTPException(408, headers={"Connection": "close"}) from None
         finally:
@@ -170,17 +158,39 @@ class _Body:
         return message
 
     def close(self) -> None:
-        """The body is there, or nobody wants it any more."""
+        """Stop the timer: the body is complete, or no longer needed."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _is_late(self) -> bool:
-        return self._late
+    def _has_expired(self) -> bool:  # a method: mypy would take the attribute for unchanged after an await
+        return self._expired
 
     def _expire(self) -> None:
-        self._late = True
+        self._expired = True
         if self._waiting is not None:
             self._waiting.cancel()
+
+
+def _overloaded(request_id: str) -> Response:
+    return problem_response(
+        503,
+        ProblemType.UNAVAILABLE,
+        "Unavailable",
+        "The service is at its limit of requests: send this one again after Retry-After seconds.",
+        request_id=request_id,
+        headers={"Retry-After": "1"},
+    )
+
+
+def _add_headers(start: Message, request_id: str) -> None:
+    headers: list[tuple[bytes, bytes]] = start.setdefault("headers", [])
+    headers.append((b"x-request-id", request_id.encode("ascii")))
+    headers.extend(_SECURITY_HEADERS)
+    known = {name: value for name, value in headers if name in (b"content-type", b"cache-control")}
+    if known.get(b"content-type", b"").startswith(b"text/html"):
+        headers.extend(_PAGE_HEADERS)
+    if b"cache-control" not in known:
+        headers.append((b"cache-control", b"no-store"))
 
 
 def _request_id(scope: Scope) -> str:
@@ -190,4 +200,4 @@ def _request_id(scope: Scope) -> str:
             if _REQUEST_ID.fullmatch(text):
                 return str(text)
             break
-    return f"{random.getrandbits(64):016x}"  # tells requests apart and opens nothing: no entropy of the system's
+    return f"{random.getrandbits(64):016x}"  # an id, not a secret: the fast generator is enough

@@ -9,8 +9,6 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-__all__ = ["MULTIPROCESS_VARIABLE", "Metrics"]
-
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Set by `tula serve --workers N` before the workers start: a folder that they share, so that any answers for all."""
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from tula_wire import routes
 
-__all__ = ["AGENT_MAY", "OPEN", "is_ingest", "required_scopes"]
-
 OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 """Probes alone are answered without authentication; they tell nothing but yes or no."""
 

@@ -1,4 +1,4 @@
-"""What happened to a job, an event a line, as people read it."""
+"""Events of a job as sentences for people."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.format import words
 from tula_wire import Configuration, Event, EventKind
 
-__all__ = ["KINDS", "Happening", "happenings"]
-
 KINDS: Final[tuple[EventKind, ...]] = ("job", "run", "recommendation", "scaling", "drift", "advice")
 """All but `samples`, of which there are thousands."""
 
 
 @dataclass(frozen=True)
-class Happening:
-    """An event and its sentence; `warns` is set where somebody may want to act."""
+class Activity:
+    """An event and its sentence; `warns` is set where a person may want to act."""
 
     event: Event
     sentence: str
     warns: bool
 
 
-def happenings(events: list[Event]) -> list[Happening]:
+def activities(events: list[Event]) -> list[Activity]:
     """In the order given."""
-    return [Happening(event, _sentence(event), _warns(event)) for event in events]
+    return [Activity(event, _sentence(event), _warns(event)) for event in events]
 
 
 def _warns(event: Event) -> bool:
@@ -36,14 +34,14 @@ def _warns(event: Event) -> bool:
 
 
 def _sentence(event: Event) -> str:
-    told: dict[str, Any] = event.data
-    if isinstance(told.get("sentence"), str):
-        return str(told["sentence"])
+    data: dict[str, Any] = event.data
+    if isinstance(data.get("sentence"), str):
+        return str(data["sentence"])
     if event.kind == "recommendation":
-        chosen = told.get("configuration")
+        chosen = data.get("configuration")
         name = configuration_name(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
-        return f"Recommends {name} ({words(str(told.get('objective', '')))}, {told.get('basis', '')})."
-    state = words(str(told.get("state", "changed")))
+        return f"Recommends {name} ({words(str(data.get('objective', '')))}, {data.get('basis', '')})."
+    state = words(str(data.get("state", "changed")))
     noun = "Job" if event.kind == "job" else "Run" if event.kind == "run" else "Thresholds of gradient scaling"
-    why = next((told[name] for name in ("message", "plan_reason", "purpose", "reason") if told.get(name)), "")
+    why = next((data[name] for name in ("message", "plan_reason", "purpose", "reason") if data.get(name)), "")
     return f"{noun} {state}{f': {why}' if why else ''}"
