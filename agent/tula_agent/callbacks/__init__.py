@@ -1,1 +1,1 @@
-"""The agent in the idiom of training frameworks; each is imported only by the script that uses it."""
+"""Callbacks for training frameworks. Each module imports its framework, so a script imports only the one it uses."""

@@ -1,4 +1,4 @@
-"""What frameworks call their metrics, in the wire's spelling."""
+"""Maps the metric names of frameworks to telemetry columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KNOWN = {
 
 
 def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and one-element tensors of `metrics` under names of lower-case letters, digits and underscores."""
+    """The numbers and one-element tensors of `metrics` by column name: lower-case letters, digits and underscores."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,7 @@
-"""`Accelerator(log_with=[TulaTracker(run)])`: what accelerate logs becomes telemetry; the loop is the script's own."""
+"""`Accelerator(log_with=[TulaTracker(run)])`: metrics logged through accelerate become telemetry.
+
+The script keeps its own loop and calls `run.steps`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tula_agent.run import Run
 if TYPE_CHECKING:
 
     class GeneralTracker:
-        """Stands for the library's own."""
+        """Stands in for the library's class, which has no types."""
 
         def __init__(self, _blank: bool = False) -> None: ...
 
@@ -37,17 +40,17 @@ class TulaTracker(GeneralTracker):
         return self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Nothing to keep: the job's specification has it."""
+        """Ignored: the job specification holds the configuration."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:  # noqa: ARG002
-        """Numbers of the step under way; accelerate's own count is not needed, since `run.steps` counts too."""
+        """Log numbers of the current step; `run.steps` counts steps, so accelerate's count is ignored."""
         self.run.log(**columns(values))
 
     def finish(self) -> None:
-        """`accelerator.end_training()` was called."""
+        """End the run; `accelerator.end_training()` calls this."""
         self.run.finish()
 
 
 def watch(run: Run, model: Any, optimizer: Any) -> None:
-    """`run.watch` for what `accelerator.prepare` returned: hooks go on the optimizer inside accelerate's wrapper."""
+    """`run.watch` for objects from `accelerator.prepare`: sets hooks on the optimizer inside accelerate's wrapper."""
     run.watch(model, getattr(optimizer, "optimizer", optimizer))

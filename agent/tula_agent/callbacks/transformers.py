@@ -13,7 +13,7 @@ from tula_agent.torch_private import ddp_model_in_forward
 if TYPE_CHECKING:
 
     class TrainerCallback:
-        """Stands for the library's own."""
+        """Stands in for the library's class, which has no types."""
 
 else:
     from transformers import TrainerCallback
@@ -22,10 +22,10 @@ __all__ = ["TulaTrainerCallback"]
 
 
 class TulaTrainerCallback(TrainerCallback):
-    """Measures `train`, and ends it when a profiling run has seen enough.
+    """Measures `train`, and stops it when a profiling run has enough samples.
 
-    The trainer fetches all micro-batches of a step before it reports, so that input time is that of the whole step.
-    `run` is the agent's run, once training has begun.
+    The trainer loads all micro-batches of a step before it calls back, so input time is that of the whole step.
+    `run` is the agent's run, None before training.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -34,7 +34,7 @@ class TulaTrainerCallback(TrainerCallback):
         self._loader: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Join the run; model and optimizer are what the trainer trains with."""
+        """Start the agent's run; watch the trainer's model and optimizer."""
         self._loader = others.get("train_dataloader")
         self.run = init(
             dataset_size=self._dataset_size,
@@ -49,18 +49,18 @@ class TulaTrainerCallback(TrainerCallback):
                 _watch_around(self.run, others["model"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """The loop begins."""
+        """Start timing the loop."""
         if self.run is not None:
             self.run.begin_loop(self._loader)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """The batches of a step have arrived; the trainer does not show them, so its own figure stands for them."""
+        """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
         if self.run is not None:
             stand_in = torch.empty(args.train_batch_size, 0)
             self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """The optimizer has stepped."""
+        """A step ends."""
         if self.run is None:
             return
         self.run.batch_done()
@@ -69,23 +69,23 @@ class TulaTrainerCallback(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """The loop is left."""
+        """Stop timing the loop."""
         if self.run is not None:
             self.run.end_loop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:  # noqa: ARG002
-        """What the trainer logs: loss, learning rate, evaluation metrics; its summary at the end is left out."""
+        """Log loss, learning rate and evaluation metrics, but not the summary at the end."""
         if self.run is not None and logs and "train_runtime" not in logs:
             self.run.log(**columns(logs))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Deliver what is left."""
+        """Send the remaining measurements and end the run."""
         if self.run is not None:
             self.run.finish()
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """The trainer shows the bare model only; a DDP module around it is at work in the first forward, and shows then."""
+    """Watch the DDP module around `model`, which the trainer does not pass: it is known during the first forward."""
 
     def found(*_: Any) -> None:
         hook.remove()

@@ -1,6 +1,6 @@
-"""Jobs of several ranks that say what each has found, in processes of their own.
+"""A fixture that runs a job on several ranks, one process each, and collects the result of every rank.
 
-Tensors here are tiny: a second thread would only wait for the first, for minutes on a busy machine.
+Tensors in these tests are tiny: a second thread would only wait for the first, for minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def said_by(alone: Callable[..., Done]) -> Callable[..., list[Any]]:
-    """What a job says of each rank."""
+def results_of_ranks(alone: Callable[..., Done]) -> Callable[..., list[Any]]:
+    """Run a job and return the result of each rank."""
 
     def run(world_size: int, job: Path, *arguments: str) -> list[Any]:
         (line,) = alone(job, *arguments, ranks=world_size).printed("RESULT ")

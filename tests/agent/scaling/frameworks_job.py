@@ -1,6 +1,6 @@
-"""Trains with accelerate and with Lightning around the wrapper, prints a JSON line for all ranks.
+"""Trains with accelerate and with Lightning around TulaOptimizer, prints a JSON line for all ranks.
 
-Ranks see other data; a digest of the weights and the factor of each rank tell whether the replicas are one.
+Each rank sees different data; the digest of the weights and the factor show whether the replicas are identical.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def wrapped(parameters: Any) -> TulaOptimizer:
     return TulaOptimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), small_batch_size=4, global_batch_size=16)
 
 
-def said(model: nn.Module, tula: TulaOptimizer) -> dict[str, Any]:
+def result(model: nn.Module, tula: TulaOptimizer) -> dict[str, Any]:
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    told = tula.telemetry()
+    values = tula.telemetry()
     digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-    return {"digest": digest, "scale": told["scale"], "steps": told["step"]}
+    return {"digest": digest, "scale": values["scale"], "steps": values["step"]}
 
 
 def with_accelerate() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def with_accelerate() -> dict[str, Any]:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    return said(model, tula)
+    return result(model, tula)
 
 
 def with_lightning() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def with_lightning() -> dict[str, Any]:
         enable_checkpointing=False,
     )
     trainer.fit(model, torch.utils.data.DataLoader(data(), batch_size=4))
-    return said(model, model.tula)
+    return result(model, model.tula)
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def test_norms_of_half_precision_gradients_are_not_rounded_and_do_not_overflow(d
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_ranks_that_share_the_reading_of_gradients_measure_what_one_rank_measures(ranks):
-    """Their vectors are summed; with seven, some have no tensor of their own to read."""
+    """Their vectors are summed; of seven ranks, some read no tensor."""
     model = network()
     model[2].double()
     tap = GradientTap()

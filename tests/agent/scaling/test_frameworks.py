@@ -1,4 +1,4 @@
-"""Lightning and accelerate train with the wrapper as with any optimizer, accumulation and schedulers included."""
+"""Lightning and accelerate train with TulaOptimizer as with any optimizer, with accumulation and schedulers."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_accelerate_trains_and_the_gain_follows_accumulated_micro_steps():
         assert optimizer.state_dict()["tula"]["steps"] == 12
 
 
-def test_under_both_frameworks_two_ranks_stay_one_model(said_by):
-    by_rank = said_by(2, Path(__file__).with_name("frameworks_job.py"))
+def test_two_ranks_stay_identical_under_accelerate_and_lightning(results_of_ranks):
+    by_rank = results_of_ranks(2, Path(__file__).with_name("frameworks_job.py"))
     for name in ("accelerate", "lightning"):
         first, second = (results[name] for results in by_rank)
         assert first == second

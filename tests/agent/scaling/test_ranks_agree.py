@@ -17,13 +17,13 @@ def by_scenario(of_ranks: list[list[dict]]) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(said_by: Callable[..., list[Any]]) -> dict[str, list[dict]]:
-    return by_scenario(said_by(2, JOB))
+def two_ranks(results_of_ranks: Callable[..., list[Any]]) -> dict[str, list[dict]]:
+    return by_scenario(results_of_ranks(2, JOB))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(said_by: Callable[..., list[Any]]) -> dict[str, list[dict]]:
-    return by_scenario(said_by(4, JOB, "gain", "ags-tensor", "ags-element", "gain-thresholds"))
+def four_ranks(results_of_ranks: Callable[..., list[Any]]) -> dict[str, list[dict]]:
+    return by_scenario(results_of_ranks(4, JOB, "gain", "ags-tensor", "ags-element", "gain-thresholds"))
 
 
 def assert_identical(records: list[dict]) -> None:
