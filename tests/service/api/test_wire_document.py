@@ -1,8 +1,10 @@
-"""`docs/wire.md` is complete and true."""
+"""`docs/wire.md` lists every route, and its examples match a real service."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 from tests.service.api.wire_document import DOCUMENT, ROUTE, exchanges, shape, shortened
 from tula_service.api.docs import document
@@ -10,21 +12,35 @@ from tula_service.app import create_app
 from tula_service.settings import Settings
 from tula_wire import routes
 
+ANSWER = re.compile(r"Answer:\s`(\w+)`")
 REFUSED = 1
-"""Requests of the document that show what a refusal looks like."""
+"""Number of requests in the document that the service rejects, as examples of errors."""
 
 
-def test_every_route_of_the_service_has_its_place(sqlite_url: str) -> None:
+def test_the_document_lists_every_route_and_names_the_model_that_it_answers(sqlite_url: str) -> None:
     app = create_app(Settings(database=sqlite_url))
     served = {
-        (method.upper(), path)
+        (method.upper(), path): answer_model(operation)
         for path, operations in document(app)["paths"].items()
-        for method in operations
+        for method, operation in operations.items()
         if path.startswith(("/v1/", "/healthz", "/readyz", "/metrics"))
     }
     app.state.services.store.close()
-    documented = set(ROUTE.findall(DOCUMENT.read_text(encoding="utf-8")))
+    text = DOCUMENT.read_text(encoding="utf-8")
+    starts = [(found.start(), found.groups()) for found in ROUTE.finditer(text)]
+    ends = [start for start, _ in starts[1:]] + [len(text)]
+    documented = {}
+    for (start, route), end in zip(starts, ends, strict=True):
+        named = ANSWER.search(text[start:end])
+        documented[route] = None if named is None else named[1]
     assert documented == served
+
+
+def answer_model(operation: dict[str, Any]) -> str | None:
+    """The model of a successful answer, None for one without a schema."""
+    success = next(answer for status, answer in operation["responses"].items() if status.startswith("2"))
+    reference = success.get("content", {}).get("application/json", {}).get("schema", {}).get("$ref")
+    return None if reference is None else str(reference).rpartition("/")[2]
 
 
 def test_every_path_that_both_sides_share_is_served() -> None:

@@ -1,4 +1,4 @@
-"""`docs/wire.md` against a real service: sends its requests in order; as a command, prints the answers into it."""
+"""Sends the requests of `docs/wire.md` to a real service, in order; as a command, writes the answers into it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "wire.md"
 ROUTE = re.compile(r"^### `([A-Z]+) ([^`]+)`$", re.MULTILINE)
 _EXCHANGE = re.compile(r"```http\n(?P<request>.*?)```(?:\n\n```(?P<kind>json|text)\n(?P<answer>.*?)```)?", re.DOTALL)
 _LEFT_OUT = {
+    "candidates": "… as chosen",
+    "frontier": "… configurations",
+    "plan": "… as run of runs:claim",
+    "runs": "… as run of runs:claim",
     "runner_up": "… as chosen",
     "least_time": "… as chosen",
     "least_cost": "… as chosen",
@@ -38,7 +42,7 @@ _WIDTH = 112
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request of the document and what the service answered; `documented` is what is printed there."""
+    """One request of the document with the service's answer; `documented` is the answer in the document."""
 
     request: str
     kind: str | None
@@ -63,7 +67,7 @@ def exchanges(text: str) -> Iterator[Exchange]:
 
 
 def shortened(value: Any, key: str = "") -> Any:
-    """The answer as it is printed: of a list its first entry, and nothing twice."""
+    """The answer as the document prints it: the first entry of each list, and abbreviations of repeated objects."""
     if key in _LEFT_OUT and isinstance(value, (dict, list)):
         return _LEFT_OUT[key]
     if isinstance(value, dict):
@@ -76,7 +80,7 @@ def shortened(value: Any, key: str = "") -> Any:
 
 
 def shape(value: Any) -> Any:
-    """What must agree between the document and the service: the names, at every depth."""
+    """The part of an answer that the document must match: the names of its fields, at every depth."""
     if isinstance(value, dict):
         return {name: shape(inner) for name, inner in value.items()}
     return [shape(value[0])] if isinstance(value, list) and value and isinstance(value[0], dict) else None
@@ -130,7 +134,7 @@ def _printed(value: Any, indent: int = 0) -> str:
 
 
 def main() -> None:
-    """Print the answers of a real service into the document."""
+    """Write the answers of a real service into the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     pieces, end = [], 0
     for exchange in exchanges(text):
