@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; under five minutes
 	$(BIN)/python -m examples.demo
 
-test: $(STAMP)  ## every test, nothing skipped
+test: $(STAMP)  ## every test; says which ones this machine cannot run, and the ten slowest
 	tests/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,12 +6,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.support import cluster
 from benchmarks.support.postgres import PostgresServer
+from tests.e2e import memory_limit, slurm
 from tests.support.clock import ManualClock
 from tula_service.store import Store
 from tula_service.store.migrations import upgrade_schema
@@ -27,10 +31,47 @@ LONG_FIRST = (
 )
 
 
+WHY_NO_CLUSTER = {
+    "namespaces": cluster.why_not,
+    "delay": cluster.why_no_delay,
+    "slurm": slurm.why_not,
+    "memory": memory_limit.why_not,
+}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest files first: one that is started last leaves the other worker idle for minutes."""
+    """Skip what this machine cannot run, and start the longest files first: one started last leaves a worker idle."""
+    kinds = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("cluster"))}
+    reasons = {kind: WHY_NO_CLUSTER[kind]() for kind in set(kinds.values())}
+    for item, kind in kinds.items():
+        if (reason := reasons[kind]) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: not any(part in str(item.path) for part in LONG_FIRST))
+
+
+def skipped(config: pytest.Config) -> list[pytest.TestReport]:
+    """Reports of the tests that were skipped, from all workers."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    return [] if reporter is None else list(reporter.stats.get("skipped", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print how many tests did not run, for each reason."""
+    reasons = Counter(str(report.longrepr[2]) for report in skipped(config) if isinstance(report.longrepr, tuple))
+    terminalreporter.write_sep("=", "tests that did not run")
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"{number} skipped: {reason.removeprefix('Skipped: ')}")
+    if deselected := len(terminalreporter.stats.get("deselected", [])):
+        terminalreporter.write_line(f"{deselected} deselected on the command line")
+    if not reasons and not deselected:
+        terminalreporter.write_line("none")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail when a test skips itself: only the marks `cluster` and `skipif` may, which say what the machine lacks."""
+    if any(not {"cluster", "skipif"} & set(report.keywords) for report in skipped(session.config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def migrate(url: str) -> None:

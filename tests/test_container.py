@@ -71,38 +71,55 @@ class Image:
         return {"PATH": host, **kept, **own, "TMPDIR": str(self.root / "tmp"), **more}
 
 
+def set_variables(image: Image, rest: str) -> None:
+    """ARG and ENV: names with values that may refer to earlier ones."""
+    for each in shlex.split(rest):
+        name, _, value = each.partition("=")
+        value = re.sub(r"\$\{(\w+)\}", lambda found: image.environment[found[1]], value)
+        image.environment.setdefault(name, value)
+
+
+def copy_files(image: Image, rest: str) -> None:
+    """COPY: from the build stage, which is the same folder in this test, or from the checkout."""
+    if rest.startswith("--from=build"):
+        assert all(image.path(each).is_dir() for each in shlex.split(rest)[1:])
+        return
+    *sources, target = shlex.split(rest)
+    for source in sources:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, image.path(target), ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, image.path(target))
+
+
+def run_command(image: Image, rest: str, **variables: str) -> None:
+    """RUN, unless the command is the system's package manager or the like."""
+    if rest.split()[0] in SYSTEM:
+        image.left_out.append(rest.split()[0])
+        return
+    done = subprocess.run(
+        ["bash", "-c", image.inside(rest)],
+        cwd=image.path("."),
+        env=image.variables(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def carry_out(image: Image, word: str, rest: str, **variables: str) -> None:
     """One instruction of the Dockerfile."""
     if word in ("ARG", "ENV"):
-        for each in shlex.split(rest):
-            name, _, value = each.partition("=")
-            value = re.sub(r"\$\{(\w+)\}", lambda found: image.environment[found[1]], value)
-            image.environment.setdefault(name, value)
+        set_variables(image, rest)
     elif word == "WORKDIR":
         image.workdir = rest
         image.path(".").mkdir(parents=True, exist_ok=True)
-    elif word == "COPY" and rest.startswith("--from=build"):
-        assert all(image.path(each).is_dir() for each in shlex.split(rest)[1:])
     elif word == "COPY":
-        *sources, target = shlex.split(rest)
-        for source in sources:
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, image.path(target), ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / source, image.path(target))
-    elif word == "RUN" and rest.split()[0] in SYSTEM:
-        image.left_out.append(rest.split()[0])
+        copy_files(image, rest)
     elif word == "RUN":
-        done = subprocess.run(
-            ["bash", "-c", image.inside(rest)],
-            cwd=image.path("."),
-            env=image.variables(**variables),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_command(image, rest, **variables)
     elif word != "FROM":
         image.said[word] = rest
 

@@ -69,88 +69,110 @@ class Sink:
             time.sleep(0.01)
 
 
-def start(sink: Sink, port: int = 0) -> http.server.ThreadingHTTPServer:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class SinkServer(http.server.ThreadingHTTPServer):
+    """The socket of a sink."""
 
-        def handle_any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            sink.seen.append((self.command, self.path))
-            behaviour = sink.behaviour
-            if behaviour == "hang":
-                sink.released.wait(60)
-                self.close_connection = True
-                return None
-            if behaviour == "garbage":
-                self.wfile.write(b"\x00\xff<<< not http >>>\r\n\r\n")
-                self.close_connection = True
-                return None
-            if behaviour == "html":
-                return self.answer(200, b"<html>please log in</html>")
-            if behaviour == "trickle":
-                self.send_response(200)
-                self.send_header("content-length", "1000")
-                self.end_headers()
-                while not sink.released.wait(0.2):
-                    self.wfile.write(b" ")
-                    self.wfile.flush()
-                self.close_connection = True
-                return None
-            if behaviour == "error":
-                return self.answer(500, b'{"detail": "on purpose"}')
-            if behaviour == "refuse":
-                return self.answer(422, b'{"detail": "on purpose"}')
-            if behaviour == "busy":
-                return self.answer(429, b'{"detail": "too many"}', {"retry-after": sink.retry_after or "0"})
-            return self.take(body)
+    daemon_threads = True
 
-        def take(self, body: bytes) -> None:
-            if self.command == "GET":
-                sink.gets.append(self.headers.get("if-none-match") or "")
-                if self.path in sink.pages:
-                    return self.answer(sink.pages[self.path], b'{"detail": "as told"}')
-                if self.path.partition("?")[0].endswith("/scaling") and sink.scaling is not None:
-                    etag = f'"{sink.scaling["version"]}"'
-                    if self.headers.get("if-none-match") == etag:
-                        return self.answer(304, b"")
-                    return self.answer(200, json.dumps(sink.scaling).encode(), {"etag": etag})
-                if sink.run is not None and self.path.startswith("/v1/runs/"):
-                    return self.answer(200, json.dumps(sink.run).encode())
-                return self.answer(404, b'{"detail": "nothing here"}')
-            parsed = json.loads(body)
-            model = RunPatch
-            if self.path.endswith("/samples"):
-                model = SampleBatch
-            elif self.path.endswith("/telemetry"):
-                model = TelemetryChunk
-            try:
-                model.model_validate_json(body)
-            except ValueError as error:
-                sink.invalid.append(str(error))
-                return self.answer(422, b'{"detail": "does not fit the contract"}')
-            sink.requests.append((self.command, self.path, parsed))
-            return self.answer(200, json.dumps({"stored": 1, "duplicates": 0, "stop": sink.stop}).encode())
+    def __init__(self, port: int, sink: Sink) -> None:
+        self.sink = sink
+        super().__init__(("127.0.0.1", port), Handler)
 
-        def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # some tests are about clients that hang up
 
-        do_GET = do_POST = do_PATCH = handle_any
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one request as the sink's behaviour asks."""
 
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
+    protocol_version = "HTTP/1.1"
+    server: SinkServer
 
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # clients that give up are what some tests are about
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        sink = self.server.sink
+        sink.seen.append((self.command, self.path))
+        misbehave = getattr(self, f"_{sink.behaviour}", None)
+        if misbehave is not None:
+            misbehave()
+        elif self.command == "GET":
+            self.answer_get()
+        else:
+            self.take(body)
 
-    server = Server(("127.0.0.1", port), Handler)
+    do_GET = do_POST = do_PATCH = handle_any
+
+    def _hang(self) -> None:
+        self.server.sink.released.wait(60)
+        self.close_connection = True
+
+    def _garbage(self) -> None:
+        self.wfile.write(b"\x00\xff<<< not http >>>\r\n\r\n")
+        self.close_connection = True
+
+    def _html(self) -> None:
+        self.answer(200, b"<html>please log in</html>")
+
+    def _trickle(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        while not self.server.sink.released.wait(0.2):
+            self.wfile.write(b" ")
+            self.wfile.flush()
+        self.close_connection = True
+
+    def _error(self) -> None:
+        self.answer(500, b'{"detail": "on purpose"}')
+
+    def _refuse(self) -> None:
+        self.answer(422, b'{"detail": "on purpose"}')
+
+    def _busy(self) -> None:
+        self.answer(429, b'{"detail": "too many"}', {"retry-after": self.server.sink.retry_after or "0"})
+
+    def answer_get(self) -> None:
+        sink = self.server.sink
+        sink.gets.append(self.headers.get("if-none-match") or "")
+        if self.path in sink.pages:
+            return self.answer(sink.pages[self.path], b'{"detail": "set by the test"}')
+        if self.path.partition("?")[0].endswith("/scaling") and sink.scaling is not None:
+            etag = f'"{sink.scaling["version"]}"'
+            if self.headers.get("if-none-match") == etag:
+                return self.answer(304, b"")
+            return self.answer(200, json.dumps(sink.scaling).encode(), {"etag": etag})
+        if sink.run is not None and self.path.startswith("/v1/runs/"):
+            return self.answer(200, json.dumps(sink.run).encode())
+        return self.answer(404, b'{"detail": "not found"}')
+
+    def take(self, body: bytes) -> None:
+        """Keep a body that fits the contract."""
+        sink = self.server.sink
+        kind = self.path.rpartition("/")[2]
+        model = {"samples": SampleBatch, "telemetry": TelemetryChunk}.get(kind, RunPatch)
+        try:
+            model.model_validate_json(body)
+        except ValueError as error:
+            sink.invalid.append(str(error))
+            return self.answer(422, b'{"detail": "does not fit the contract"}')
+        sink.requests.append((self.command, self.path, json.loads(body)))
+        return self.answer(200, json.dumps({"stored": 1, "duplicates": 0, "stop": sink.stop}).encode())
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def start(sink: Sink, port: int = 0) -> SinkServer:
+    """Listen on `port`, or a free one, in a thread."""
+    server = SinkServer(port, sink)
     sink.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     return server

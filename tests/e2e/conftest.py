@@ -1,4 +1,4 @@
-"""Tests that need a cluster are left out, and the reason is told, where none can be built."""
+"""Tests that need a cluster are skipped with the reason where this machine cannot have one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.support import cluster
-from tests.e2e import memory_limit, slurm
 from tests.e2e.command import started
 from tests.support.server import Server, serving
-
-REASONS = {
-    "namespaces": cluster.why_not,
-    "delay": cluster.why_no_delay,
-    "slurm": slurm.why_not,
-    "memory": memory_limit.why_not,
-}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for kind, why_not in REASONS.items():
-        needing = [item for item in items if (mark := item.get_closest_marker("cluster")) and mark.args[0] == kind]
-        reason = why_not() if needing else None
-        if reason is not None:
-            items[:] = [item for item in items if item not in needing]
-            config.hook.pytest_deselected(items=needing)
-            print(f"\n{len(needing)} tests are left out: {reason}")
 
 
 @pytest.fixture(scope="module")
