@@ -40,7 +40,7 @@ from tula_service.api.middleware import RequestMiddleware
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
-from tula_service.usecases import watch
+from tula_service.usecases import monitoring
 from tula_service.usecases.access import Access
 from tula_service.usecases.ingest import Ingest
 
@@ -61,7 +61,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         access=Access(store, cache_s=token_cache_s, tokenless_allowed=settings.on_loopback),
         limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
         metrics=counters,
-        ingest=Ingest(store, observers=(watch.observe,), threads=intake),
+        ingest=Ingest(store, observers=(monitoring.ingest,), threads=intake),
         intake=intake,
     )
 

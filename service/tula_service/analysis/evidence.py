@@ -49,9 +49,8 @@ class Evidence:
 def evidence_of(data: JobData) -> Evidence:
     """Read the runs of a job. Raises ObservationError when no candidate is left."""
     warnings: list[str] = []
-    times = _step_times(data)
     if data.drift is not None:
-        warnings.append(f"{data.drift.sentence}; what was measured before is corrected by that.")
+        warnings.append(f"{data.drift}; predictions are for the speed when it was profiled.")
     rows: list[tuple[Configuration, RunSummary]] = []
     misconfigured: set[Configuration] = set()
     for summary in data.summaries:
@@ -67,16 +66,17 @@ def evidence_of(data: JobData) -> Evidence:
     memory = memory_evidence(data.spec, rows, failures.standing)
     failed = misconfigured | _failed(data, {summary.run_id for summary in failures.contradicted})
     candidates, ruled_out = _feasible(data, memory)
+    timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     return Evidence(
         candidates=candidates,
-        observed=_observations(rows, times),
-        rows=tuple((c, s.run_id) for c, s in rows),
-        measured={c: times[s.run_id] for c, s in rows},
+        observed=_observations(timed),
+        rows=tuple((c, s.run_id) for c, s in timed),
+        measured={c: s.step_time_s for c, s in timed if s.step_time_s is not None},
         memory=memory,
         ruled_out=ruled_out,
         failed=frozenset(failed - {configuration for configuration, _ in rows}),
-        num_runs=len(rows),
-        num_samples=sum(summary.num_samples for _, summary in rows),
+        num_runs=len(timed),
+        num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *failures.warnings, *memory.warnings))),
     )
 
@@ -137,27 +137,12 @@ def _failed(data: JobData, contradicted: set[str]) -> set[Configuration]:
     return {configuration for configuration, failed in newest.items() if failed}
 
 
-def _step_times(data: JobData) -> dict[str, float]:
-    """The step time of each run as it would be now, s, by run id."""
-    times = {s.run_id: float(s.step_time_s) for s in data.summaries if s.step_time_s is not None}
-    if data.drift is None:
-        return times
-    for run_id, factor in data.drift.factors.items():
-        if run_id in times:
-            times[run_id] *= factor
-    if data.drift.run_id in times and data.drift.step_time_s is not None:
-        times[data.drift.run_id] = data.drift.step_time_s
-    return times
-
-
-def _observations(
-    rows: Sequence[tuple[Configuration, RunSummary]], times: Mapping[str, float]
-) -> StepTimeObservations | None:
+def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:
     if not rows:
         return None
     return StepTimeObservations.at(
         [configuration for configuration, _ in rows],
-        [times[summary.run_id] for _, summary in rows],
+        _column([summary.step_time_s for _, summary in rows]),
         relative_sd=_column([summary.relative_sd for _, summary in rows]),
         compute_time_s=_column([summary.compute_time_s for _, summary in rows]),
         exposed_comm_time_s=_column([summary.exposed_comm_time_s for _, summary in rows]),

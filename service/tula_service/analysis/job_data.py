@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import tula_wire as wire
 from tula_service.domain import RunKind, RunState, RunSummary
@@ -61,16 +61,6 @@ class CrossValidation:
 
 
 @dataclass(frozen=True)
-class Drift:
-    """How the newest training run has slowed down: a factor on what each run measured before, by run id."""
-
-    sentence: str
-    factors: Mapping[str, float]
-    run_id: str
-    step_time_s: float | None
-
-
-@dataclass(frozen=True)
 class JobData:
     """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
 
@@ -89,18 +79,23 @@ class JobData:
     prediction_pairs: Sequence[PredictionPair] = ()
     gradient_noise_scale: float | None = None
     retried_up_to_key: int = 0
-    drift: Drift | None = field(default=None)
+    drift: str | None = None
+    ignored_step_times: frozenset[str] = frozenset()
 
     @property
     def profile_runs(self) -> list[JobRun]:
         """The profiling runs, in plan order."""
         return [run for run in self.runs if run.kind is RunKind.PROFILE]
 
-    def without_run(self, run_id: str) -> JobData:
-        """The same data as if this run had measured nothing."""
-        drift = None if self.drift is not None and self.drift.run_id == run_id else self.drift
-        return replace(self, summaries=[s for s in self.summaries if s.run_id != run_id], drift=drift)
+    def ignoring(self, run_id: str) -> JobData:
+        """The same data without the step time of this run."""
+        return replace(self, ignored_step_times=self.ignored_step_times | {run_id})
 
-    def as_profiled(self) -> JobData:
-        """The same data as if no training run had measured anything."""
-        return replace(self, summaries=[s for s in self.summaries if s.kind is RunKind.PROFILE], drift=None)
+    def since(self, run_id: str, step_time_s: float, compute_time_s: float | None) -> JobData:
+        """The same data with step times of this run, at its present speed, and of later runs only."""
+        keys = {run.id: run.key for run in self.runs}
+        ignored = {known for known, key in keys.items() if key < keys[run_id]}
+        present = {"step_time_s": step_time_s, "compute_time_s": compute_time_s}
+        present |= {"exposed_comm_time_s": None, "relative_sd": None}
+        summaries = [replace(s, **present) if s.run_id == run_id else s for s in self.summaries]  # type: ignore[arg-type]
+        return replace(self, summaries=summaries, ignored_step_times=frozenset(ignored))

@@ -6,7 +6,6 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis.job_data import (
-    Drift,
     EarlierJob,
     JobData,
     JobRun,
@@ -36,6 +35,7 @@ def load(tx: Transaction, job: JobRecord) -> JobData:
         gradient_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
+        ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
     )
 
 
@@ -64,10 +64,14 @@ def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
     )
 
 
-def _drift(runs: list[RunRecord]) -> Drift | None:
-    """The drift of the newest training run, if it has drifted and the cause is known."""
+def _drift(runs: list[RunRecord]) -> str | None:
+    """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
     newest = max((run for run in runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
-    state = (newest.drift_state if newest is not None else None) or {}
-    if newest is None or not newest.drifted or not state.get("sentence"):
+    if newest is None or not newest.drifted:
         return None
-    return Drift(str(state["sentence"]), state["ratios"], newest.id, state["level_s"])
+    return (newest.drift_state or {}).get("sentence")
+
+
+def _unsteady(run: RunRecord) -> bool:
+    """True if the run's speed changed while it ran; runs from before this was stored have only `drifted`."""
+    return bool((run.drift_state or {}).get("unsteady", run.drifted))

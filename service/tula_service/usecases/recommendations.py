@@ -95,15 +95,9 @@ class Expectation:
     recommendation_id: str | None = None
 
 
-def expectation(
-    tx: Transaction, job: JobRecord, configuration: Configuration, *, as_profiled: bool = False
-) -> Expectation:
-    """What is expected of a run about to start; empty where no model can predict it.
-
-    `as_profiled` ignores what training runs measured, and so every drift.
-    """
-    data = load(tx, job)
-    answer = analyse(data.as_profiled() if as_profiled else data)
+def expectation(tx: Transaction, job: JobRecord, configuration: Configuration) -> Expectation:
+    """What is expected of a run about to start; empty where no model can predict it."""
+    answer = analyse(load(tx, job))
     if not isinstance(answer, Answer):
         return Expectation()
     return Expectation(

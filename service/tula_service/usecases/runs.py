@@ -9,12 +9,11 @@ import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.domain import RUN_TRANSITIONS, EndCause, PlanState, RunKind, RunOrigin, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
-from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import ledger, recommendations, shown, watch
+from tula_service.store import NewRun, RunRecord, Store, Transaction
+from tula_service.usecases import ledger, monitoring, recommendations, shown
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.job_data import spec_of
 from tula_service.usecases.planning import replan
-from tula_wire import Configuration
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
@@ -98,14 +97,15 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(known)}.",
                 field="configuration.instance_type",
             )
-        # Fitted while only reading, so that nobody who writes waits for it.
-        expected, undrifted = _expected(tx, job, configuration, _continued_run(tx, job_id, request))
+        _continued_run(tx, job_id, request)
+        # The fit is made in a transaction that only reads, so that no writer waits for it.
+        expected = recommendations.expectation(tx, job, configuration)
     with store.transaction() as tx:
         now = tx.jobs.lock(job_id)
         fail_vanished(tx, job_id)
         before = _continued_run(tx, job_id, request)
-        if now.spec != job.spec:  # what was only measured meanwhile hardly moves it, and nobody waits for another fit
-            expected, undrifted = _expected(tx, now, configuration, before)
+        if now.spec != job.spec:  # new measurements alone hardly move it, so they cost no second fit
+            expected = recommendations.expectation(tx, now, configuration)
         if before is not None and not before.state.is_final:
             to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
             _end(tx, before, to, EndCause.SUPERSEDED)
@@ -127,18 +127,9 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
             ),
         )
         if not profile:
-            watch.begin(tx, now, run, expected, before, undrifted)
+            monitoring.start(tx, now, run, expected, before)
         tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
         return shown.run(tx.runs.get(run.id))
-
-
-def _expected(
-    tx: Transaction, job: JobRecord, configuration: Configuration, before: RunRecord | None
-) -> tuple[recommendations.Expectation, recommendations.Expectation | None]:
-    """Of the new run as things are and, where it goes on from one that drifted, as they were before that."""
-    expected = recommendations.expectation(tx, job, configuration)
-    drifted = before is not None and before.drifted
-    return expected, recommendations.expectation(tx, job, configuration, as_profiled=True) if drifted else None
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:

@@ -11,11 +11,10 @@ import numpy as np
 import tula_wire as wire
 from tests.service.store.examples import add_chunk
 from tula_service.store import NewChunk, Store
-from tula_service.usecases import jobs, recommendations, runs
+from tula_service.usecases import jobs, monitoring, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS, Principal
 from tula_service.usecases.background import BackgroundQueue, Work
 from tula_service.usecases.ingest import Ingest, SamplesObserver
-from tula_service.usecases.watch import observe
 
 OPEN = frozenset({"pending", "claimed", "running"})
 
@@ -61,7 +60,7 @@ class Cluster:
     bytes_per_sample: float = 30e6
     static_bytes: float = 1e9
     principal: Principal = ANONYMOUS
-    observers: Sequence[SamplesObserver] = (observe,)
+    observers: Sequence[SamplesObserver] = (monitoring.ingest,)
     ran: list[wire.Configuration] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,296 @@
+"""Monitoring of a training run: its speed against the prediction, the cause of a change, its limits, and advice. Pure.
+
+A `Monitor` is what is known of a training between two batches of samples. `usecases/monitoring.py` stores it with the
+run and announces what the functions here find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import brentq
+
+import tula_wire as wire
+from tula_service.analysis import job_spec
+from tula_service.analysis.answer import Answer
+from tula_service.analysis.explanation import name_of
+from tula_service.domain import Objective
+from tula_service.perfmodel.change_detector import DriftState, watch_drift
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import Training, price
+from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire import Configuration
+
+CHECK_EVERY_STEPS = 50
+"""Steps between two projections of deadline and budget."""
+
+_FROM_START_STEPS = 50
+_LEAST_SAVING = 0.02
+_MOST_OVERLAP = 64.0  # the exponent at which max(compute, communication) is reached
+_ONE_SECOND = Interval(1.0, 1.0, 1.0)
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A change of speed that was noticed, with what diagnosis and advice need of that moment.
+
+    `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the median of the
+    newest step times, `compute_s` their compute time if the agent reports it. `examples_left` is None if it is unknown.
+    After the diagnosis was announced (`explained`), only the advice is due.
+    """
+
+    kind: str
+    step: int
+    after_steps: int
+    from_start: bool
+    level_s: float
+    compute_s: float | None
+    examples_left: float | None
+    explained: bool = False
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The state of monitoring one run; without a prediction there is no detector, and only limits are checked.
+
+    `low_s`, `high_s`: the predicted step time. `restart_s`: time from the run's start to its first steps. `checked_at`:
+    the step of the last projection. `announced`: limits whose violation was announced. `sentence`: the diagnosis of the
+    last change, None at the predicted speed. `unsteady`: the speed changed during the run, so that its mean step time
+    describes neither speed. `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it
+    continues.
+    """
+
+    detector: DriftState | None = None
+    low_s: float = 0.0
+    high_s: float = 0.0
+    restart_s: float | None = None
+    checked_at: int = 0
+    announced: list[str] = field(default_factory=list)
+    alarm: Alarm | None = None
+    sentence: str | None = None
+    unsteady: bool = False
+    peak_bytes: float | None = None
+    elapsed_s: float = 0.0
+    spent_s: float = 0.0
+    spent_usd: float = 0.0
+
+    @classmethod
+    def start(cls, expected: Interval | None, *, peak_bytes: float | None, spent_s: float, spent_usd: float) -> Monitor:
+        """The state of a run that is about to start."""
+        monitor = cls(peak_bytes=peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
+        if expected is None:
+            return monitor
+        detector = DriftState.expecting(expected.low, expected.high)
+        return replace(monitor, detector=detector, low_s=expected.low, high_s=expected.high)
+
+    @classmethod
+    def read(cls, state: dict[str, Any]) -> Monitor:
+        """The inverse of `to_json`; fields of earlier versions are ignored."""
+        known = {name: state[name] for name in (each.name for each in fields(cls)) if name in state}
+        if known.get("detector") is not None:
+            known["detector"] = DriftState(**known["detector"])
+        if known.get("alarm") is not None:
+            known["alarm"] = Alarm(**known["alarm"])
+        return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the run stores."""
+        return asdict(self)
+
+    def observe(self, step_times_s: _Floats, *, elapsed_s: float | None, warmup: bool) -> Monitor:
+        """The state after these steps of one rank."""
+        monitor = self
+        if elapsed_s is not None:
+            restart_s = self.restart_s
+            if restart_s is None:
+                restart_s = max(elapsed_s - float(step_times_s.sum()), 0.0)
+            monitor = replace(monitor, elapsed_s=elapsed_s, restart_s=restart_s)
+        if monitor.detector is not None and not warmup:
+            monitor = replace(monitor, detector=watch_drift(monitor.detector, step_times_s))
+        return monitor
+
+    def raise_alarm(
+        self, step: int, recent_s: _Floats, compute_s: _Floats | None, examples_left: float | None
+    ) -> Monitor:
+        """The state once the detector has fired: rearmed around the new level, with an alarm unless it recovered."""
+        if self.detector is None or self.detector.alarm is None or self.detector.alarm_after_steps is None:
+            return self
+        level_s, after_steps = float(np.median(recent_s)), self.detector.alarm_after_steps
+        width = max(self.high_s / self.low_s, 1.0) ** 0.5
+        monitor = replace(self, detector=DriftState.expecting(level_s / width, level_s * width))
+        from_start = not self.unsteady and self.sentence is None and after_steps <= _FROM_START_STEPS
+        if self.low_s <= level_s <= self.high_s:
+            return replace(monitor, alarm=None, sentence=None, unsteady=True)
+        known = compute_s[np.isfinite(compute_s)] if compute_s is not None else np.zeros(0)
+        alarm = Alarm(
+            kind=self.detector.alarm,
+            step=step,
+            after_steps=after_steps,
+            from_start=from_start,
+            level_s=level_s,
+            compute_s=float(np.median(known)) if known.size else None,
+            examples_left=examples_left,
+        )
+        return replace(monitor, alarm=alarm, unsteady=not from_start)
+
+    def limits_due(self, step: int) -> bool:
+        """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""
+        return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
+
+    def event(self, kind: str, *, step: int, after_steps: int | None, level_s: float) -> dict[str, Any]:
+        """The fields that every `drift` event has."""
+        return {
+            "alarm": kind,
+            "step": step,
+            "after_steps": after_steps,
+            "step_time_s": level_s,
+            "expected_low_s": self.low_s,
+            "expected_high_s": self.high_s,
+        }
+
+
+def diagnose(model: StepTimeModel, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:
+    """Which part of the step changed, by which factor, and a sentence: `{"part", "factor", "sentence"}`.
+
+    Measured compute decides if the agent reports it: with more than half of the excess (in log) in compute, that is the
+    part. Else a run of several ranks blames communication, which is what changes under a running job.
+    """
+    predicted = model.predict([c])
+    compute, comm, mean = (float(column[0]) for column in (predicted.compute_s, predicted.comm_s, predicted.mean_s))
+    part, factor = "compute", alarm.level_s / mean
+    if c.world_size > 1 and comm > 1e-9 * mean:
+        measured = alarm.compute_s if alarm.compute_s else compute
+        if abs(math.log(measured / compute)) <= 0.5 * abs(math.log(factor)):
+            part, factor = "communication", _comm_factor(compute, comm, mean, c.grad_accum_steps, alarm.level_s)
+    times, word = (factor, "slower") if factor >= 1 else (1 / factor, "faster")
+    sentence = f"{speed(monitor, alarm)}: {part} is {times:.2g} times {word} than when it was profiled"
+    return {"part": part, "factor": factor, "sentence": sentence}
+
+
+def speed(monitor: Monitor, alarm: Alarm) -> str:
+    """How fast the training is by its prediction, which after an earlier change may differ from what it has become."""
+    now = "slower" if alarm.level_s > monitor.high_s else "faster"
+    if now != alarm.kind:
+        return f"Training has become {alarm.kind}, but is still {now} than predicted"
+    return f"{'Since its start training is' if alarm.from_start else 'Training has become'} {now} than predicted"
+
+
+def _comm_factor(compute: float, comm: float, mean: float, micro_steps: int, step_time_s: float) -> float:
+    """By how much communication must have changed, from t = (m-1) T_g + (T_g^g + T_s^g)^(1/g) (docs/model.md)."""
+    last = compute / micro_steps
+    overlapped, now = mean - (compute - last), step_time_s - (compute - last)
+
+    def excess(g: float) -> float:
+        return float(np.linalg.norm([last, comm], g)) - overlapped
+
+    if excess(1.0) <= 0.0:
+        g = 1.0
+    else:
+        g = _MOST_OVERLAP if excess(_MOST_OVERLAP) >= 0.0 else float(brentq(excess, 1.0, _MOST_OVERLAP))
+    largest = max(now, last)
+    comm_now = largest * max((now / largest) ** g - (last / largest) ** g, 0.0) ** (1.0 / g) if now > 0.0 else 0.0
+    return max(comm_now / comm, 1e-4)
+
+
+def epochs_done(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
+    """Epochs of the training up to and including `step`, which each process counts from zero.
+
+    Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
+    """
+    return (epochs_before or 0.0) + (step + 1) * c.global_batch_size / spec.dataset.size
+
+
+def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
+    """Examples that the training still has to read; E * D at first."""
+    return max(0.0, spec.epochs - epochs_done(spec, c, step, epochs_before)) * spec.dataset.size
+
+
+def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
+    """The price of a second of this configuration with its memory; None if a price or the memory is unknown.
+
+    On demand if that price is known, else on spot capacity. `peak_bytes` is of one rank.
+    """
+    if not job_spec.has_prices(spec):
+        return None
+    offer = {**job_spec.spot_offers_of(spec), **job_spec.offers_of(spec)}[c.instance_type]
+    if offer.usd_per_gb_hour and peak_bytes is None:
+        return None
+    peak = None if peak_bytes is None else Interval(peak_bytes, peak_bytes, peak_bytes)
+    one_step = Training(dataset_size=float(c.global_batch_size))
+    offers = {c.instance_type: replace(offer, spot=None)}  # a second that has passed cannot be interrupted any more
+    (found,) = price([c], [_ONE_SECOND], one_step, offers, peak_bytes=[peak])
+    return float(found.cost_usd.mean)
+
+
+def broken_limits(
+    spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
+) -> Iterator[dict[str, Any]]:
+    """An `advice` event for each limit that will be exceeded at the present speed and was not announced before."""
+    steps_left = left / c.global_batch_size
+    run_s = monitor.elapsed_s + steps_left * step_time_s
+    rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)
+    earlier = f", {monitor.spent_s:.4g} s of earlier starts included" if monitor.spent_s else ""
+    for name, value, limit, unit in (
+        ("deadline", monitor.spent_s + run_s, spec.limits.deadline_s, "s"),
+        ("budget", None if rate is None else monitor.spent_usd + rate * run_s, spec.limits.budget_usd, "USD"),
+    ):
+        if limit is None or value is None or value <= limit or name in monitor.announced:
+            continue
+        yield {
+            "kind": name,
+            "step": step,
+            "steps_left": steps_left,
+            "projected": value,
+            "limit": limit,
+            "unit": unit,
+            "sentence": f"At {step_time_s:.3g} s a step, with {steps_left:.0f} steps left, training ends at "
+            f"{value:.4g} {unit}{earlier}, beyond the {name} of {limit:.4g} {unit}.",
+        }
+
+
+def reconfigure(answer: Answer, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any] | None:
+    """An `advice` event: restart with the chosen configuration if that saves more than the restart costs, else stay.
+
+    `answer` rests on what was measured since the change. None if the present configuration is the chosen one, or if it
+    is not known how much is left.
+    """
+    chosen, left = answer.choice.chosen, alarm.examples_left
+    if chosen is None or chosen.configuration == c or left is None:
+        return None
+    restart_s = monitor.restart_s or 0.0
+    stay_s = left / c.global_batch_size * alarm.level_s
+    move_s = left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
+    stay, move, unit = stay_s, move_s + restart_s, "s"
+    if answer.objective is Objective.COST:
+        peak = None if chosen.peak_bytes is None else chosen.peak_bytes.mean
+        rates = [usd_per_s(answer.spec, c, monitor.peak_bytes), usd_per_s(answer.spec, chosen.configuration, peak)]
+        unit = "USD"
+        if rates[0] is None or rates[1] is None:
+            rates, unit = [c.num_nodes / 3600, chosen.configuration.num_nodes / 3600], "node-hours"
+        stay, move = stay * (rates[0] or 0.0), move * (rates[1] or 0.0)
+    pays = stay > 0 and stay - move > _LEAST_SAVING * stay
+    return {
+        "kind": "reconfigure" if pays else "stay",
+        "step": alarm.step,
+        "from": asdict(c),
+        "to": asdict(chosen.configuration),
+        "remaining_examples": left,
+        "step_time_s": alarm.level_s,
+        "predicted_step_time_s": chosen.step_time_s.mean,
+        "stay_s": stay_s,
+        "move_s": move_s,
+        "restart_s": restart_s,
+        "saving": stay - move,
+        "unit": unit,
+        "sentence": (
+            f"{'Restart with' if pays else 'Stay; not worth moving to'} {name_of(chosen.configuration)}: "
+            f"the rest takes {stay:.4g} {unit} as it is and {move:.4g} {unit} there, "
+            f"{restart_s:.3g} s of restart included."
+        ),
+    }

@@ -1,0 +1,150 @@
+"""Monitoring of training runs: changes of speed and their cause, deadline and budget, and advice with its figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from tula_service.analysis import monitoring
+from tula_service.analysis.answer import Answer, analyse
+from tula_service.analysis.monitoring import Alarm, Monitor
+from tula_service.domain import RunKind
+from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
+from tula_service.usecases.background import Work
+from tula_service.usecases.job_data import load, spec_of
+from tula_service.usecases.recommendations import Expectation
+
+_RECENT_STEPS = 8
+"""The level after a change is the median of the newest steps; the detector fires after six of them at the earliest."""
+
+
+def start(
+    tx: Transaction, job: JobRecord, run: RunRecord, expected: Expectation, before: RunRecord | None = None
+) -> None:
+    """Start to monitor a training run; time and cost of the run `before` that it continues count toward its limits."""
+    spent_s = spent_usd = 0.0
+    if before is not None and before.drift_state is not None:
+        earlier = Monitor.read(before.drift_state)
+        took_s = earlier.elapsed_s
+        if before.started_at is not None and before.finished_at is not None:
+            took_s = (before.finished_at - before.started_at).total_seconds()
+        rate = monitoring.usd_per_s(spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
+        spent_s, spent_usd = earlier.spent_s + took_s, earlier.spent_usd + rate * took_s
+    monitor = Monitor.start(expected.step_time_s, peak_bytes=expected.peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
+    tx.runs.update(run.id, drift_state=monitor.to_json())
+
+
+def ingest(tx: Transaction, run: RunRecord, new: NewSamples) -> Work | None:
+    """Update a training run's monitor with new samples of its first rank, and announce recovery and broken limits.
+
+    Runs in the transaction that stores the samples, so it makes no fit. An alarm is stored with the run and diagnosed
+    by the returned work, which every batch requests again until it is done.
+    """
+    if run.kind is not RunKind.TRAIN or new.rank != 0 or run.drift_state is None:
+        return None
+    elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
+    times, step = new.columns.step_time_s, int(new.columns.step.max())
+    monitor = Monitor.read(run.drift_state).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
+    if not new.warmup:
+        left = _examples_left(tx, run, monitor, new, step)
+        monitor = _check_alarm(tx, run, monitor, step, left)
+        if left is not None and monitor.limits_due(step):
+            spec, median_s = spec_of(tx.jobs.get(run.job_id)), float(np.median(times))
+            broken = list(monitoring.broken_limits(spec, run.configuration, monitor, step, left, median_s))
+            for advice in broken:
+                tx.events.append(run.job_id, "advice", run_id=run.id, data=advice)
+            announced = [*monitor.announced, *(advice["kind"] for advice in broken)]
+            monitor = replace(monitor, checked_at=step, announced=announced)
+    tx.runs.update(run.id, drift_state=monitor.to_json())
+    return None if monitor.alarm is None else partial(diagnose, run_id=run.id)
+
+
+def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: NewSamples, step: int) -> float | None:
+    """None while it is not needed, or if a run that continues another did not report its starting epoch."""
+    fired = monitor.detector is not None and monitor.detector.alarm is not None
+    unknown = new.epochs_before is None and monitor.spent_s > 0.0
+    if unknown or not (fired or monitor.limits_due(step)):
+        return None
+    spec = spec_of(tx.jobs.get(run.job_id))
+    return monitoring.examples_left(spec, run.configuration, step, new.epochs_before)
+
+
+def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, left: float | None) -> Monitor:
+    if monitor.detector is None or monitor.detector.alarm is None:
+        return monitor
+    recent = tx.samples.recent(run.key, limit=_RECENT_STEPS, rank=0)
+    changed = monitor.raise_alarm(step, recent.step_time_s, recent.compute_time_s, left)
+    if changed.alarm is not None:
+        return changed
+    tx.runs.update(run.id, drifted=False, drift_state=changed.to_json(), bump=True)
+    level_s = float(np.median(recent.step_time_s))
+    event = monitor.event("recovered", step=step, after_steps=monitor.detector.alarm_after_steps, level_s=level_s)
+    sentence = "Training runs at the predicted speed again."
+    tx.events.append(run.job_id, "drift", run_id=run.id, data=event | {"sentence": sentence})
+    return changed
+
+
+def diagnose(store: Store, run_id: str) -> None:
+    """Announce what changed, then whether another configuration pays.
+
+    Computes on read-only snapshots, so that no writer waits for a fit. The alarm is stored until both were announced,
+    so that a call after a failure resumes; an alarm that was replaced meanwhile is left to the next call. Raises
+    NotFound, Busy, StoreUnavailable.
+    """
+    _announce_cause(store, run_id)
+    _announce_advice(store, run_id)
+
+
+def _announce_cause(store: Store, run_id: str) -> None:
+    with store.compute_slot() as tx:
+        run = tx.runs.get(run_id)
+        monitor = Monitor.read(run.drift_state or {})
+        alarm = monitor.alarm
+        if alarm is None or alarm.explained:
+            return
+        data = load(tx, tx.jobs.get(run.job_id))
+    answer = analyse(data.ignoring(run_id))
+    if isinstance(answer, Answer):
+        found = monitoring.diagnose(answer.model, run.configuration, monitor, alarm)
+    else:
+        found = {"sentence": f"{monitoring.speed(monitor, alarm)}, and no model can say why: {answer.reason}"}
+    with store.transaction() as tx:
+        current = _with_alarm(tx, run, alarm)
+        if current is None:
+            return
+        current = replace(current, alarm=replace(alarm, explained=True), sentence=found["sentence"])
+        tx.runs.update(run_id, drifted=True, drift_state=current.to_json(), bump=True)
+        event = current.event(alarm.kind, step=alarm.step, after_steps=alarm.after_steps, level_s=alarm.level_s)
+        sentence = f"{found['sentence']}."
+        tx.events.append(run.job_id, "drift", run_id=run_id, data=event | found | {"sentence": sentence})
+
+
+def _announce_advice(store: Store, run_id: str) -> None:
+    with store.compute_slot() as tx:
+        run = tx.runs.get(run_id)
+        monitor = Monitor.read(run.drift_state or {})
+        alarm = monitor.alarm
+        if alarm is None or not alarm.explained:
+            return
+        data = load(tx, tx.jobs.get(run.job_id))
+    advice = None
+    if alarm.examples_left is not None:
+        answer = analyse(data.since(run_id, alarm.level_s, alarm.compute_s))
+        if isinstance(answer, Answer):
+            advice = monitoring.reconfigure(answer, run.configuration, monitor, alarm)
+    with store.transaction() as tx:
+        current = _with_alarm(tx, run, alarm)
+        if current is None:
+            return
+        tx.runs.update(run_id, drift_state=replace(current, alarm=None).to_json())
+        if advice is not None:
+            tx.events.append(run.job_id, "advice", run_id=run_id, data=advice)
+
+
+def _with_alarm(tx: Transaction, run: RunRecord, alarm: Alarm) -> Monitor | None:
+    """The run's monitor under the job's lock, which keeps samples out; None if it has another alarm by now."""
+    tx.jobs.lock(run.job_id)
+    monitor = Monitor.read(tx.runs.get(run.id).drift_state or {})
+    return monitor if monitor.alarm == alarm else None
