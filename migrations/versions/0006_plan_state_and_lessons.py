@@ -1,4 +1,4 @@
-"""Plan state, lessons and validation error leave the table of cached answers for columns and a table of their own.
+"""Move plan state, lessons and validation error out of the table of cached answers.
 
 Revision ID: 0006
 """

@@ -23,7 +23,7 @@ from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statisti
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors
-from tula_service.perfmodel.recommend import Goal, price_candidates, recommend
+from tula_service.perfmodel.recommend import Goal, Recommendation, price_candidates, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
@@ -62,9 +62,9 @@ class Infeasible:
 class Answer:
     """One fit of one version of a job, and the choice that follows from it.
 
-    `spec` is the job's as far as it can be priced (`job_spec.payable`). `estimates` holds every candidate on demand and
-    then on spot capacity. `doubtful` candidates may be profiled but are not recommended, since they may not fit into
-    memory. `efficiency` is None until a training run has reported its gradient noise scale.
+    `spec` is the job's as far as it can be priced (`job_spec.payable`). `doubtful` candidates may be profiled but are
+    not recommended, since they may not fit into memory. `efficiency` is None until a training run has reported its
+    gradient noise scale.
     """
 
     data: JobData
@@ -74,10 +74,19 @@ class Answer:
     evidence: Evidence
     prior: Priors
     model: StepTimeModel
-    estimates: tuple[Estimate, ...]
-    choice: Choice
+    recommendation: Recommendation
     efficiency: StatisticalEfficiency | None = None
     doubtful: frozenset[Configuration] = frozenset()
+
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Every candidate on demand, then on spot capacity."""
+        return self.recommendation.estimates
+
+    @property
+    def choice(self) -> Choice:
+        """The chosen candidate, its rivals, and the candidates that limits exclude."""
+        return self.recommendation.choice
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations, on demand and then on spot capacity."""
@@ -87,7 +96,8 @@ class Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
         estimates = self.estimate(configurations)
         choice = choose(self.goal.objective, estimates, limits=self.goal.limits)
-        return replace(self, estimates=estimates, choice=choice, efficiency=None, doubtful=frozenset())
+        recommendation = replace(self.recommendation, estimates=estimates, choice=choice)
+        return replace(self, recommendation=recommendation, efficiency=None, doubtful=frozenset())
 
     def expected_step_time(self, configuration: Configuration) -> Interval:
         """The predicted step time of one configuration, s."""
@@ -146,8 +156,7 @@ def analyse(data: JobData, objective: str | None = None) -> Analysis:
         evidence=evidence,
         prior=prior,
         model=model,
-        estimates=found.estimates,
-        choice=found.choice,
+        recommendation=found,
         efficiency=efficiency,
         doubtful=doubtful & found.ineligible,
     )

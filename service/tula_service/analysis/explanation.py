@@ -1,4 +1,4 @@
-"""An answer as the wire's models, and in words: why this candidate, what limits exclude, what cannot be told."""
+"""An answer as the wire's models, and in words: why this candidate, what limits exclude, what the data do not show."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Which model predicted, from what, and what it cannot tell."""
+    """Which model predicted, from which data, and its warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
     warnings = _warnings(answer.data.spec, evidence)
@@ -211,7 +211,7 @@ def _terms(estimate: Estimate) -> wire.Terms | None:
 
 
 def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
-    """What cannot be told from what was given and measured, with the remedy."""
+    """What neither the specification nor the measurements show, with the remedy."""
     found = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."

@@ -71,9 +71,9 @@ def register(
     recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
         plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
-        shown_job = shown.job(tx.jobs.get(job.id), plan)
+        job_view = shown.job(tx.jobs.get(job.id), plan)
     waiting = [shown.run(run) for run in plan if run.state is RunState.PENDING]
-    return wire.JobCreated(job=shown_job, recommendation=recommendation, runs=waiting)
+    return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
 
 
 def fingerprint_of(body: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _allow_retries(tx: Transaction, job: JobRecord) -> None:
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
     """A job with its plan."""
     with store.reading() as tx:
-        return _shown(tx, visible_job(tx, principal, job_id))
+        return _with_plan(tx, visible_job(tx, principal, job_id))
 
 
 def list_jobs(
@@ -148,10 +148,10 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
     if job.state != "archived":
         replan(store, job_id)
     with store.reading() as tx:
-        return _shown(tx, tx.jobs.get(job_id))
+        return _with_plan(tx, tx.jobs.get(job_id))
 
 
-def _shown(tx: Transaction, job: JobRecord) -> wire.Job:
+def _with_plan(tx: Transaction, job: JobRecord) -> wire.Job:
     return shown.job(job, tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True))
 
 

@@ -53,7 +53,8 @@ def _replan(store: Store, job_id: str) -> str:
 
 
 def _compute(tx: Transaction, job: JobRecord) -> tuple[object, Analysis, PlanDecision]:
-    analysis = analyse(load(tx, job))
+    data = load(tx, job)
+    analysis = analyse(data)
     return _facts(tx, job), analysis, plan_of(analysis)
 
 

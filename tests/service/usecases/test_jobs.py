@@ -80,9 +80,9 @@ def test_a_failed_run_is_tried_again_only_when_the_job_is_registered_again(clust
     done = cluster.work(job_id)
     assert claimed.configuration not in [run.configuration for run in done]
     waiting = [run.configuration for run in cluster.register().runs]
-    later = [run.configuration for run in cluster.work(job_id)]
+    second = [run.configuration for run in cluster.work(job_id)]
     assert cluster.job(job_id).state == "ready"
-    assert set(waiting) == set(later)
+    assert set(waiting) == set(second)
 
 
 def test_an_archived_job_comes_back_when_it_is_registered_again(cluster: Cluster) -> None:
@@ -96,18 +96,18 @@ def test_an_archived_job_comes_back_when_it_is_registered_again(cluster: Cluster
     assert cluster.job(job_id).state == "planning"
 
 
-def test_archiving_and_bringing_back_are_told_to_whoever_watches(cluster: Cluster) -> None:
+def test_archiving_and_unarchiving_publish_events(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
 
-    def told(archived: bool) -> list[str]:
+    def published(archived: bool) -> list[str]:
         seen = events.last_id(cluster.store, ANONYMOUS, job_id)
         jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
         found = events.read_on(cluster.store, ANONYMOUS, job_id, seen)
         return [json.loads(body)["data"]["state"] for _, kind, body in found if kind == "job"]
 
-    assert told(archived=True) == ["archived"]
-    assert told(archived=True) == []
-    assert told(archived=False)[0] == "planning"
+    assert published(archived=True) == ["archived"]
+    assert published(archived=True) == []
+    assert published(archived=False)[0] == "planning"
 
 
 def test_a_deleted_job_is_gone_and_its_specification_starts_over(cluster: Cluster) -> None:
@@ -129,7 +129,7 @@ def test_a_deleted_job_is_gone_and_its_specification_starts_over(cluster: Cluste
         ({"dataset": {"size": 10, "sizes": 11}}, "dataset.sizes"),
     ],
 )
-def test_what_no_field_may_hold_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         spec(**changes)
     assert ".".join(str(part) for part in caught.value.errors()[0]["loc"]) == field
@@ -162,7 +162,7 @@ def test_what_no_field_may_hold_is_refused_by_name(changes: dict[str, Any], fiel
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(
+def test_a_specification_that_contradicts_itself_is_refused_by_name(
     cluster: Cluster, changes: dict[str, Any], field: str, sentence: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:

@@ -1,4 +1,4 @@
-"""The ledger: what was promised, what came, and what calibration learns from both."""
+"""The ledger: predictions, the measurements that followed, and how calibration learns from both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_the_ledger_keeps_every_recommendation_and_cannot_be_changed(profiled: t
         tx.connection.execute(sa.text("UPDATE ledger SET basis = 'profiled'"))
 
 
-def test_training_is_put_beside_its_prediction_and_widens_what_was_too_narrow(profiled: tuple[Cluster, str]) -> None:
+def test_training_is_entered_with_its_prediction_and_widens_intervals_that_were_too_narrow(
+    profiled: tuple[Cluster, str],
+) -> None:
     cluster, job_id = profiled
     chosen = cluster.recommendation(job_id).chosen
     assert chosen is not None
@@ -50,7 +52,7 @@ def test_training_is_put_beside_its_prediction_and_widens_what_was_too_narrow(pr
     assert same.step_time_s.high / same.step_time_s.low > width
 
 
-def test_training_is_put_beside_the_recommendation_that_it_follows_whoever_asked_last(
+def test_a_training_is_entered_with_the_recommendation_that_it_follows_not_with_the_newest(
     profiled: tuple[Cluster, str],
 ) -> None:
     cluster, job_id = profiled
@@ -75,7 +77,7 @@ def test_training_is_put_beside_the_recommendation_that_it_follows_whoever_asked
     assert all(e.run_id != run.id for e in ledger.entries(cluster.store, ANONYMOUS, job_id).entries)
 
 
-def test_what_calibration_learns_from_is_the_width_that_the_model_gave(
+def test_calibration_learns_from_the_width_before_calibration(
     profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, job_id = profiled

@@ -1,4 +1,4 @@
-"""What a job hears of its project's earlier ones: every network once on every device, whatever else they did."""
+"""What a job learns from earlier jobs of its project: each network counts once on each device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
             tx.lessons.put_posteriors(job_id, learned)
 
 
-def heard(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
+def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
         return priors.lessons_of(load(tx, tx.jobs.get(job_id)))
@@ -46,7 +46,7 @@ def heard(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
     again = [asked("net", "V100-16GB", epochs=epochs) for epochs in (1, 2, 3)]
     remember(cluster, *again, asked("net", "Tesla V100", epochs=4), asked("net", "T4"), asked("other", "V100-16GB"))
-    found = heard(cluster, asked("new", "V100-16GB"))
+    found = lessons_for(cluster, asked("new", "V100-16GB"))
     assert [(each.model.name, each.cluster.accelerator) for each in found.scales] == [
         ("other", "V100-16GB"),
         ("net", "T4"),
@@ -65,7 +65,7 @@ def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster:
     assert width("V100-16GB") == pytest.approx(width("T4"), rel=0.3)
 
 
-def test_what_a_network_did_on_a_processor_tells_less_of_an_accelerator_than_others_do(cluster: Cluster) -> None:
+def test_a_run_on_a_processor_says_less_of_an_accelerator_than_a_data_sheet(cluster: Cluster) -> None:
     def step_s(network: str) -> float:
         chosen = cluster.register(asked(network, "A100")).recommendation.chosen
         assert chosen is not None
@@ -90,10 +90,8 @@ def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePr
     scales = tuple(
         priors.JobScale(wire.ModelSpec.model_validate(model), one("V100"), learnt) for model, learnt in earlier
     )
-    heard_of = priors.Lessons(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
-    return priors.prior_of(heard_of, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed[
-        "node"
-    ]
+    lessons = priors.Lessons(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
+    return priors.prior_of(lessons, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed["node"]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
@@ -162,14 +160,12 @@ def test_a_processor_is_of_uncertain_speed_and_an_accelerator_is_not() -> None:
         ({"instance_type": "a", "ranks_per_node": 8}, False),
     ],
 )
-def test_nodes_that_nobody_named_are_alike_only_where_all_that_is_said_of_them_agrees(
-    mine: dict[str, Any], like: bool
-) -> None:
+def test_unnamed_hardware_is_the_same_only_if_its_whole_description_agrees(mine: dict[str, Any], like: bool) -> None:
     said = wire.ClusterSpec.model_validate({"max_nodes": 4, "ranks_per_node": 1})
     assert same_hardware(said, wire.ClusterSpec.model_validate({"max_nodes": 2, "ranks_per_node": 1} | mine)) is like
 
 
-def test_named_nodes_are_alike_however_many_ranks_a_job_starts_on_them() -> None:
+def test_named_hardware_is_the_same_whatever_the_number_of_ranks() -> None:
     four, eight = (
         wire.ClusterSpec.model_validate({"instance_type": "p3", "max_nodes": 4, "ranks_per_node": ranks})
         for ranks in (4, 8)
@@ -177,22 +173,22 @@ def test_named_nodes_are_alike_however_many_ranks_a_job_starts_on_them() -> None
     assert same_hardware(four, eight)
 
 
-@pytest.mark.parametrize(("told", "shown"), [(25_000_000, None), (None, 25_000_000), (25_000_000, 25_000_000)])
-def test_a_network_is_known_by_its_name_where_only_one_job_tells_its_parameters(
-    cluster: Cluster, told: int | None, shown: int | None
+@pytest.mark.parametrize(("earlier", "wanted"), [(25_000_000, None), (None, 25_000_000), (25_000_000, 25_000_000)])
+def test_a_network_is_known_by_its_name_if_only_one_job_gives_its_parameters(
+    cluster: Cluster, earlier: int | None, wanted: int | None
 ) -> None:
     def of(parameters: int | None, **more: Any) -> wire.JobSpec:
         return asked("net", "V100-16GB", **more).model_copy(
             update={"model": wire.ModelSpec(name="net", parameters=parameters)}
         )
 
-    remember(cluster, of(told))
-    assert list(heard(cluster, of(shown, epochs=3)).same_network) == ["node"]
-    assert not heard(cluster, of(7, epochs=4)).same_network or told is None
+    remember(cluster, of(earlier))
+    assert list(lessons_for(cluster, of(wanted, epochs=3)).same_network) == ["node"]
+    assert not lessons_for(cluster, of(7, epochs=4)).same_network or earlier is None
 
 
 def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
-    told = " ".join(priors.guesses_of(asked("net", "Zorg-9000")))
-    assert "Zorg-9000 has no data sheet here" in told
-    assert "A100, " in told
+    warnings = " ".join(priors.guesses_of(asked("net", "Zorg-9000")))
+    assert "Zorg-9000 has no data sheet here" in warnings
+    assert "A100, " in warnings
     assert "give cluster.accelerator, for example" in " ".join(priors.guesses_of(asked("net", None)))

@@ -1,4 +1,4 @@
-"""The plan: goes on until the choice is stable, learns from memory, repeats nothing, says why it stopped."""
+"""The plan continues until the choice is stable, learns from memory, repeats nothing and says why it stopped."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_plan_says_how_many_configurations_failed_and_how_to_retry_them(cluste
     assert "failed" not in again.job.plan_reason
 
 
-def test_a_budget_that_nobody_set_is_called_the_default(cluster: Cluster) -> None:
+def test_a_default_budget_is_called_the_default(cluster: Cluster) -> None:
     created = cluster.register(spec(limits={"budget_usd": 1.0, "deadline_s": 1000.0}))
     for candidate in created.recommendation.candidates[:8]:
         measure(cluster, created.job.id, candidate.configuration)
@@ -228,15 +228,15 @@ def test_a_budget_that_nobody_set_is_called_the_default(cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize("search", ["adaptive", "full"])
-def test_enough_measured_outside_the_plan_ends_it_and_later_jobs_learn_from_it(cluster: Cluster, search: str) -> None:
+def test_enough_runs_outside_the_plan_end_it_and_teach_other_jobs(cluster: Cluster, search: str) -> None:
     created = cluster.register(spec(search=search))
     for candidate in created.recommendation.candidates:
         measure(cluster, created.job.id, candidate.configuration)
     job = cluster.job(created.job.id)
     assert job.state == "ready"
     assert not [run for run in job.plan if run.state == "pending"]
-    later = cluster.register(spec(name="later", model={"name": "another"}))
-    assert later.recommendation.basis == "transfer"
+    other = cluster.register(spec(name="other", model={"name": "another"}))
+    assert other.recommendation.basis == "transfer"
 
 
 def test_where_nothing_keeps_the_limits_safely_one_thing_is_said_of_the_choice(profiled: tuple[Cluster, str]) -> None:

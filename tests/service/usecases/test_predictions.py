@@ -89,7 +89,7 @@ def test_every_prediction_lies_inside_its_own_interval(profiled: tuple[Cluster, 
         assert 0 < value.low <= value.value <= value.high < float("inf")
 
 
-def test_what_if_reads_only(profiled: tuple[Cluster, str], sqlite_store: Store) -> None:
+def test_a_question_only_reads(profiled: tuple[Cluster, str], sqlite_store: Store) -> None:
     cluster, job_id = profiled
     with sqlite_store.reading() as tx:
         before = tx.jobs.data_version(job_id)

@@ -1,4 +1,4 @@
-"""The recommendation: computed once per version, honest about what it rests on, kept in the ledger for ever."""
+"""The recommendation: computed once per version, says what it rests on, and stays in the ledger."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_price_per_gb_hour_waits_for_memory_and_then_counts_every_ranks_peak(
         assert c.cost_usd.value == pytest.approx(hours * c.configuration.world_size * c.memory_bytes.value / 1e9 * 0.1)
 
 
-def test_at_a_price_per_gb_hour_the_plan_goes_on_where_no_run_tells_its_memory(cluster: Cluster) -> None:
+def test_at_a_price_per_gb_hour_the_plan_continues_if_no_run_reports_its_memory(cluster: Cluster) -> None:
     """What is recommended by node-hours is measured like any other choice."""
     nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.1}}
     job_id = cluster.register(spec(objective="cost", cluster=nodes)).job.id
@@ -224,7 +224,7 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
     assert 1.5 < slower < 900.0 / 320.0 * 1.2, "the same network, moved by what the data sheets differ in"
 
 
-def test_a_job_of_another_network_teaches_how_fast_networks_run_here_and_less_so_elsewhere(cluster: Cluster) -> None:
+def test_a_job_of_another_network_teaches_the_speed_of_its_hardware_and_less_so_of_others(cluster: Cluster) -> None:
     # 24 GFLOP an example take this cluster a fifth of what the data sheet promises.
     def asks(name: str, accelerator: str) -> wire.JobSpec:
         on = {"max_nodes": 8, "ranks_per_node": 2, "accelerator": accelerator}

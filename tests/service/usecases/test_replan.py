@@ -1,4 +1,4 @@
-"""Fits and searches hold nobody up: they run while only reading, and what they find is published once or not at all."""
+"""Fits and searches run on a read-only snapshot, and what they find is stored once or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tula_service.usecases.access import ANONYMOUS
 OPEN = ("pending", "claimed", "running")
 
 
-class Watched(Store):
+class WriteTracker(Store):
     """A store that knows, by thread, whether a writing transaction is open."""
 
     writing = threading.local()
@@ -49,26 +49,24 @@ def planned_twice(cluster: Cluster, job_id: str) -> list[wire.Configuration]:
     return [configuration for configuration, times in Counter(planned).items() if times > 1]
 
 
-def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = Watched(store.engine)
+def test_no_fit_and_no_search_runs_in_a_writing_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracked = WriteTracker(store.engine)
     calls: Counter[str] = Counter()
 
     def seen(name: str, original):  # type: ignore[no-untyped-def]
         def wrapped(*args, **options):  # type: ignore[no-untyped-def]
             calls[name] += 1
-            assert not getattr(Watched.writing, "now", False), f"{name} ran inside a writing transaction"
+            assert not getattr(WriteTracker.writing, "now", False), f"{name} ran inside a writing transaction"
             return original(*args, **options)
 
         return wrapped
 
     monkeypatch.setattr(answer, "fit_step_time", seen("fit", answer.fit_step_time))
     monkeypatch.setattr(plan, "plan", seen("plan", plan.plan))
-    cluster = Cluster(watched)
+    cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     cluster.work(job_id)
-    jobs.change(watched, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
+    jobs.change(tracked, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
     best = cluster.recommendation(job_id).chosen
     assert best is not None
     cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
@@ -76,12 +74,12 @@ def test_no_fit_and_no_search_runs_while_the_database_is_held_for_writing(
     assert calls["plan"] >= 4
 
 
-def test_nor_when_the_data_of_a_question_move_faster_than_it_is_answered(
+def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training that reports all the time must not be held up by whoever asks what to recommend."""
-    watched = Watched(store.engine)
-    cluster = Cluster(watched)
+    """A training that reports all the time must not wait for a request of its recommendation."""
+    tracked = WriteTracker(store.engine)
+    cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
@@ -89,7 +87,7 @@ def test_nor_when_the_data_of_a_question_move_faster_than_it_is_answered(
     asked: list[int] = []
 
     def overtaken(data: JobData, objective: str) -> Analysis:
-        assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
+        assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
         asked.append(data.data_version)
         found = analyse(data, objective)
         with ThreadPoolExecutor(1) as agent:
@@ -107,7 +105,7 @@ def test_nor_when_the_data_of_a_question_move_faster_than_it_is_answered(
     assert second.chosen is not None
 
 
-def test_an_answer_at_prices_that_changed_meanwhile_is_found_again(
+def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
@@ -138,25 +136,25 @@ def test_an_answer_at_prices_that_changed_meanwhile_is_found_again(
 
 def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was looked at while a user changed something is looked at again."""
-    watched = Watched(store.engine)
-    cluster = Cluster(watched)
+    tracked = WriteTracker(store.engine)
+    cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=128))
     cluster.report(run, gradient_noise_scale=[300.0] * 200)
     estimate, looks = analysis_scaling.estimate_noise_scale, []
 
     def seen(values):  # type: ignore[no-untyped-def]
-        assert not getattr(Watched.writing, "now", False), "looked at inside a writing transaction"
+        assert not getattr(WriteTracker.writing, "now", False), "looked at inside a writing transaction"
         looks.append(len(values))
         if len(looks) == 1:
             patch = wire.ScalingPatch(delta=0.3)
             with ThreadPoolExecutor(1) as user:
-                user.submit(scaling.change, watched, ANONYMOUS, job_id, patch, policy="ags").result()
+                user.submit(scaling.change, tracked, ANONYMOUS, job_id, patch, policy="ags").result()
         return estimate(values)
 
     monkeypatch.setattr(analysis_scaling, "estimate_noise_scale", seen)
-    first = scaling.current(watched, ANONYMOUS, job_id, policy="ags").body
-    second = scaling.current(watched, ANONYMOUS, job_id, policy="ags").body
+    first = scaling.current(tracked, ANONYMOUS, job_id, policy="ags").body
+    second = scaling.current(tracked, ANONYMOUS, job_id, policy="ags").body
     assert first is not None
     assert second is not None
     assert wire.read(wire.ScalingThresholds, first).gradient_noise_scale is None
@@ -165,7 +163,7 @@ def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pyte
     assert len(looks) == 2
 
 
-def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
+def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
@@ -186,16 +184,16 @@ def test_an_answer_to_data_that_moved_is_thrown_away_and_found_again(
     assert planned_twice(cluster, job_id) == []
 
 
-def test_measurements_that_keep_coming_hold_up_no_plan(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training beside profiling reports all the time: what it reports is for the next plan."""
-    watched = Watched(store.engine)
-    cluster = Cluster(watched)
+    tracked = WriteTracker(store.engine)
+    cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
     analyse, fitted = planning.analyse, []
 
     def overtaken(data: JobData) -> Analysis:
-        assert not getattr(Watched.writing, "now", False), "fitted inside a writing transaction"
+        assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
         fitted.append(data.data_version)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
@@ -209,7 +207,7 @@ def test_measurements_that_keep_coming_hold_up_no_plan(store: Store, monkeypatch
     assert cluster.recommendation(job_id).model.num_runs >= len(done)
 
 
-def test_a_job_that_changes_all_the_time_is_planned_under_its_lock(
+def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
@@ -229,7 +227,7 @@ def test_a_job_that_changes_all_the_time_is_planned_under_its_lock(
     assert wire.read(wire.Recommendation, body).job_id == job_id
 
 
-def test_runs_that_end_together_are_planned_for_once(store: Store) -> None:
+def test_runs_that_end_at_once_are_planned_for_once(store: Store) -> None:
     cluster = Cluster(store)
     job_id = cluster.register(spec(profiling={"max_runs": 6})).job.id
     held = []
@@ -249,7 +247,7 @@ def test_runs_that_end_together_are_planned_for_once(store: Store) -> None:
     assert len(job.plan) <= 6
 
 
-def test_who_waited_while_another_settled_finds_it_done(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_wait_for_a_replan_return_its_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
     analyse, computed, released = planning.analyse, [], threading.Event()
 
@@ -287,7 +285,7 @@ def test_a_worker_that_dies_between_the_last_run_and_its_plan_ends_nobodys_searc
     assert cluster.job(job_id).runs_done == len(first) + len(rest)
 
 
-def test_nobody_gets_a_run_that_cannot_fit_while_the_plan_is_made_anew(
+def test_no_run_that_may_not_fit_is_claimed_while_the_plan_is_stale(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register(spec(search="full", cluster={"max_nodes": 4}, batch={"max_local_batch_size": 64})).job.id
@@ -310,7 +308,7 @@ def test_nobody_gets_a_run_that_cannot_fit_while_the_plan_is_made_anew(
     assert max(ran) < 64
 
 
-def test_what_is_tried_again_is_not_recommended_against_as_failed(cluster: Cluster) -> None:
+def test_a_failed_run_that_is_retried_rules_its_configuration_out_no_more(cluster: Cluster) -> None:
     wanted = spec(search="full", cluster={"max_nodes": 2})
     job_id = cluster.register(wanted).job.id
     request = wire.ClaimRequest(holder="launcher")
