@@ -1,4 +1,4 @@
-"""What is decided about gradient scaling on the service changes what two real ranks do, and harm is undone."""
+"""Scaling settings of the service change the steps of two real ranks, and a harmful one is rolled back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_rank(lines: list[str], word: str) -> list[list[str]]:
     return [[said for said, _, rank in found if rank == wanted] for wanted in ("0", "1")]
 
 
-def test_a_policy_set_on_the_service_takes_force_on_all_ranks_at_one_step(tmp_path: Path, sqlite_url: str) -> None:
+def test_a_policy_set_on_the_service_takes_effect_on_all_ranks_at_one_step(tmp_path: Path, sqlite_url: str) -> None:
     with serving(sqlite_url) as server, Client(server.url, token="") as client:
         job = client.register(SPEC).job
         client.patch_scaling(job.id, ScalingPatch(policy="static", static_scale=1.5, small_batch_size=8))
@@ -66,15 +66,17 @@ def test_a_policy_set_on_the_service_takes_force_on_all_ranks_at_one_step(tmp_pa
     assert advice.max_sensible_batch_size > measured.gradient_noise_scale
 
 
-def test_a_tuned_threshold_that_hurts_is_taken_back_and_so_are_the_weights(tmp_path: Path, sqlite_url: str) -> None:
+def test_a_tuned_threshold_that_lowers_accuracy_is_rolled_back_with_the_weights(
+    tmp_path: Path, sqlite_url: str
+) -> None:
     with serving(sqlite_url) as server, Client(server.url, token="") as client:
         job = client.register(SPEC).job
         run = client.create_run(job.id, RunCreate(kind="train", configuration=CONFIGURATION))
         lines = train(server, tmp_path, job.id, run.id, "ags", "roll-back")
         answered = client.scaling(job.id, policy="ags").thresholds
     assert answered is not None
-    assert "taken back" in answered.reason
-    assert answered.delta is None  # the script's own again
+    assert answered.reason.startswith("rolled back")
+    assert answered.delta is None  # the script's value applies again
     first, second = by_rank(lines, "rolled back")
     assert first == second
     said = re.fullmatch(r"rolled back to (\w+) asked for (\d+) at (\d+)", first[0])
@@ -84,4 +86,4 @@ def test_a_tuned_threshold_that_hurts_is_taken_back_and_so_are_the_weights(tmp_p
     made = [line.split() for line in by_rank(lines, "checkpoint")[0]]
     before = [digest for _, digest, _, step in made if int(step) <= asked_for]
     assert restored == before[-1]
-    assert len({digest for _, digest, _, _ in made}) == len(made)  # so the weights did move, and move back
+    assert len({digest for _, digest, _, _ in made}) == len(made)  # the weights moved, and moved back

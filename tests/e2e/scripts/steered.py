@@ -1,6 +1,6 @@
-"""Two ranks whose scaling the service steers; accuracy falls as soon as the service has tuned a threshold.
+"""Two ranks whose scaling the service changes; accuracy falls as soon as the service has tuned a threshold.
 
-Each rank prints, at a step, the thresholds that took force, digests of checkpoints, and the digest after a roll-back.
+Each rank prints thresholds when they take effect, digests of checkpoints, and the digest after a roll-back.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def main() -> None:
             say("rolled back to", digest(model), "asked for", now.restore_step, "at", step)
             break
         if step % 20 == 0:
-            # All fine under the script's own settings, all worse under what tuning made of them.
+            # Accuracy rises under the script's settings and is low under tuned ones.
             accuracy += 0.001
             run.log(validation_accuracy=accuracy if now.delta == 0.5 else 0.3)
             if ends_with == "roll-back":
@@ -65,7 +65,7 @@ def main() -> None:
                 say("checkpoint", digest(model), "of", run.position.step)
         time.sleep(0.002)
     run.finish()
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
+    time.sleep(0.05)  # until gloo's threads release the last reduction: see docs/limits.md
     dist.destroy_process_group()
 
 
