@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import command
@@ -22,6 +24,7 @@ from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
 from tula_service.store.tables import METADATA
 
+MIGRATIONS = Path(__file__).parents[3] / "migrations"
 ASSETS = Path(__file__).parent / "assets"
 """One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest."""
 
@@ -152,6 +155,16 @@ def test_the_newest_schema_has_an_asset_for_each_engine() -> None:
     """A new migration comes with a stored database, so that the next one is tested on it."""
     for engine in ("sqlite", "postgres"):
         assert (ASSETS / f"{head_revision()}.{engine}.sql").exists()
+
+
+def test_the_files_of_migrations_are_named_by_their_revisions_in_order() -> None:
+    """The service reads the newest revision from the names, without alembic."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    scripts = ScriptDirectory.from_config(config)
+    chain = [script.revision for script in scripts.walk_revisions()][::-1]
+    assert chain == sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
+    assert chain[-1] == scripts.get_current_head() == head_revision()
 
 
 def test_migrations_build_exactly_the_tables_that_queries_use(store: Store) -> None:
