@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,10 @@ from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.planner import PlanBudget, plan
-from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.recommend import Goal, recommend
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
+from tula_wire.configurations import Configuration
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
 BY_SOURCE = (
@@ -46,6 +46,7 @@ _DEADLINE = 1.5
 _RUNS = 6
 _SAME_BATCH = 1.03
 _TIMED_CANDIDATES = 64
+_NEVER = 1e30  # times as many steps: such a candidate may be profiled and is never chosen
 
 
 @dataclass
@@ -65,16 +66,24 @@ class Figures:
     fit_ms: float = 0.0
 
 
-def profile(workload: Workload, search: Search, *, runs: int | None, goal: Goal | None = None) -> list[Placement]:
+def profile(
+    workload: Workload,
+    search: Search,
+    *,
+    runs: int | None,
+    goal: Goal | None = None,
+    steps_factor: Mapping[Configuration, float] | None = None,
+) -> list[Placement]:
     """The configurations that the planner asks for, in order, each answered from the table."""
     done: list[Placement] = []
-    observed: StepTimeObservations | None = None
+    model: StepTimeModel | None = None
     while True:
-        step = plan(search, workload.candidates, observed, goal=goal, budget=PlanBudget(max_runs=runs))
+        budget = PlanBudget(max_runs=runs)
+        step = plan(search, workload.candidates, model, goal=goal, budget=budget, steps_factor=steps_factor)
         if step.stop_reason is not None or not step.runs:
             return done
         done += [run.configuration for run in step.runs]  # type: ignore[misc]
-        observed = workload.measure(done)
+        model = fit_step_time(workload.measure(done), candidates=workload.candidates)
 
 
 def held_out(
@@ -150,11 +159,13 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
     best_num_nodes(workload, planned, found)
 
 
-def recommended(workload: Workload, goal: Goal) -> tuple[list[Placement], Choice]:
+def recommended(
+    workload: Workload, goal: Goal, steps_factor: Mapping[Configuration, float] | None = None
+) -> tuple[list[Placement], Choice]:
     """The runs that the planner spent on a goal, and the choice that they led to."""
-    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal)
+    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, steps_factor=steps_factor)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
-    return runs, recommend(workload.candidates, model, goal).choice
+    return runs, recommend(workload.candidates, model, goal, steps_factor=steps_factor).choice
 
 
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
@@ -169,9 +180,9 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
     for members in same_batch(workload.candidates):
         step_time = {c: workload.step_time_s[c] for c in members}
         best = min(step_time.values())
-        batches = [c.global_batch_size for c in members]
-        limits = Limits(min_global_batch_size=min(batches), max_global_batch_size=max(batches))
-        runs, choice = recommended(workload, Goal(Objective.TIME, Training(_DATASET), {"default": Offer()}, limits))
+        goal = Goal(Objective.TIME, Training(_DATASET), {"default": Offer()})
+        only_members = {c: 1.0 if c in members else _NEVER for c in workload.candidates}
+        runs, choice = recommended(workload, goal, only_members)
         verified.append(step_time[choice.chosen.configuration] / best - 1.0)  # type: ignore[union-attr, index]
         unverified.append(step_time[min(members, key=lambda c: (mean_s[c], c))] / best - 1.0)
         always.append(step_time[max(members, key=lambda c: (c.world_size, c.num_nodes))] / best - 1.0)

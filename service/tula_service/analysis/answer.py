@@ -5,7 +5,7 @@ Planning, recommendation, what-if predictions, the expected step time of a run a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -88,6 +88,11 @@ class Answer:
         """The chosen candidate, its rivals, and the candidates that limits exclude."""
         return self.recommendation.choice
 
+    @property
+    def steps_factor(self) -> Mapping[Configuration, float] | None:
+        """How many more steps each candidate needs than the base batch; None unless the objective asks for quality."""
+        return _steps_factor(self.efficiency, self.objective, self.evidence.candidates)
+
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations, on demand and then on spot capacity."""
         return price_candidates(configurations, self.model, self.goal, memory=self.evidence.memory.models)
@@ -96,7 +101,7 @@ class Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
         estimates = self.estimate(configurations)
         choice = choose(self.goal.objective, estimates, limits=self.goal.limits)
-        recommendation = replace(self.recommendation, estimates=estimates, choice=choice)
+        recommendation = replace(self.recommendation, estimates=estimates, choice=choice, ineligible=frozenset())
         return replace(self, recommendation=recommendation, efficiency=None, doubtful=frozenset())
 
     def expected_step_time(self, configuration: Configuration) -> Interval:
@@ -137,14 +142,13 @@ def analyse(data: JobData, objective: str | None = None) -> Analysis:
     if data.gradient_noise_scale is not None:
         base = min(c.global_batch_size for c in evidence.candidates)
         efficiency = StatisticalEfficiency(data.gradient_noise_scale, base)
-    by_quality = efficiency if wanted is Objective.TIME_TO_QUALITY else None
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
     found = recommend(
         evidence.candidates,
         model,
         goal,
         memory=evidence.memory.models,
-        steps_factor=None if by_quality is None else {c: 1.0 / by_quality.of(c) for c in evidence.candidates},
+        steps_factor=_steps_factor(efficiency, wanted, evidence.candidates),
         unavailable=evidence.failed,
         doubtful=doubtful,
     )
@@ -160,6 +164,14 @@ def analyse(data: JobData, objective: str | None = None) -> Analysis:
         efficiency=efficiency,
         doubtful=doubtful & found.ineligible,
     )
+
+
+def _steps_factor(
+    efficiency: StatisticalEfficiency | None, objective: Objective, candidates: Sequence[Configuration]
+) -> dict[Configuration, float] | None:
+    if efficiency is None or objective is not Objective.TIME_TO_QUALITY:
+        return None
+    return {c: 1.0 / efficiency.of(c) for c in candidates}
 
 
 def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:

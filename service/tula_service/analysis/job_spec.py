@@ -95,7 +95,7 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
     for cluster in spec.cluster:
         name = cluster.instance_type
         try:
-            space = SearchSpace.single(
+            space = SearchSpace(
                 min_num_nodes=cluster.min_nodes,
                 max_num_nodes=cluster.max_nodes,
                 ranks_per_node=cluster.ranks_per_node,

@@ -10,7 +10,7 @@ from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.job_data import CrossValidation, JobData, JobRun, Posterior
 from tula_service.analysis.priors import posteriors_of
-from tula_service.domain import RunState, Search, StepTimeForm
+from tula_service.domain import RunState, Search
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
@@ -61,7 +61,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     kept_ids = {run.id for run in kept}
     active = bool(found.runs) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
-    validation = leave_one_out(analysis.evidence, analysis.prior, _form(analysis.spec)) if over else None
+    validation = leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None
     reason = found.stop_reason or _progress(len(found.runs) + len(kept) + len(begun))
     return PlanDecision(
         new=_new_runs(analysis, found),
@@ -118,12 +118,11 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
     return plan(
         Search(answer.spec.search),
         evidence.candidates,
-        evidence.observed,
+        answer.model,
         goal=answer.goal,
+        recommendation=answer.recommendation,
         budget=_budget(answer.data),
-        prior=answer.prior,
-        form=_form(answer.spec),
-        memory=dict(evidence.memory.models) or None,
+        steps_factor=answer.steps_factor,
         pending=pending,
         unavailable=evidence.failed,
     )
@@ -160,10 +159,6 @@ def _budget(data: JobData) -> PlanBudget:
         spent_gpu_seconds=max(spent, 0.0),
         steps_per_run=profiling.profiling_warmup_steps + profiling.measuring_steps,
     )
-
-
-def _form(spec: wire.JobSpec) -> StepTimeForm:
-    return StepTimeForm(spec.step_time_model)
 
 
 def _progress(total: int) -> str:

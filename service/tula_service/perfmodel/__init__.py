@@ -4,7 +4,7 @@ Arrays and dataclasses in, arrays and dataclasses out; everything is determinist
 `points.ObservationError` (a `ValueError`) with one sentence. Import from the modules; `docs/model.md` maps each
 equation to its function. What a job goes through, in order:
 
-    candidates = candidates.enumerate_candidates(SearchSpace.single(min_num_nodes=1, max_num_nodes=16, ...))
+    candidates = candidates.enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=16, ...))
     next_runs  = planner.plan(search, candidates, observations, goal=goal, budget=PlanBudget(max_runs=6))
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))

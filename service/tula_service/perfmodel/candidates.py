@@ -1,66 +1,36 @@
-"""The candidates of a job: powers of two in nodes and in batch, over every instance type, within memory."""
+"""The candidates on one instance type: powers of two in nodes and in batch, within memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
-_MOST_CANDIDATES = 4096
-
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen. With `global_batch_size` set, every candidate has it exactly, by accumulation if needed.
+    """What may be chosen on one instance type; `max_local_batch_size` is the memory bound or the user's.
 
-    `ranks_per_node` and `max_local_batch_size` are per instance type; the latter is the memory bound (or the user's).
+    With `global_batch_size`, every candidate has exactly that, by accumulation if needed.
     """
 
     min_num_nodes: int
     max_num_nodes: int
-    ranks_per_node: Mapping[str, int]
-    max_local_batch_size: Mapping[str, int]
+    max_local_batch_size: int
+    ranks_per_node: int = 1
     min_local_batch_size: int = 32
     global_batch_size: int | None = None
-    max_global_batch_size: int | None = None
+    instance_type: str = DEFAULT_INSTANCE_TYPE
 
     def __post_init__(self) -> None:
         """Raise ObservationError on an empty range."""
         if not 1 <= self.min_num_nodes <= self.max_num_nodes:
             raise ObservationError("min_num_nodes must be at least 1 and at most max_num_nodes.")
-        if self.min_local_batch_size < 1:
-            raise ObservationError("min_local_batch_size must be at least 1.")
-        if not self.ranks_per_node or any(ranks < 1 for ranks in self.ranks_per_node.values()):
-            raise ObservationError("ranks_per_node must name at least one instance type with at least one rank.")
-        if missing := sorted(set(self.ranks_per_node) - set(self.max_local_batch_size)):
-            raise ObservationError(f"max_local_batch_size lacks instance type {missing[0]!r}.")
-
-    @classmethod
-    def single(
-        cls,
-        *,
-        min_num_nodes: int,
-        max_num_nodes: int,
-        max_local_batch_size: int,
-        ranks_per_node: int = 1,
-        min_local_batch_size: int = 32,
-        global_batch_size: int | None = None,
-        max_global_batch_size: int | None = None,
-        instance_type: str = DEFAULT_INSTANCE_TYPE,
-    ) -> SearchSpace:
-        """A space over one instance type."""
-        return cls(
-            min_num_nodes=min_num_nodes,
-            max_num_nodes=max_num_nodes,
-            ranks_per_node={instance_type: ranks_per_node},
-            max_local_batch_size={instance_type: max_local_batch_size},
-            min_local_batch_size=min_local_batch_size,
-            global_batch_size=global_batch_size,
-            max_global_batch_size=max_global_batch_size,
-        )
+        if self.min_local_batch_size < 1 or self.ranks_per_node < 1:
+            raise ObservationError("min_local_batch_size and ranks_per_node must be at least 1.")
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
@@ -76,32 +46,19 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 def enumerate_candidates(space: SearchSpace) -> tuple[Configuration, ...]:
     """Every candidate, sorted; always with the largest cluster and the largest batch that fits.
 
-    Raises ObservationError when nothing is left, or when there would be more than 4096.
+    Raises ObservationError when there is none.
     """
-    found: set[Configuration] = set()
-    for instance_type, ranks in space.ranks_per_node.items():
-        largest_batch = space.max_local_batch_size[instance_type]
-        for nodes in powers_of_two(space.min_num_nodes, space.max_num_nodes):
-            if space.global_batch_size is not None:
-                found.update(_at_global_batch(space, nodes, ranks, largest_batch, instance_type))
-                continue
-            for batch in powers_of_two(space.min_local_batch_size, largest_batch):
-                configuration = Configuration(
-                    num_nodes=nodes,
-                    ranks_per_node=ranks,
-                    local_batch_size=batch,
-                    grad_accum_steps=1,
-                    instance_type=instance_type,
-                )
-                limit = space.max_global_batch_size
-                if limit is None or configuration.global_batch_size <= limit:
-                    found.add(configuration)
+    found: list[Configuration] = []
+    for nodes in powers_of_two(space.min_num_nodes, space.max_num_nodes):
+        if space.global_batch_size is not None:
+            found += _at_global_batch(space, nodes, space.global_batch_size)
+        else:
+            batches = powers_of_two(space.min_local_batch_size, space.max_local_batch_size)
+            found += [_configuration(space, nodes, batch) for batch in batches]
     if not found:
         raise ObservationError(
             "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
         )
-    if len(found) > _MOST_CANDIDATES:
-        raise ObservationError(f"candidates: {len(found)} are more than {_MOST_CANDIDATES}; narrow the ranges.")
     return tuple(sorted(found))
 
 
@@ -111,27 +68,21 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor != number)]
 
 
-def _at_global_batch(
-    space: SearchSpace, nodes: int, ranks: int, largest_batch: int, instance_type: str
-) -> Sequence[Configuration]:
-    """Local batches that make exactly the wanted global batch: least accumulation first, then halvings of the batch."""
-    wanted = space.global_batch_size or 0
-    world = nodes * ranks
-    if wanted % world:
+def _at_global_batch(space: SearchSpace, nodes: int, wanted: int) -> Sequence[Configuration]:
+    """Up to three local batches that make exactly the wanted global batch, the one with least accumulation first."""
+    if wanted % (nodes * space.ranks_per_node):
         return ()
-    per_rank = wanted // world
-    fitting = [
-        Configuration(
-            num_nodes=nodes,
-            ranks_per_node=ranks,
-            local_batch_size=per_rank // steps,
-            grad_accum_steps=steps,
-            instance_type=instance_type,
-        )
-        for steps in _divisors(per_rank)
-        if per_rank // steps <= largest_batch
-    ]
-    if not fitting:
-        return ()
-    least = fitting[0]
-    return [c for c in fitting if c == least or c.local_batch_size >= max(space.min_local_batch_size, 1)][:3]
+    per_rank = wanted // (nodes * space.ranks_per_node)
+    steps = [number for number in _divisors(per_rank) if per_rank // number <= space.max_local_batch_size]
+    kept = [number for number in steps if number == steps[0] or per_rank // number >= space.min_local_batch_size]
+    return [_configuration(space, nodes, per_rank // number, number) for number in kept[:3]]
+
+
+def _configuration(space: SearchSpace, nodes: int, local_batch_size: int, grad_accum_steps: int = 1) -> Configuration:
+    return Configuration(
+        num_nodes=nodes,
+        ranks_per_node=space.ranks_per_node,
+        local_batch_size=local_batch_size,
+        grad_accum_steps=grad_accum_steps,
+        instance_type=space.instance_type,
+    )

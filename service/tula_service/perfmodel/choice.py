@@ -33,13 +33,11 @@ class Limits:
 
     deadline_s: float | None = None
     budget_usd: float | None = None
-    min_global_batch_size: int | None = None
     max_global_batch_size: int | None = None
-    max_num_nodes: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError on a limit that is not positive and finite."""
-        for name in ("deadline_s", "budget_usd", "min_global_batch_size", "max_global_batch_size", "max_num_nodes"):
+        for name in ("deadline_s", "budget_usd", "max_global_batch_size"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ObservationError(f"{name} is {value!r}; give a positive finite number or leave it out.")
@@ -150,16 +148,10 @@ def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:
 
 
 def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
-    configuration = estimate.configuration
-    batch, nodes = configuration.global_batch_size, configuration.num_nodes
+    batch = estimate.configuration.global_batch_size
     if limits.max_global_batch_size is not None and batch > limits.max_global_batch_size:
         sentence = f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
         return Exclusion(estimate, "max_global_batch_size", True, sentence)
-    if limits.min_global_batch_size is not None and batch < limits.min_global_batch_size:
-        sentence = f"its global batch {batch} is below the least of {limits.min_global_batch_size}."
-        return Exclusion(estimate, "min_global_batch_size", True, sentence)
-    if limits.max_num_nodes is not None and nodes > limits.max_num_nodes:
-        return Exclusion(estimate, "max_num_nodes", True, f"it needs {nodes} nodes, above {limits.max_num_nodes}.")
     if not math.isfinite(estimate.time_s.mean):
         return Exclusion(estimate, "interruptions", True, "spot interruptions would practically never let it finish.")
     broken = []

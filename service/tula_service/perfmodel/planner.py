@@ -1,4 +1,4 @@
-"""What planning knows when it decides: candidates, what was measured, what is on its way, and what is left to spend."""
+"""Which configurations to profile next, each with its purpose, or the reason why profiling is over."""
 
 from __future__ import annotations
 
@@ -8,24 +8,34 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tula_service.domain import Objective, Search, StepTimeForm
-from tula_service.perfmodel.acquisition import Doubt, hopes, log_value
+from tula_service.domain import Objective, Search
+from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements, log_value
 from tula_service.perfmodel.choice import Choice
-from tula_service.perfmodel.memory_model import MemoryModel
 from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
-from tula_service.perfmodel.points import FloatArray, ObservationError, StepTimeObservations
-from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
+from tula_service.perfmodel.points import FloatArray, ObservationError
+from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
-from tula_service.perfmodel.residual_gp import HYPOTHESES, SURPRISING, Hypothesis
-from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
+from tula_service.perfmodel.residual_gp import SURPRISING
+from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire.configurations import Configuration
+
+_DESIGN_RUNS = 4
+_DESIGN_RUNS_FOR_A_GOAL = 3
+_RUNS_PER_FURTHER_TYPE = 2
+_CHEAP_RUNS = 2
+_CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
+_PRECISE_ENOUGH = 0.03  # relative error of predictions
+_GAIN_WORTH_A_RUN = 0.005
+_CHANCE_WORTH_A_RUN = 0.02
+_MEDIAN_OF_NORMAL = 0.67
+_DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
 
 @dataclass(frozen=True)
 class PlanBudget:
     """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds.
 
-    `by_default`: nobody asked for just so many runs.
+    `by_default`: `max_runs` is the default and not the user's number.
     """
 
     max_runs: int | None = 6
@@ -44,7 +54,7 @@ class PlanBudget:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One configuration to profile and, in a sentence, what it is for."""
+    """One configuration to profile and its purpose in a sentence."""
 
     configuration: Configuration
     purpose: str
@@ -54,7 +64,7 @@ class PlannedRun:
 class Plan:
     """Runs that may go in parallel. `stop_reason` is set when there are none because profiling is over.
 
-    No runs and no reason: wait for the runs that are still pending.
+    No runs and no reason: wait for the pending runs.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -62,23 +72,22 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Situation:
-    """Rows are positions in `candidates`; `model` is None before the first measurement."""
+class _State:
+    """What planning decides from. Rows are positions in `candidates`; `model` is None before the first measurement."""
 
     candidates: tuple[Configuration, ...]
-    observations: StepTimeObservations | None
-    prior: Priors
-    form: StepTimeForm
+    priors: Priors
     model: StepTimeModel | None
     measured: frozenset[Configuration]
     pending: frozenset[Configuration]
+    steps_factor: Mapping[Configuration, float] | None
     open_rows: tuple[int, ...]
     affordable: frozenset[int]
     runs_left: int
 
     @property
-    def done(self) -> int:
-        """Runs that were measured or are on their way."""
+    def num_runs(self) -> int:
+        """Runs that were measured or are pending."""
         return len(self.measured) + len(self.pending)
 
     @property
@@ -94,51 +103,81 @@ class Situation:
         ranks = np.array([c.world_size for c in self.candidates], dtype=np.float64)
         return np.asarray(self.model.predict(self.candidates).mean_s * ranks)
 
-    def fit(self, hypotheses: Sequence[Hypothesis] = HYPOTHESES) -> StepTimeModel:
-        """The model of what was measured, under these beliefs about how far a job strays from the form."""
-        return fit_step_time(
-            self.observations,
-            prior=self.prior,
-            form=self.form,
-            candidates=self.candidates,
-            hypotheses=hypotheses,
-        )
+
+def plan(
+    search: Search,
+    candidates: Sequence[Configuration],
+    model: StepTimeModel | None = None,
+    *,
+    goal: Goal | None = None,
+    recommendation: Recommendation | None = None,
+    budget: PlanBudget | None = None,
+    steps_factor: Mapping[Configuration, float] | None = None,
+    pending: Collection[Configuration] = (),
+    unavailable: Collection[Configuration] = (),
+) -> Plan:
+    """What to profile next, deterministically.
+
+    `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first
+    the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
+    goal, `_refine_choice`; without, whatever is least certain.
+
+    `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
+    measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
+    `steps_factor` is that of `recommend`. `pending` runs have been handed out; `unavailable` configurations failed and
+    are neither planned nor chosen. Raises ObservationError without candidates.
+    """
+    budget = budget or PlanBudget()
+    left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
+    if not left:
+        raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
+    state = _state_of(search, left, model, budget, steps_factor, frozenset(pending))
+    if (stop_reason := _exhausted(state, budget)) is not None:
+        return Plan((), None if state.pending else stop_reason)
+    if search is Search.FULL:
+        runs = [PlannedRun(left[row], "Full search: every candidate is profiled.") for row in state.open_rows]
+        return Plan(tuple(runs[: state.runs_left]), None)
+    if search is Search.PARTIAL:
+        return _corners(state)
+    first = _next_design_runs(state, goal)
+    if first is not None:
+        return first
+    assert state.model is not None
+    if goal is None:
+        return _least_certain(state, state.model)
+    if recommendation is None:
+        recommendation = recommend(candidates, state.model, goal, steps_factor=steps_factor, unavailable=unavailable)
+    # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
+    cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
+    return _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
 
 
-def situation(
+def _state_of(
     search: Search,
     candidates: tuple[Configuration, ...],
-    observations: StepTimeObservations | None,
+    model: StepTimeModel | None,
     budget: PlanBudget,
-    prior: StepTimePrior | Priors | None,
-    form: StepTimeForm,
+    steps_factor: Mapping[Configuration, float] | None,
     pending: frozenset[Configuration],
-) -> Situation:
-    """Fit what was measured, and see which candidates are open and which of them the budget pays for."""
-    now = Situation(
-        candidates=candidates,
-        observations=observations,
-        prior=Priors.of(prior),
-        form=form,
-        model=None,
-        measured=frozenset(),
-        pending=pending,
-        open_rows=(),
-        affordable=frozenset(),
-        runs_left=0,
-    )
-    model = None if observations is None or not len(observations) else now.fit()
+) -> _State:
+    """Which candidates are open, and which of them the budget pays for."""
+    priors = Priors() if model is None else model.priors
+    if model is not None and model.observations is None:
+        model = None
     measured: frozenset[Configuration] = frozenset()
     if model is not None:
-        seen = model.predict(candidates).measured
-        measured = frozenset(c for c, known in zip(candidates, seen, strict=True) if known)
+        rows = model.predict(candidates).measured
+        measured = frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
     open_rows = tuple(row for row, c in enumerate(candidates) if c not in measured and c not in pending)
-    # The paper's two searches are what they are; a cap on runs belongs to the adaptive one.
+    # The paper's two searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
     limit = budget.max_runs if search is Search.ADAPTIVE and budget.max_runs is not None else len(candidates) + 1
-    return replace(
-        now,
+    return _State(
+        candidates=candidates,
+        priors=priors,
         model=model,
         measured=measured,
+        pending=pending,
+        steps_factor=steps_factor,
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
         runs_left=limit - len(measured) - len(pending),
@@ -151,242 +190,138 @@ def _affordable(
     """The open rows whose run the rest of the GPU-seconds pays for."""
     if budget.max_gpu_seconds is None or not open_rows:
         return frozenset(open_rows)
-    purse = budget.max_gpu_seconds - budget.spent_gpu_seconds
-    if purse <= 0 or model is None:
-        return frozenset() if purse <= 0 else frozenset(open_rows)
+    left = budget.max_gpu_seconds - budget.spent_gpu_seconds
+    if left <= 0 or model is None:
+        return frozenset() if left <= 0 else frozenset(open_rows)
     expected = model.predict(candidates).mean_s * budget.steps_per_run
-    return frozenset(row for row in open_rows if expected[row] * candidates[row].world_size <= purse)
+    return frozenset(row for row in open_rows if expected[row] * candidates[row].world_size <= left)
 
 
-_INITIAL_RUNS = 4
-_INITIAL_RUNS_TOWARDS_A_GOAL = 3
-_RUNS_PER_FURTHER_TYPE = 2
-_CHEAP_RUNS = 2
-_PRECISE_ENOUGH = 0.03
-
-
-def plan(
-    search: Search,
-    candidates: Sequence[Configuration],
-    observations: StepTimeObservations | None = None,
-    *,
-    goal: Goal | None = None,
-    budget: PlanBudget | None = None,
-    prior: StepTimePrior | Priors | None = None,
-    form: StepTimeForm = StepTimeForm.OVERLAP,
-    memory: dict[str, MemoryModel] | None = None,
-    pending: Collection[Configuration] = (),
-    unavailable: Collection[Configuration] = (),
-) -> Plan:
-    """What to profile next, deterministically.
-
-    `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first a
-    design that holds the largest cluster: without a goal four runs that tell most about all candidates, with one three
-    that tell most about those worth choosing. Then, with a goal, the would-be choice and whatever might still beat it,
-    until none is likely to, a fourth designed run where it is needed, and up to two cheap ones where predictions are
-    still wide (`towards_choice`); without, whatever is least certain. `pending` runs are on their way; `unavailable`
-    ones failed or ran out of memory and are neither planned nor chosen. Raises ObservationError without candidates.
-    """
-    budget = budget or PlanBudget()
-    left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
-    if not left:
-        raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
-    now = situation(search, left, observations, budget, prior, form, frozenset(pending))
-    if not now.open_rows:
-        return Plan((), None if now.pending else "Every candidate has been profiled.")
-    if now.runs_left <= 0:
+def _exhausted(state: _State, budget: PlanBudget) -> str | None:
+    """Why no further run is possible, None if one is."""
+    if not state.open_rows:
+        return "Every candidate has been profiled."
+    if state.runs_left <= 0:
         which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
-        spent = f"The budget of {budget.max_runs} run{'s' if budget.max_runs != 1 else ''} ({which}) is spent."
-        return Plan((), None if now.pending else spent)
-    if not now.affordable:
-        spent = (
+        return f"The budget of {budget.max_runs} run{'s' if budget.max_runs != 1 else ''} ({which}) is spent."
+    if not state.affordable:
+        return (
             f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further run."
         )
-        return Plan((), None if now.pending else spent)
-    if search is Search.FULL:
-        runs = [PlannedRun(left[row], "Full search: every candidate is profiled.") for row in now.open_rows]
-        return Plan(tuple(runs[: now.runs_left]), None)
-    if search is Search.PARTIAL:
-        return _partial(now)
-    return _adaptive(now, goal, memory, failed=len(set(unavailable)))
+    return None
 
 
-def _partial(now: Situation) -> Plan:
-    names = dict.fromkeys(corner_design(now.candidates), "a corner of the space: extreme batch and cluster size")
-    rows = [row for row in names if row in now.open_rows and row in now.affordable]
+def _corners(state: _State) -> Plan:
+    purpose = "Partial search: a corner of the space: extreme batch and cluster size."
+    rows = [row for row in dict.fromkeys(corner_design(state.candidates)) if row in state.affordable]
     if not rows:
-        return Plan((), None if now.pending else "Partial search: every corner has been profiled.")
-    return Plan(tuple(PlannedRun(now.candidates[row], f"Partial search: {names[row]}.") for row in rows), None)
+        return Plan((), None if state.pending else "Partial search: every corner has been profiled.")
+    return Plan(tuple(PlannedRun(state.candidates[row], purpose) for row in rows), None)
 
 
-def _adaptive(now: Situation, goal: Goal | None, memory: dict[str, MemoryModel] | None, *, failed: int) -> Plan:
-    first = _INITIAL_RUNS if weighing(goal) is None else _INITIAL_RUNS_TOWARDS_A_GOAL
-    more_types = _RUNS_PER_FURTHER_TYPE * (len(now.types) - 1)
-    initial = min(first + more_types, now.runs_left + now.done)
-    if now.done < initial or now.model is None:
-        if now.pending and now.model is None and now.done >= initial:
-            return Plan((), None)
-        return Plan(informative_runs(now, initial - now.done, goal), None)
-    if now.pending:
-        return Plan((), None)
-    if goal is None:
-        worst = float(np.median(now.model.predict(now.candidates).log_sd))
-        if worst <= _PRECISE_ENOUGH:
-            return Plan((), f"Every prediction is known to about {100 * worst:.1f} %.")
-        return Plan(informative_runs(now, 1, None), None)
-    design = _INITIAL_RUNS + more_types
-    # One that failed would be followed by the next cheapest, and where none of a kind can run, by all of them.
-    cheap = max(0, _CHEAP_RUNS - failed)
-    return towards_choice(now, now.model, goal, memory, design=design, cheap=cheap)
+def _next_design_runs(state: _State, goal: Goal | None) -> Plan | None:
+    """The runs of the design that are still to be planned, or the wait for those that are pending; None once done."""
+    first = _DESIGN_RUNS_FOR_A_GOAL if _ranks_candidates(goal) else _DESIGN_RUNS
+    more_types = _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
+    wanted = min(first + more_types, state.runs_left + state.num_runs)
+    if state.num_runs < wanted:
+        return Plan(_informative_runs(state, wanted - state.num_runs, goal), None)
+    return Plan((), None) if state.pending or state.model is None else None
 
 
-_DEARER, _LEAST_WEIGHT = 0.5, 1e-3
+def _least_certain(state: _State, model: StepTimeModel) -> Plan:
+    error = float(np.median(model.predict(state.candidates).log_sd))
+    if error <= _PRECISE_ENOUGH:
+        return Plan((), f"Every prediction is known to about {100 * error:.1f} %.")
+    return Plan(_informative_runs(state, 1, None), None)
 
 
-def weighing(goal: Goal | None) -> Goal | None:
-    """The goal, if single candidates are better or worse for it: a knee is a matter of the whole curve."""
-    return None if goal is None or goal.objective is Objective.KNEE else goal
+def _refine_choice(
+    state: _State, model: StepTimeModel, goal: Goal, recommendation: Recommendation, *, cheap: int
+) -> Plan:
+    """The next run that may change or verify the choice, or why there is none. In this order:
 
+    1. The last run of the design, if the choice is a prediction: the most informative about what may be chosen.
+    2. Verification: the choice itself, if it was not measured.
+    3. Contenders: the candidate with the largest expected improvement, if that is worth a run.
+    4. While predictions are expected to err by more than 3 %: the last run of the design if it was not made, then up to
+       `cheap` runs that each cost at most a fifth of what was spent; the most informative about all candidates.
 
-def informative_runs(
-    now: Situation, wanted: int, goal: Goal | None, *, thrifty: bool = False
-) -> tuple[PlannedRun, ...]:
-    """The most informative open candidates; the largest cluster of a type comes before anything else of it.
-
-    Towards a goal, that cluster runs its would-be best batch, and what matters is the variance of candidates that may
-    be chosen: one that is expected to be twice as dear as the best counts a quarter of it. `thrifty`, once a model is
-    there, divides what a run tells by the root of its GPU-seconds.
+    A knee has 2 and 3 only: it rests on the whole curve, and its design had four runs for that.
     """
-    goal = weighing(goal)
-    generic = generic_prior()
-    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
-    # every run, and every run of it may go in parallel.
-    model = unmeasured_model(replace(now.prior, anywhere=now.prior.anywhere or generic), now.candidates)
-    value = None if goal is None else log_value(model, now.candidates, goal)
-    costs = now.step_gpu_seconds if thrifty else None
-    taken = {*now.measured, *now.pending}
-    rows = greedy_design(
-        uncertainty(model, now.candidates),
-        generic.scales.noise**2,
-        wanted,
-        allowed=now.affordable,
-        known=[row for row, c in enumerate(now.candidates) if c in taken],
-        first=_largest_clusters(now, value),
-        weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
-        costs=None if costs is None else np.sqrt(costs),
-    )
-    return tuple(
-        PlannedRun(now.candidates[row], _purpose(now.candidates[row], now.candidates, thrifty=thrifty)) for row in rows
-    )
+    design = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
+    choice = recommendation.choice
+    chosen = choice.chosen
+    rows = {c: row for row, c in enumerate(state.candidates)}
+    design_open = _ranks_candidates(goal) and state.num_runs < design
+    if design_open and state.runs_left > 1 and (chosen is None or not chosen.measured):
+        return Plan(_informative_runs(state, 1, goal, per_cost=True), None)
+    if chosen is not None and not chosen.measured and rows.get(chosen.configuration) in state.affordable:
+        purpose = "Verification: it would be recommended, so it is measured itself."
+        return Plan((PlannedRun(chosen.configuration, purpose),), None)
+    contender = _contender(state, model, goal, recommendation, rows)
+    if contender is not None:
+        return Plan((contender,), None)
+    if _ranks_candidates(goal) and _expected_error(state, model) > _PRECISE_ENOUGH:
+        wanted = state if design_open else replace(state, affordable=_cheap(state, design + cheap))
+        if wanted.affordable:
+            return Plan(_informative_runs(wanted, 1, None, per_cost=True), None)
+    return Plan((), _stop_reason(choice))
 
 
-def _largest_clusters(now: Situation, value: FloatArray | None) -> list[list[int]]:
-    """For each type whose largest cluster has no run yet: what may be run on it, or what would be chosen there."""
-    groups = []
-    for name in now.types:
-        largest = max(c.world_size for c in now.candidates if c.instance_type == name)
-        group = [row for row, c in enumerate(now.candidates) if (c.instance_type, c.world_size) == (name, largest)]
-        if not any(now.candidates[row] in now.measured | now.pending for row in group):
-            possible = [row for row in group if row in now.affordable]
-            groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
-    return groups
-
-
-def _purpose(chosen: Configuration, candidates: Sequence[Configuration], *, thrifty: bool) -> str:
-    same = [c for c in candidates if c.instance_type == chosen.instance_type]
-    cluster = _place(chosen.world_size, [c.world_size for c in same])
-    batch = _place(chosen.local_batch_size, [c.local_batch_size for c in same])
-    why = "nothing extrapolates beyond it" if cluster == "largest" else "it tells most about the rest"
-    if thrifty:
-        why = "predictions are still wide, and for what it costs it tells most about the rest"
-    return f"Design: {cluster} cluster with {batch} batch; {why}."
-
-
-def _place(value: int, among: Sequence[int]) -> str:
-    return "largest" if value == max(among) else "smallest" if value == min(among) else "middle"
-
-
-_WORTH_A_RUN = 0.005
-_CHANCE_WORTH_A_RUN = 0.02
-_KNOWN_WELL = 0.03
-_CHEAP = 0.2
-_MEDIAN_OF_NORMAL = 0.67
-
-
-def towards_choice(
-    now: Situation,
+def _contender(
+    state: _State,
     model: StepTimeModel,
     goal: Goal,
-    memory: Mapping[str, MemoryModel] | None,
-    *,
-    design: int,
-    cheap: int,
-) -> Plan:
-    """The next run towards the choice, or why there is none.
-
-    The design may be a run short of `design`. That run comes first where the would-be choice was not measured: then the
-    choice is open, and the run tells most about what may be chosen. Where it was, the run waits until nothing is hoped
-    for any more. Then, while predictions are expected to err by more than 3 %, it and up to `cheap` further runs are
-    made that tell most about all candidates; the further ones only where each costs at most a fifth of what was spent.
-    A knee makes neither: it rests on the whole curve, and its four runs were made for that.
-    """
-    result = recommend(now.candidates, model, goal, memory=memory)
-    choice = result.choice
-    rows = {c: row for row, c in enumerate(now.candidates)}
-    chosen = choice.chosen
-    unfinished = weighing(goal) is not None and now.done < design
-    if unfinished and now.runs_left > 1 and not (chosen is not None and chosen.measured):
-        return Plan(informative_runs(now, 1, goal, thrifty=True), None)
-    if chosen is not None and not chosen.measured and rows[chosen.configuration] in now.affordable:
-        why = "Verification: it would be recommended, so it is measured itself."
-        return Plan((PlannedRun(chosen.configuration, why),), None)
-    found = hopes(choice, result.estimates, goal, doubts=_doubts(now, model, result, goal))
-    affordable = [(hope, c) for hope, c in found if rows[c] in now.affordable]
-    if affordable:
-        # Among equals the smaller cluster: its run costs less.
-        hope, best = max(affordable, key=lambda pair: (round(pair[0], 3), -pair[1].world_size, pair[1]))
-        if not choice.within_limits_is_likely and hope > _CHANCE_WORTH_A_RUN:
-            why = f"Contender: it might keep the limits, with a chance of {100 * hope:.1f} %."
-            return Plan((PlannedRun(best, why),), None)
-        if choice.within_limits_is_likely and hope > _WORTH_A_RUN:
-            why = f"Contender: it might beat the choice; expected gain {100 * hope:.1f} %."
-            return Plan((PlannedRun(best, why),), None)
-    if weighing(goal) is not None and _expected_error(now, model) > _KNOWN_WELL:
-        worth_it = now if unfinished else replace(now, affordable=_cheap(now, design + cheap))
-        if worth_it.affordable:
-            return Plan(informative_runs(worth_it, 1, None, thrifty=True), None)
-    return Plan((), _reason(choice))
+    recommendation: Recommendation,
+    rows: Mapping[Configuration, int],
+) -> PlannedRun | None:
+    """The affordable candidate that is most likely to beat the choice, or to keep the limits; None if hardly any is."""
+    improvements = expected_improvements(recommendation, goal, doubts=_doubts(state, model, recommendation))
+    affordable = [(gain, c) for gain, c in improvements if rows.get(c) in state.affordable]
+    if not affordable:
+        return None
+    # Among equals the smaller cluster: its run costs less.
+    gain, best = max(affordable, key=lambda pair: (round(pair[0], 3), -pair[1].world_size, pair[1]))
+    if recommendation.choice.within_limits_is_likely:
+        if gain <= _GAIN_WORTH_A_RUN:
+            return None
+        return PlannedRun(best, f"Contender: it might beat the choice; expected gain {100 * gain:.1f} %.")
+    if gain <= _CHANCE_WORTH_A_RUN:
+        return None
+    return PlannedRun(best, f"Contender: it might keep the limits, with a chance of {100 * gain:.1f} %.")
 
 
-def _cheap(now: Situation, most: int) -> frozenset[int]:
-    """The affordable rows whose run adds little to what was spent; none once `most` runs were made."""
-    costs = now.step_gpu_seconds
-    if costs is None or now.done >= most:
-        return frozenset()
-    spent = sum(float(costs[row]) for row, c in enumerate(now.candidates) if c in now.measured)
-    return frozenset(row for row in now.affordable if costs[row] <= _CHEAP * spent)
-
-
-def _doubts(now: Situation, model: StepTimeModel, result: Recommendation, goal: Goal) -> Mapping[Configuration, Doubt]:
-    """What each candidate would be were this a job whose clusters differ more than any form can know."""
-    if goal.objective is Objective.KNEE or not result.choice.within_limits_is_likely:
+def _doubts(state: _State, model: StepTimeModel, recommendation: Recommendation) -> Mapping[Configuration, ModelDoubt]:
+    """What each candidate would be if the clusters of this job differed by more than the form can describe."""
+    choice = recommendation.choice
+    if choice.objective is Objective.KNEE or not choice.within_limits_is_likely:
         return {}
-    usual, surprising = (m.predict(now.candidates) for m in (model, now.fit((SURPRISING,))))
+    usual, surprising = (m.predict(state.candidates) for m in (model, model.refit((SURPRISING,))))
     shifts = np.log(surprising.mean_s / usual.mean_s)
     return {
-        c: Doubt(float(shift), float(sd))
-        for c, shift, sd in zip(now.candidates, shifts, surprising.log_sd, strict=True)
+        c: ModelDoubt(float(shift), float(sd))
+        for c, shift, sd in zip(state.candidates, shifts, surprising.log_sd, strict=True)
     }
 
 
-def _expected_error(now: Situation, model: StepTimeModel) -> float:
-    """Median over what was not measured of the median relative error that the model owns up to; 0 if all was."""
-    predicted = model.predict(now.candidates)
+def _cheap(state: _State, most: int) -> frozenset[int]:
+    """The affordable rows whose run adds little to what was spent; none once `most` runs were made."""
+    costs = state.step_gpu_seconds
+    if costs is None or state.num_runs >= most:
+        return frozenset()
+    spent = sum(float(costs[row]) for row, c in enumerate(state.candidates) if c in state.measured)
+    return frozenset(row for row in state.affordable if costs[row] <= _CHEAP_SHARE * spent)
+
+
+def _expected_error(state: _State, model: StepTimeModel) -> float:
+    """Median over the unmeasured candidates of the median relative error that the model states; 0 if there are none."""
+    predicted = model.predict(state.candidates)
     open_sd = predicted.log_sd[~predicted.measured]
     return _MEDIAN_OF_NORMAL * float(np.median(open_sd)) if open_sd.size else 0.0
 
 
-def _reason(choice: Choice) -> str:
+def _stop_reason(choice: Choice) -> str:
     if choice.chosen is None:
         return f"No further run helps: {choice.reason}"
     if not choice.chosen.measured:
@@ -394,3 +329,68 @@ def _reason(choice: Choice) -> str:
     if choice.objective is Objective.KNEE and choice.knee is None:
         return f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}"
     return "The choice is stable: it has been measured, and no further run is likely to better it."
+
+
+def _ranks_candidates(goal: Goal | None) -> bool:
+    """True if single candidates are better or worse for the goal; a knee is a property of the whole curve."""
+    return goal is not None and goal.objective is not Objective.KNEE
+
+
+def _informative_runs(
+    state: _State, wanted: int, goal: Goal | None, *, per_cost: bool = False
+) -> tuple[PlannedRun, ...]:
+    """The most informative open candidates; the largest cluster of a type comes before anything else of it.
+
+    With a goal, that cluster runs its would-be best batch, and what matters is the variance of candidates that may be
+    chosen: one that is expected to be twice as dear as the best counts a quarter of it. `per_cost` divides the variance
+    that a run removes by the root of its predicted GPU-seconds.
+    """
+    generic = generic_prior()
+    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
+    # every run, and all of its runs may go in parallel.
+    model = unmeasured_model(replace(state.priors, anywhere=state.priors.anywhere or generic), state.candidates)
+    value = None
+    if goal is not None and _ranks_candidates(goal):
+        value = log_value(model, state.candidates, goal, steps_factor=state.steps_factor)
+    costs = state.step_gpu_seconds if per_cost else None
+    used = {*state.measured, *state.pending}
+    rows = greedy_design(
+        uncertainty(model, state.candidates),
+        generic.scales.noise**2,
+        wanted,
+        allowed=state.affordable,
+        known=[row for row, c in enumerate(state.candidates) if c in used],
+        first=_largest_clusters(state, value),
+        weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
+        costs=None if costs is None else np.sqrt(costs),
+    )
+    return tuple(
+        PlannedRun(state.candidates[row], _purpose(state.candidates[row], state.candidates, per_cost=per_cost))
+        for row in rows
+    )
+
+
+def _largest_clusters(state: _State, value: FloatArray | None) -> list[list[int]]:
+    """For each type whose largest cluster has no run yet: what may be run on it, or what would be chosen there."""
+    groups = []
+    for name in state.types:
+        largest = max(c.world_size for c in state.candidates if c.instance_type == name)
+        group = [row for row, c in enumerate(state.candidates) if (c.instance_type, c.world_size) == (name, largest)]
+        if not any(state.candidates[row] in state.measured | state.pending for row in group):
+            possible = [row for row in group if row in state.affordable]
+            groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
+    return groups
+
+
+def _purpose(chosen: Configuration, candidates: Sequence[Configuration], *, per_cost: bool) -> str:
+    same = [c for c in candidates if c.instance_type == chosen.instance_type]
+    cluster = _place(chosen.world_size, [c.world_size for c in same])
+    batch = _place(chosen.local_batch_size, [c.local_batch_size for c in same])
+    why = "nothing extrapolates beyond it" if cluster == "largest" else "it is the most informative about the rest"
+    if per_cost:
+        why = "predictions are still wide, and it is the most informative about the rest for what it costs"
+    return f"Design: {cluster} cluster with {batch} batch; {why}."
+
+
+def _place(value: int, among: Sequence[int]) -> str:
+    return "largest" if value == max(among) else "smallest" if value == min(among) else "middle"

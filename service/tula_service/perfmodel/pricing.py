@@ -46,9 +46,10 @@ class Offer:
         _finite("usd_per_gb_hour", self.usd_per_gb_hour, minimum=0.0)
         _finite("usd_per_rank_hour", self.usd_per_rank_hour, minimum=0.0)
 
-    def usd_per_s(self, configuration: Configuration) -> float:
-        """What nodes and ranks of a configuration cost in a second, memory apart."""
-        hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * self.usd_per_rank_hour
+    def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
+        """What a configuration costs in a second when each rank holds so many gigabytes of memory."""
+        per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
+        hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / _SECONDS_PER_HOUR
 
 

@@ -74,14 +74,13 @@ class Hardware:
 
     peak_tflops: float | None = None
     inter_node_gbps: float | None = None
-    intra_node_gbps: float | None = None
     memory_gb_per_s: float | None = None
     launch_overhead_s: float = 0.005
     figures_sd: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless everything that is known is positive and finite; `figures_sd` may be 0."""
-        for name in ("peak_tflops", "inter_node_gbps", "intra_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
+        for name in ("peak_tflops", "inter_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
             if getattr(self, name) is not None:
                 column(name, [getattr(self, name)], above=0.0)
         column("figures_sd", [self.figures_sd], at_least=0.0)
@@ -149,8 +148,6 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     mean[0] = log_compute
     sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
     mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
-    if hardware.intra_node_gbps is not None:
-        mean[4] = log_bits - math.log(_LINK_SHARE * hardware.intra_node_gbps * 1e9) - log_compute
     mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
 
@@ -249,9 +246,9 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, want
     faster = compute or 0.0
     mean[0] -= faster
     mean[1] += faster
-    for entry, link in ((4, "intra_node_gbps"), (6, "inter_node_gbps")):
-        ratio = _log_ratio(measured, wanted, link)
-        mean[entry] += faster - (ratio or 0.0)
+    mean[4] += faster
+    mean[6] += faster - (_log_ratio(measured, wanted, "inter_node_gbps") or 0.0)
+    for entry in (4, 6):
         sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
     return StepTimePrior(
         mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size

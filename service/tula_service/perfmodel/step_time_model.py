@@ -67,6 +67,8 @@ class StepTimeModel:
     basis: Basis
     notes: tuple[str, ...]
     observations: StepTimeObservations | None
+    priors: Priors = field(repr=False)
+    largest_batch_size: float = field(repr=False)
     posteriors: Mapping[str, Posterior] = field(repr=False)
     unmeasured: Mapping[str, Posterior] = field(repr=False)
     fallback: Posterior | None = field(repr=False)
@@ -124,6 +126,12 @@ class StepTimeModel:
             reference_batch_size=found.reference_batch_size,
         )
 
+    def refit(self, hypotheses: Sequence[Hypothesis]) -> StepTimeModel:
+        """The fit of the same observations under other beliefs about how far a job strays from the form."""
+        if self.observations is None:
+            return self
+        return _fit(self.observations, self.form, self.priors, self.largest_batch_size, self.interval_scale, hypotheses)
+
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
         outside = np.ones(len(points), dtype=np.bool_)
@@ -165,16 +173,27 @@ def fit_step_time(
     measured to fit it. Raises ObservationError when there is neither a measurement nor a prior with a scale.
     """
     priors = Priors.of(prior)
-    if observations is None or len(observations) == 0:
-        known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
-        if not known or not all(p.absolute for p in known):
-            raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
-        return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
+    if observations is not None and len(observations):
+        largest = _largest_batch(observations, candidates)
+        return _fit(observations, form, priors, largest, interval_scale, hypotheses)
+    known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
+    if not known or not all(p.absolute for p in known):
+        raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
+    return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
+
+
+def _fit(
+    observations: StepTimeObservations,
+    form: StepTimeForm,
+    priors: Priors,
+    largest: float,
+    interval_scale: float,
+    hypotheses: Sequence[Hypothesis],
+) -> StepTimeModel:
     merged, notes = merge_repeats(observations)
     types = np.array(merged.observations.points.instance_type, dtype=object)
     names, counts = np.unique(types, return_counts=True)
     by_count = [str(names[i]) for i in np.lexsort((names, -counts))]
-    largest = _largest_batch(observations, candidates)
     posteriors: dict[str, Posterior] = {}
     for name in by_count:
         start = priors.of_type(name) or generic_prior()
@@ -194,6 +213,8 @@ def fit_step_time(
         basis=Basis.PROFILED,
         notes=(*notes, *statements(merged.observations), *missing),
         observations=observations,
+        priors=priors,
+        largest_batch_size=largest,
         posteriors=posteriors,
         unmeasured=unmeasured,
         fallback=_from_prior(_carried(most, by_count[0], None, priors), largest),
@@ -231,7 +252,18 @@ def unmeasured_model(
     given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
     basis = Basis.TRANSFER if given and all(p.basis is Basis.TRANSFER for p in given) else Basis.PRIOR
     note = "Nothing was measured: every figure comes from hardware data or from other jobs."
-    return StepTimeModel(form, basis, (note,), None, {}, unmeasured, fallback, interval_scale=interval_scale)
+    return StepTimeModel(
+        form=form,
+        basis=basis,
+        notes=(note,),
+        observations=None,
+        priors=priors,
+        largest_batch_size=largest,
+        posteriors={},
+        unmeasured=unmeasured,
+        fallback=fallback,
+        interval_scale=interval_scale,
+    )
 
 
 def _from_prior(prior: StepTimePrior, largest: float) -> Posterior:

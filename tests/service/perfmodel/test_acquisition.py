@@ -7,20 +7,21 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import Doubt, hopes
+from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.optimal_design import greedy_design
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
-from tula_service.perfmodel.recommend import Goal, recommend
+from tula_service.perfmodel.recommend import Curve, Goal, Recommendation, recommend
 from tula_service.perfmodel.residual_gp import SURPRISING
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 OFFERS = {"default": Offer(usd_per_node_hour=12.0)}
+NO_CURVE = Curve(np.zeros(0), np.zeros(0))
 TIME, COST = (Goal(objective, Training(1e6), OFFERS) for objective in (Objective.TIME, Objective.COST))
 
 
@@ -33,10 +34,17 @@ def mostly_launches(c: Configuration) -> float:
     return 0.2 + 0.0002 * c.local_batch_size
 
 
+def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
+    """The model of the measured configurations; None before the first."""
+    if not done:
+        return None
+    return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
+
+
 def following(done: list[Configuration], candidates, goal: Goal, most: int = 6, time=step_time, failed=()):
-    observed = StepTimeObservations.at(done, [time(c) for c in done]) if done else None
     budget = PlanBudget(max_runs=most)
-    return plan(Search.ADAPTIVE, candidates, observed, goal=goal, budget=budget, unavailable=failed)
+    model = fitted(done, candidates, time)
+    return plan(Search.ADAPTIVE, candidates, model, goal=goal, budget=budget, unavailable=failed)
 
 
 def designed(candidates, goal: Goal) -> list[Configuration]:
@@ -140,15 +148,15 @@ def test_a_doubt_adds_a_tenth_of_what_it_promises():
     )
     choice = choose(Objective.TIME, [measured, other])
 
-    def hope(doubt: Doubt | None) -> float:
+    def hope(doubt: ModelDoubt | None) -> float:
         doubts = {} if doubt is None else {other.configuration: doubt}
-        ((found, _),) = hopes(choice, [measured, other], TIME, doubts=doubts)
+        ((found, _),) = expected_improvements(Recommendation((measured, other), NO_CURVE, choice), TIME, doubts=doubts)
         return found
 
     assert hope(None) == pytest.approx(0.0, abs=1e-6)
-    assert hope(Doubt(0.0, 0.01)) == pytest.approx(0.0, abs=1e-6)
-    assert 0.001 < hope(Doubt(0.0, 0.6)) < hope(Doubt(0.0, 1.2)) < 0.1
-    assert hope(Doubt(-np.log(6.0), 0.001)) == pytest.approx(0.1 * 0.5, rel=0.01)
+    assert hope(ModelDoubt(0.0, 0.01)) == pytest.approx(0.0, abs=1e-6)
+    assert 0.001 < hope(ModelDoubt(0.0, 0.6)) < hope(ModelDoubt(0.0, 1.2)) < 0.1
+    assert hope(ModelDoubt(-np.log(6.0), 0.001)) == pytest.approx(0.1 * 0.5, rel=0.01)
 
 
 def test_a_job_that_strays_is_least_sure_of_clusters_that_were_not_run():

@@ -178,16 +178,16 @@ def test_each_objective_takes_its_best_and_names_the_runner_up():
 def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
     found = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
     times = {e.configuration.num_nodes: e.time_s for e in found}
-    limits = Limits(deadline_s=times[2].mean * 1.05, max_num_nodes=3)
+    limits = Limits(deadline_s=times[2].mean * 1.05, max_global_batch_size=128)
     choice = choose(Objective.COST, found, limits=limits)
     by_nodes = {e.estimate.configuration.num_nodes: e for e in choice.excluded}
-    assert by_nodes[4].limit == "max_num_nodes"
+    assert by_nodes[4].limit == "max_global_batch_size"
     assert by_nodes[1].certain
     assert not by_nodes[2].certain
     assert "upper end" in by_nodes[2].sentence
     assert choice.chosen.configuration.num_nodes == 2
     assert not choice.within_limits_is_likely
-    safe = choose(Objective.COST, found, limits=Limits(deadline_s=times[2].high * 1.01))
+    safe = choose(Objective.COST, found[:2], limits=Limits(deadline_s=times[2].high * 1.01))
     assert safe.chosen.configuration.num_nodes == 2
     assert safe.within_limits_is_likely
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import hopes, log_value
+from tula_service.perfmodel.acquisition import expected_improvements, log_value
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates, powers_of_two
 from tula_service.perfmodel.choice import Limits, choose
 from tula_service.perfmodel.intervals import Interval
@@ -21,13 +21,14 @@ from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.priors import generic_prior
-from tula_service.perfmodel.recommend import Goal, recommend
+from tula_service.perfmodel.recommend import Curve, Goal, Recommendation, recommend
 from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise_steps
-from tula_service.perfmodel.step_time_model import fit_step_time, unmeasured_model
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+NO_CURVE = Curve(np.zeros(0), np.zeros(0))
 KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
 
 
@@ -35,12 +36,18 @@ def step_time(c: Configuration) -> float:
     return ((0.02 + 0.001 * c.local_batch_size) ** 2 + (0.06 * (c.num_nodes > 1)) ** 2) ** 0.5
 
 
+def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
+    """The model of the measured configurations; None before the first."""
+    if not done:
+        return None
+    return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
+
+
 def work_through(search: Search, candidates, goal=None, budget=None, time=step_time, **options):
     """Run the plan to its end; every configuration in order, and the reason why it ended."""
     done: list[Configuration] = []
     while True:
-        observed = StepTimeObservations.at(done, [time(c) for c in done]) if done else None
-        step = plan(search, candidates, observed, goal=goal, budget=budget, **options)
+        step = plan(search, candidates, fitted(done, candidates, time), goal=goal, budget=budget, **options)
         if not step.runs:
             return done, step.stop_reason
         assert all(run.purpose.endswith(".") for run in step.runs)
@@ -56,23 +63,17 @@ def test_powers_of_two_always_hold_both_ends(smallest, extra):
     assert all(later <= 2 * earlier for earlier, later in pairwise(values))
 
 
-def test_candidates_span_nodes_batches_and_types():
-    space = SearchSpace(
-        min_num_nodes=1,
-        max_num_nodes=6,
-        ranks_per_node={"a": 4, "b": 8},
-        max_local_batch_size={"a": 100, "b": 64},
-        max_global_batch_size=2400,
-    )
+def test_candidates_span_nodes_and_batches_with_both_ends():
+    space = SearchSpace(min_num_nodes=1, max_num_nodes=6, ranks_per_node=4, max_local_batch_size=100, instance_type="a")
     found = enumerate_candidates(space)
     assert make_configuration(6, 4, 100, 1, "a") in found
     assert {c.num_nodes for c in found} == {1, 2, 4, 6}
-    assert {c.local_batch_size for c in found if c.instance_type == "b"} == {32, 64}
-    assert all(c.global_batch_size <= 2400 for c in found)
+    assert {c.local_batch_size for c in found} == {32, 64, 100}
+    assert list(found) == sorted(found)
 
 
 def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
-    space = SearchSpace.single(
+    space = SearchSpace(
         min_num_nodes=1, max_num_nodes=8, ranks_per_node=2, max_local_batch_size=64, global_batch_size=512
     )
     found = enumerate_candidates(space)
@@ -84,9 +85,9 @@ def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
 
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
-        enumerate_candidates(SearchSpace.single(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
+        enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
     with pytest.raises(ObservationError, match="min_num_nodes"):
-        SearchSpace.single(min_num_nodes=0, max_num_nodes=2, max_local_batch_size=16)
+        SearchSpace(min_num_nodes=0, max_num_nodes=2, max_local_batch_size=16)
 
 
 def test_full_search_profiles_everything_once():
@@ -160,7 +161,9 @@ def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
             for batch, known, measured in ((1, Interval(1.0, 1.0, 1.0), True), (2, value, False))
         )
         choice = choose(Objective.TIME, [chosen, other])
-        ((found, configuration),) = hopes(replace(choice, chosen=chosen), [chosen, other], GOAL)
+        ((found, configuration),) = expected_improvements(
+            Recommendation((chosen, other), NO_CURVE, replace(choice, chosen=chosen)), GOAL
+        )
         assert configuration == other.configuration
         return found
 
@@ -216,11 +219,10 @@ def test_a_spent_budget_of_gpu_seconds_ends_profiling():
 
 def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     slow = [c for c in GRID if c.num_nodes == 1]
-    observed = StepTimeObservations.at(slow, [step_time(c) for c in slow])
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
     left = [*slow, make_configuration(2, 4, 32), make_configuration(8, 4, 256)]
     goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
-    step = plan(Search.ADAPTIVE, left, observed, goal=goal, budget=budget)
+    step = plan(Search.ADAPTIVE, left, fitted(slow, left), goal=goal, budget=budget)
     assert step.runs == ()
     assert "stays a prediction" in str(step.stop_reason)
 

@@ -35,7 +35,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 def a_guess(**facts: float) -> StepTimePrior:
     known = ModelFacts(parameter_count=25e6, flops_per_sample=8e9, **facts)
-    return prior_from_hardware(known, Hardware(15.7, 25.0, None, 900.0), reference_batch_size=128)
+    return prior_from_hardware(known, Hardware(15.7, 25.0, 900.0), reference_batch_size=128)
 
 
 def test_hardware_figures_guess_measured_devices_within_the_stated_interval(figures):
@@ -63,7 +63,7 @@ def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
     sd = a_guess().sd[0]
     assert a_guess(flops_sd=1.0).sd[0] == pytest.approx(np.hypot(sd, 1.0))
     facts = ModelFacts(parameter_count=25e6, flops_per_sample=8e9)
-    for hardware in (Hardware(), Hardware(15.7, 25.0, None, 900.0, figures_sd=1.0)):
+    for hardware in (Hardware(), Hardware(15.7, 25.0, 900.0, figures_sd=1.0)):
         found = prior_from_hardware(facts, hardware, reference_batch_size=128)
         assert found.sd[0] == pytest.approx(np.hypot(sd, 1.0))
 
@@ -153,10 +153,8 @@ def test_the_correction_is_the_same_every_time_and_in_any_order():
 
 def test_the_same_network_on_a_processor_nobody_knows_moves_to_a_device_with_a_wide_interval():
     learnt = replace(a_guess(), sd=a_guess().sd * 0.1)
-    gpu = Hardware(15.7, 25.0, None, 900.0)
-    sure, unsure = (
-        prior_from_other_type(learnt, Hardware(0.06, 25.0, None, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0)
-    )
+    gpu = Hardware(15.7, 25.0, 900.0)
+    sure, unsure = (prior_from_other_type(learnt, Hardware(0.06, 25.0, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0))
     assert sure.mean.tolist() == unsure.mean.tolist()
     assert unsure.sd[0] > 1.0 > sure.sd[0]
 

@@ -187,7 +187,7 @@ def test_without_data_or_prior_there_is_no_model():
 
 def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
     facts = ModelFacts(parameter_count=25.6e6, flops_per_sample=4.1e9)
-    hardware = Hardware(peak_tflops=15.7, inter_node_gbps=25.0, intra_node_gbps=1200.0)
+    hardware = Hardware(peak_tflops=15.7, inter_node_gbps=25.0)
     model = fit_step_time(None, prior=prior_from_hardware(facts, hardware, reference_batch_size=128))
     predicted = model.predict([make_configuration(1, 8, 128)])
     assert model.basis is Basis.PRIOR
