@@ -104,9 +104,8 @@ def methods() -> str:
     from tula_client import Client, _calls
 
     rows = []
-    for name in vars(Client):
-        build = getattr(_calls, name, None)
-        if inspect.isfunction(build):
+    for name, build in vars(_calls).items():
+        if inspect.isfunction(build) and hasattr(Client, name):
             asked = inspect.signature(build)
             arguments = re.sub(r"['\"]", "", str(asked.replace(return_annotation=asked.empty)))
             answer = re.sub(r"^Call\[(.*)\]$", r"\1", str(asked.return_annotation).strip("'\""))

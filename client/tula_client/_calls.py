@@ -1,4 +1,4 @@
-"""Every call of the API as a value, its request built and its answer parsed: pure, so both clients share it."""
+"""Every call of the API: builds its request and parses its answer, without I/O; both clients share them."""
 
 from __future__ import annotations
 
@@ -51,21 +51,19 @@ from tula_wire import (
     routes,
 )
 
-__all__ = ["Answer", "Call", "Request", "Scaling", "parse_error"]
-
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """AGS thresholds with their ETag; `thresholds` is None when the ETag that was sent is still current."""
+    """Thresholds of gradient scaling with their ETag; `thresholds` is None if the sent ETag is current."""
 
     thresholds: ScalingThresholds | None
     etag: str | None
 
 
 def register(spec: JobSpec, *, idempotency_key: str | None = None) -> Call[JobCreated]:
-    """Register a job; a repetition under the same key answers the same job. Without a key, one is drawn."""
+    """Register a job; the same key gives the same job. The default is a random key."""
     key = idempotency_key or uuid.uuid4().hex
     request = build("POST", routes.JOBS, body=spec, headers={"Idempotency-Key": key}, idempotent=True)
     return Call(request, _model(JobCreated))
@@ -79,9 +77,9 @@ def jobs(
     limit: int | None = None,
     cursor: str | None = None,
 ) -> Call[JobPage]:
-    """One page of jobs, newest first; `search` looks in names, `archived` brings the archived ones too."""
-    also = "true" if archived else None
-    query = {"search": search, "state": state, "archived": also, "limit": limit, "cursor": cursor}
+    """One page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
+    only_if_set = "true" if archived else None
+    query = {"search": search, "state": state, "archived": only_if_set, "limit": limit, "cursor": cursor}
     return Call(build("GET", routes.JOBS, query=query), _model(JobPage))
 
 
@@ -91,28 +89,28 @@ def job(job_id: str) -> Call[Job]:
 
 
 def patch_job(job_id: str, patch: JobPatch) -> Call[Job]:
-    """Change the objective, limits or prices, or archive; fields left out stay."""
+    """Change the objective, limits or prices, or archive; omitted fields do not change."""
     return Call(build("PATCH", fill(routes.JOB, job_id=job_id), body=patch), _model(Job))
 
 
 def archive_job(job_id: str) -> Call[Job]:
-    """Take a job out of the lists; nothing is lost and `patch_job` brings it back."""
+    """Hide a job from lists; `patch_job` restores it."""
     return patch_job(job_id, JobPatch(archived=True))
 
 
 def delete_job(job_id: str) -> Call[None]:
-    """Delete a job with everything measured for it."""
+    """Delete a job with its measurements."""
     return Call(build("DELETE", fill(routes.JOB, job_id=job_id)), _nothing)
 
 
 def claim(job_id: str, claim: ClaimRequest) -> Call[RunClaimed]:
-    """Lease the next profiling run; `run` is None when there is nothing to do, and `reason` says why."""
+    """Lease the next profiling run; if there is none, `run` is None and `reason` says why."""
     request = build("POST", fill(routes.JOB_CLAIM, job_id=job_id), body=claim)
     return Call(request, _model(RunClaimed))
 
 
 def create_run(job_id: str, run: RunCreate) -> Call[Run]:
-    """Register a run outside the plan: training, or a measurement of one's own choice."""
+    """Register a run outside the plan: a training, or a profiling run of a chosen configuration."""
     return Call(build("POST", fill(routes.JOB_RUNS, job_id=job_id), body=run), _model(Run))
 
 
@@ -130,12 +128,12 @@ def run(run_id: str) -> Call[Run]:
 
 
 def patch_run(run_id: str, patch: RunPatch) -> Call[Run]:
-    """Move a run on, or renew its lease with the state `running`."""
+    """Change the state of a run, or renew its lease with the state `running`."""
     return Call(build("PATCH", fill(routes.RUN, run_id=run_id), body=patch), _model(Run))
 
 
 def send_samples(run_id: str, batch: SampleBatch) -> Call[SamplesAccepted]:
-    """Store measured steps; rows already stored count as duplicates, so a repetition is harmless."""
+    """Store measured steps; stored rows count as duplicates, so a repetition is harmless."""
     request = build("POST", fill(routes.RUN_SAMPLES, run_id=run_id), body=batch, idempotent=True)
     return Call(request, _model(SamplesAccepted))
 
@@ -157,7 +155,7 @@ def samples(
     cursor: str | None = None,
     limit: int | None = None,
 ) -> Call[SamplePage]:
-    """Measured steps of a job as they are stored, a page at a time; `warmup` picks what the fit discards, or uses."""
+    """One page of the stored steps of a job; `warmup` selects those that the fit discards (True) or uses (False)."""
     query: Query = {
         "run_id": run_id,
         "rank": rank,
@@ -185,7 +183,7 @@ def series(
 
 
 def recommendation(job_id: str, *, objective: Objective | None = None) -> Call[Recommendation]:
-    """The configuration to use, with predictions, knee, frontier and the reason; by default for the job's objective."""
+    """The recommended configuration with predictions, knee, frontier and reason; by default for the job's objective."""
     path = fill(routes.JOB_RECOMMENDATION, job_id=job_id)
     return Call(build("GET", path, query={"objective": objective}), _model(Recommendation))
 
@@ -200,7 +198,7 @@ def predictions(
     usd_per_node_hour: float | None = None,
     deadline_s: float | None = None,
 ) -> Call[Predictions]:
-    """What-if: the prediction of every combination of the values given; what is left out takes all the job may use."""
+    """What-if: predictions for all combinations of the values; an omitted one takes every value that the job allows."""
     query: Query = {
         "num_nodes": num_nodes,
         "global_batch_size": global_batch_size,
@@ -214,9 +212,9 @@ def predictions(
 
 
 def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
-    """Thresholds of gradient scaling; with the `etag` of the last answer, an unchanged policy costs no body.
+    """Thresholds of gradient scaling; with the `etag` of the last answer, unchanged ones are not sent again.
 
-    `policy` is the script's own, which holds unless the job was given one.
+    `policy` is the script's; a policy that was set for the job takes precedence.
     """
     headers = {"If-None-Match": etag} if etag else {}
     path = fill(routes.JOB_SCALING, job_id=job_id)
@@ -230,7 +228,7 @@ def patch_scaling(job_id: str, patch: ScalingPatch, *, policy: ScalingPolicy | N
 
 
 def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:
-    """Past recommendations beside what was then measured, newest first."""
+    """Past recommendations with the measurements that followed, newest first."""
     return Call(build("GET", fill(routes.JOB_LEDGER, job_id=job_id), query={"limit": limit}), _model(Ledger))
 
 
@@ -239,8 +237,8 @@ def chart(
 ) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
     path = fill(routes.JOB_CHART, job_id=job_id, name=name)
-    asked: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
-    return Call(build("GET", path, query=asked), _object)
+    query: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
+    return Call(build("GET", path, query=query), _object)
 
 
 def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:
@@ -259,12 +257,12 @@ def create_project(project: ProjectCreate) -> Call[Project]:
 
 
 def tokens() -> Call[TokenList]:
-    """All tokens that one may see, without their secrets."""
+    """All tokens that the caller may see, without secrets."""
     return Call(build("GET", routes.TOKENS), _model(TokenList))
 
 
 def create_token(token: TokenCreate) -> Call[TokenCreated]:
-    """Create a token; the answer is the only one that ever holds its secret."""
+    """Create a token; only this answer holds its secret."""
     return Call(build("POST", routes.TOKENS, body=token), _model(TokenCreated))
 
 
@@ -274,17 +272,17 @@ def revoke_token(token_id: str) -> Call[None]:
 
 
 def health() -> Call[dict[str, Any]]:
-    """Is the process there; raises when not."""
+    """Succeeds if the service's process answers."""
     return Call(build("GET", routes.HEALTH), _object)
 
 
 def ready() -> Call[dict[str, Any]]:
-    """Can it serve: database reachable and schema current; raises `ServiceUnavailableError` when not."""
+    """Succeeds if database and schema are ready; else raises `ServiceUnavailableError`."""
     return Call(build("GET", routes.READY), _object)
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
-    """The request that opens a job's stream of events, after the event `last_id` when given."""
+    """The request for a job's stream of events, after the event `last_id`."""
     headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
     if last_id is not None:
         headers["Last-Event-ID"] = str(last_id)
@@ -298,7 +296,7 @@ def parse_error(answer: Answer) -> TulaError:
     except ValidationError:
         pass
     if answer.status in (502, 503, 504):
-        detail = f"something before the service answered {answer.status}: wait a moment and try again"
+        detail = f"a proxy in front of the service answered {answer.status}: try again in a moment"
         return from_problem(
             Problem(type=ProblemType.UNAVAILABLE, title="Unavailable", status=answer.status, detail=detail)
         )
@@ -307,7 +305,7 @@ def parse_error(answer: Answer) -> TulaError:
     )
 
 
-def _checked(answer: Answer) -> bytes:
+def _body(answer: Answer) -> bytes:
     if not 200 <= answer.status < 300:
         raise parse_error(answer)
     return answer.body
@@ -315,7 +313,7 @@ def _checked(answer: Answer) -> bytes:
 
 def _model(model: type[M]) -> Callable[[Answer], M]:
     def parse(answer: Answer) -> M:
-        body = _checked(answer)
+        body = _body(answer)
         try:
             return read(model, body)
         except ValidationError as error:
@@ -331,7 +329,7 @@ def _model(model: type[M]) -> Callable[[Answer], M]:
 
 def _object(answer: Answer) -> dict[str, Any]:
     try:
-        parsed = json.loads(_checked(answer))
+        parsed = json.loads(_body(answer))
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
@@ -340,7 +338,7 @@ def _object(answer: Answer) -> dict[str, Any]:
 
 
 def _nothing(answer: Answer) -> None:
-    _checked(answer)
+    _body(answer)
 
 
 def _scaling(answer: Answer) -> Scaling:

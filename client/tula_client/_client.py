@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`: one list of calls, and two ways to move their bytes."""
+"""`Client` and `AsyncClient`: the same methods over two transports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import httpx
 from typing_extensions import Self
 
 from tula_client import _calls as calls
 from tula_client import _settings as settings
-from tula_client._calls import Call
 from tula_client._errors import ServiceUnavailableError, ServiceUnreachableError
 from tula_client._events import EventReader
+from tula_client._request import Call
 from tula_client._retry import RetryPolicy
 from tula_client._transport import AsyncTransport, SyncTransport
 from tula_wire import Event, JobSpec
@@ -23,58 +23,86 @@ from tula_wire import Event, JobSpec
 if TYPE_CHECKING:
     from tula_client.handle import JobHandle
 
-__all__ = ["AsyncClient", "Client"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
-BREAKS = (ServiceUnreachableError, ServiceUnavailableError)
+CONNECTION_ERRORS = (ServiceUnreachableError, ServiceUnavailableError)
 
 
-class _Sync(Generic[P, T]):
-    """A method that makes the call which `build` describes."""
+class _Method(Generic[P, T]):
+    """A method that sends the call which `build` describes: `Client` returns its answer, `AsyncClient` awaits it.
+
+    The protocol does no I/O: `build` makes a `Call`, that is a request (bytes and strings) and a function that parses
+    the answer. `send` of either client passes the request to its transport and the answer to that function.
+    """
 
     def __init__(self, build: Callable[P, Call[T]]) -> None:
         self.build = build
 
-    def __get__(self, client: Client, owner: type[Client]) -> Callable[P, T]:
+    @overload
+    def __get__(self, client: Client, owner: type[Client]) -> Callable[P, T]: ...
+
+    @overload
+    def __get__(self, client: AsyncClient, owner: type[AsyncClient]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+    def __get__(self, client: Any, owner: Any) -> Any:
         @functools.wraps(self.build)
-        def method(*args: P.args, **kwargs: P.kwargs) -> T:
+        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
             return client.send(self.build(*args, **kwargs))
 
         return method
 
 
-class _Async(Generic[P, T]):
-    """The same, awaited."""
+class _Methods:
+    """Every call of the API (`_calls`) as a method, for both clients."""
 
-    def __init__(self, build: Callable[P, Call[T]]) -> None:
-        self.build = build
+    register = _Method(calls.register)
+    jobs = _Method(calls.jobs)
+    job = _Method(calls.job)
+    patch_job = _Method(calls.patch_job)
+    archive_job = _Method(calls.archive_job)
+    delete_job = _Method(calls.delete_job)
+    claim = _Method(calls.claim)
+    create_run = _Method(calls.create_run)
+    runs = _Method(calls.runs)
+    run = _Method(calls.run)
+    patch_run = _Method(calls.patch_run)
+    send_samples = _Method(calls.send_samples)
+    send_telemetry = _Method(calls.send_telemetry)
+    samples = _Method(calls.samples)
+    series = _Method(calls.series)
+    recommendation = _Method(calls.recommendation)
+    predictions = _Method(calls.predictions)
+    scaling = _Method(calls.scaling)
+    patch_scaling = _Method(calls.patch_scaling)
+    ledger = _Method(calls.ledger)
+    chart = _Method(calls.chart)
+    run_chart = _Method(calls.run_chart)
+    projects = _Method(calls.projects)
+    create_project = _Method(calls.create_project)
+    tokens = _Method(calls.tokens)
+    create_token = _Method(calls.create_token)
+    revoke_token = _Method(calls.revoke_token)
+    health = _Method(calls.health)
+    ready = _Method(calls.ready)
 
-    def __get__(self, client: AsyncClient, owner: type[AsyncClient]) -> Callable[P, Coroutine[Any, Any, T]]:
-        @functools.wraps(self.build)
-        async def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            return await client.send(self.build(*args, **kwargs))
 
-        return method
-
-
-def _how_to_reach(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
-    """What both kinds of client tell httpx of the service."""
+def _http_options(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
+    """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
     return {
         "base_url": url,
         "headers": settings.headers(token),
         "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
-        "verify": settings.authorities(url),
+        "verify": settings.tls_verification(url),
     }
 
 
-class Client:
-    """A service, call by call. `url` and `token` default to TULA_URL and TULA_TOKEN; safe to share among threads.
+class Client(_Methods):
+    """A client of one service. `url` and `token` default to TULA_URL and TULA_TOKEN. Threads may share a client.
 
-    Every method raises `TulaError`: `ServiceUnreachableError` without an answer, a `ProblemError` on a refusal.
-    Waits and refusals to serve are retried as `retry` says, and only where a repetition can do no harm.
+    Every method raises `TulaError`: `ServiceUnreachableError` if no answer came, a `ProblemError` if the service
+    rejected the request. Failures are retried as `retry` says, and only if a repetition is harmless.
     """
 
     def __init__(
@@ -87,53 +115,23 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = settings.service_url(url)
-        http = httpx.Client(**_how_to_reach(self.url, token, timeout_s), transport=transport)
+        http = httpx.Client(**_http_options(self.url, token, timeout_s), transport=transport)
         self._transport = SyncTransport(http, retry or RetryPolicy())
 
-    register = _Sync(calls.register)
-    jobs = _Sync(calls.jobs)
-    job = _Sync(calls.job)
-    patch_job = _Sync(calls.patch_job)
-    archive_job = _Sync(calls.archive_job)
-    delete_job = _Sync(calls.delete_job)
-    claim = _Sync(calls.claim)
-    create_run = _Sync(calls.create_run)
-    runs = _Sync(calls.runs)
-    run = _Sync(calls.run)
-    patch_run = _Sync(calls.patch_run)
-    send_samples = _Sync(calls.send_samples)
-    send_telemetry = _Sync(calls.send_telemetry)
-    samples = _Sync(calls.samples)
-    series = _Sync(calls.series)
-    recommendation = _Sync(calls.recommendation)
-    predictions = _Sync(calls.predictions)
-    scaling = _Sync(calls.scaling)
-    patch_scaling = _Sync(calls.patch_scaling)
-    ledger = _Sync(calls.ledger)
-    chart = _Sync(calls.chart)
-    run_chart = _Sync(calls.run_chart)
-    projects = _Sync(calls.projects)
-    create_project = _Sync(calls.create_project)
-    tokens = _Sync(calls.tokens)
-    create_token = _Sync(calls.create_token)
-    revoke_token = _Sync(calls.revoke_token)
-    health = _Sync(calls.health)
-    ready = _Sync(calls.ready)
-
     def send(self, call: Call[T]) -> T:
-        """Make any call; the methods above are this with the call filled in."""
+        """Send `call`; each method of the API builds its call and sends it."""
         return self._transport.send(call)
 
     def handle(self, job: str | JobSpec) -> JobHandle:
-        """A job to work with: by id or by name, or registered from its specification."""
+        """A handle of a job given by id or name, or registered from its specification."""
         from tula_client.handle import JobHandle
 
         return JobHandle.of(self, job)
 
     def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> Iterator[Event]:
-        """Events of a job as they happen, each once; reconnects after a break and resumes where it was.
+        """Events of a job, each once; after a lost connection, reconnects and resumes after the last event.
 
-        Ends only when the caller stops, or at the end of the stream with `reconnect=False`.
+        Ends when the caller stops, or with `reconnect=False` at the end of the stream.
         """
         reader = EventReader(last_id=last_id)
         while True:
@@ -141,12 +139,12 @@ class Client:
                 for line in self._transport.lines(calls.events(job_id, last_id=reader.last_id)):
                     if (event := reader.feed(line)) is not None:
                         yield event
-            except BREAKS:
+            except CONNECTION_ERRORS:
                 if not reconnect:
                     raise
             if not reconnect:
                 return
-            self._transport.sleep(reader.broken())
+            self._transport.sleep(reader.disconnected())
 
     def close(self) -> None:
         """Close the connections."""
@@ -159,8 +157,8 @@ class Client:
         self.close()
 
 
-class AsyncClient:
-    """As `Client`, every method awaited."""
+class AsyncClient(_Methods):
+    """Like `Client`, with methods to await."""
 
     def __init__(
         self,
@@ -172,57 +170,27 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = settings.service_url(url)
-        http = httpx.AsyncClient(**_how_to_reach(self.url, token, timeout_s), transport=transport)
+        http = httpx.AsyncClient(**_http_options(self.url, token, timeout_s), transport=transport)
         self._transport = AsyncTransport(http, retry or RetryPolicy())
 
-    register = _Async(calls.register)
-    jobs = _Async(calls.jobs)
-    job = _Async(calls.job)
-    patch_job = _Async(calls.patch_job)
-    archive_job = _Async(calls.archive_job)
-    delete_job = _Async(calls.delete_job)
-    claim = _Async(calls.claim)
-    create_run = _Async(calls.create_run)
-    runs = _Async(calls.runs)
-    run = _Async(calls.run)
-    patch_run = _Async(calls.patch_run)
-    send_samples = _Async(calls.send_samples)
-    send_telemetry = _Async(calls.send_telemetry)
-    samples = _Async(calls.samples)
-    series = _Async(calls.series)
-    recommendation = _Async(calls.recommendation)
-    predictions = _Async(calls.predictions)
-    scaling = _Async(calls.scaling)
-    patch_scaling = _Async(calls.patch_scaling)
-    ledger = _Async(calls.ledger)
-    chart = _Async(calls.chart)
-    run_chart = _Async(calls.run_chart)
-    projects = _Async(calls.projects)
-    create_project = _Async(calls.create_project)
-    tokens = _Async(calls.tokens)
-    create_token = _Async(calls.create_token)
-    revoke_token = _Async(calls.revoke_token)
-    health = _Async(calls.health)
-    ready = _Async(calls.ready)
-
     async def send(self, call: Call[T]) -> T:
-        """Make any call."""
+        """Send `call`."""
         return await self._transport.send(call)
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
-        """As `Client.events`."""
+        """Like `Client.events`."""
         reader = EventReader(last_id=last_id)
         while True:
             try:
                 async for line in self._transport.lines(calls.events(job_id, last_id=reader.last_id)):
                     if (event := reader.feed(line)) is not None:
                         yield event
-            except BREAKS:
+            except CONNECTION_ERRORS:
                 if not reconnect:
                     raise
             if not reconnect:
                 return
-            await asyncio.sleep(reader.broken())
+            await asyncio.sleep(reader.disconnected())
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -1,4 +1,23 @@
-"""The exception tree of the client: one class a problem type, all below `TulaError`, each message one sentence."""
+"""Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has a class.
+
+TulaError
+├── MissingExtraError            an optional part of Tula is not installed
+├── ServiceUnreachableError      no answer
+├── UnexpectedAnswerError        an answer that no Tula service gives
+├── JobNotFoundError             no job has that id or name (`handle`)
+├── LaunchError                  `tula tune` and `tula run` (`launch.errors`)
+└── ProblemError                 the service rejected the request; `problem` holds the document
+    ├── InvalidInputError        422
+    ├── UnauthenticatedError     401
+    ├── ForbiddenError           403
+    ├── NotFoundError            404
+    ├── ConflictError            409
+    ├── TooLargeError            413
+    ├── UnsupportedMediaError    415
+    ├── TooManyRequestsError     429, after the retries
+    ├── InternalServiceError     500
+    └── ServiceUnavailableError  503, after the retries
+"""
 
 from __future__ import annotations
 
@@ -6,28 +25,9 @@ from typing import ClassVar
 
 from tula_wire import Problem, ProblemType
 
-__all__ = [
-    "ConflictError",
-    "ForbiddenError",
-    "InternalServiceError",
-    "InvalidInputError",
-    "MissingExtraError",
-    "NotFoundError",
-    "ProblemError",
-    "ServiceUnavailableError",
-    "ServiceUnreachableError",
-    "TooLargeError",
-    "TooManyRequestsError",
-    "TulaError",
-    "UnauthenticatedError",
-    "UnexpectedAnswerError",
-    "UnsupportedMediaError",
-    "from_problem",
-]
-
 
 class TulaError(Exception):
-    """Everything that this package raises on purpose."""
+    """Base of all exceptions of this package."""
 
 
 class MissingExtraError(TulaError):
@@ -39,15 +39,15 @@ class MissingExtraError(TulaError):
 
 
 class ServiceUnreachableError(TulaError):
-    """No answer came: nothing listens there, the name does not resolve, or the time was up."""
+    """No answer: nothing listens at the address, the name does not resolve, or the request timed out."""
 
 
 class UnexpectedAnswerError(TulaError):
-    """An answer came that no Tula service gives; the address is probably that of something else."""
+    """An answer that no Tula service gives; the address is probably that of another server."""
 
 
 class ProblemError(TulaError):
-    """The service refused, and `problem` holds its reason (RFC 9457)."""
+    """The service rejected the request; `problem` is its problem document (RFC 9457)."""
 
     type: ClassVar[str] = ""
 
@@ -57,12 +57,12 @@ class ProblemError(TulaError):
 
     @property
     def status(self) -> int:
-        """HTTP status of the refusal."""
+        """HTTP status of the answer."""
         return self.problem.status
 
     @property
     def field(self) -> str | None:
-        """The first field at fault, in dotted notation, or None."""
+        """The first invalid field, in dotted notation, or None."""
         return self.problem.field
 
 
@@ -79,19 +79,19 @@ class NotFoundError(ProblemError):
 
 
 class ConflictError(ProblemError):
-    """The thing is in a state, or in hands, that rule the request out."""
+    """The state or the holder of the resource does not allow the request."""
 
     type = ProblemType.CONFLICT
 
 
 class UnauthenticatedError(ProblemError):
-    """No token came with the request, or one that is unknown, expired or revoked."""
+    """The request has no token, or one that is unknown, expired or revoked."""
 
     type = ProblemType.UNAUTHENTICATED
 
 
 class ForbiddenError(ProblemError):
-    """The token is good, but not for this."""
+    """The token is valid but does not permit the request."""
 
     type = ProblemType.FORBIDDEN
 
@@ -103,25 +103,25 @@ class TooLargeError(ProblemError):
 
 
 class UnsupportedMediaError(ProblemError):
-    """The body's type or encoding is not one that the service reads."""
+    """The service does not read the type or encoding of the body."""
 
     type = ProblemType.UNSUPPORTED_MEDIA
 
 
 class TooManyRequestsError(ProblemError):
-    """Over the rate limit, even after the retries."""
+    """The rate limit was exceeded, even after the retries."""
 
     type = ProblemType.TOO_MANY_REQUESTS
 
 
 class ServiceUnavailableError(ProblemError):
-    """The service is there but cannot serve now, even after the retries."""
+    """The service cannot serve at present, even after the retries."""
 
     type = ProblemType.UNAVAILABLE
 
 
 class InternalServiceError(ProblemError):
-    """The service failed; its log has the request id."""
+    """The service failed; its log holds the request id."""
 
     type = ProblemType.INTERNAL
 
@@ -149,7 +149,7 @@ def from_problem(problem: Problem) -> ProblemError:
 
 
 def _sentence(problem: Problem) -> str:
-    """The problem in one sentence that names the field, unless its own words already do."""
+    """The problem in one sentence that names the field."""
     detail = " ".join((problem.detail or problem.title).split())
     if problem.field and problem.field not in detail:
         detail = f"{problem.field}: {detail}"

@@ -1,4 +1,4 @@
-"""Reads a stream of server-sent events (WHATWG HTML, section 9.2) and says where to resume after a break: pure."""
+"""Parses a stream of server-sent events (WHATWG HTML, section 9.2) and keeps the position to resume at. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pydantic import ValidationError
 
 from tula_wire import Event, read
 
-__all__ = ["EventReader"]
-
 
 @dataclass
 class EventReader:
-    """Feed it lines; it answers events as they complete, each once, in order.
+    """Turns lines into events, each once, in order.
 
-    `last_id` is what a reconnecting reader sends as `Last-Event-ID`. `retry_s` is the wait that the
-    server asked for, s. Comments, foreign fields and events of kinds unknown to this version are passed over.
+    `last_id` is the `Last-Event-ID` to reconnect with. `retry_s` is the wait that the server asked for. Comments,
+    unknown fields and events of unknown kinds are skipped.
     """
 
     last_id: int | None = None
@@ -27,7 +25,7 @@ class EventReader:
     _delivered: int = -1
 
     def feed(self, line: str) -> Event | None:
-        """Take one line without its ending; the event that it completes, or None."""
+        """Parse one line without its line ending; the event that it completes, or None."""
         if not line:
             return self._complete()
         name, _, value = line.partition(":")
@@ -40,8 +38,8 @@ class EventReader:
             self._pending_id = int(value[:18])
         return None
 
-    def broken(self) -> float:
-        """Note that the stream ended; seconds to wait before connecting again, doubling up to 30 s."""
+    def disconnected(self) -> float:
+        """Record that the stream ended; seconds to wait before connecting again, doubling up to 30 s."""
         self._data.clear()
         self._pending_id = None
         self.failures += 1

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from tula_wire.remedies import UNKNOWN_FIELD, remedy
 
-__all__ = ["faults", "fields_of", "model_in"]
-
 
 def faults(error: ValidationError, model: type[BaseModel] = BaseModel) -> list[tuple[tuple[str | int, ...], str]]:
     """(location of the field, what is wrong and what to do) for each error in a document of `model`.
@@ -23,7 +21,7 @@ def faults(error: ValidationError, model: type[BaseModel] = BaseModel) -> list[t
 
 
 def fields_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Dotted names of all fields that a document of `model` may hold, tables within tables included."""
+    """Dotted names of all fields of `model`, including those of nested models."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}"
         inner = model_in(field.annotation)
@@ -32,7 +30,7 @@ def fields_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, alone, in a list or as one of several; None for a plain value."""
+    """The model in the type of a field, possibly in a list or a union; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((inner for one in get_args(annotation) if (inner := model_in(one)) is not None), None)

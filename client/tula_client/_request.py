@@ -1,4 +1,4 @@
-"""What a call is made of, before any network: a request of bytes and strings, an answer, and what the answer means."""
+"""Requests and answers as values of bytes and strings, without I/O; `_transport` sends them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-__all__ = ["JSON", "Answer", "Call", "Query", "Request", "build", "fill"]
-
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 Query = Mapping[str, "str | float | Sequence[int] | Sequence[str] | None"]
 
 JSON: Final = "application/json"
 IDEMPOTENT: Final = frozenset({"GET", "DELETE", "PATCH"})
-"""Methods whose repetition changes nothing more; here PATCH sets absolute values."""
+"""Methods that are idempotent; PATCH is, because it sets absolute values."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What goes out: bytes and strings only."""
+    """A request, ready to send."""
 
     method: Method
     path: str
@@ -34,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back; header names in lower case."""
+    """An answer; header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request and the meaning of its answer; `parse` raises `TulaError` for anything but success."""
+    """A request and the parser of its answer; `parse` raises `TulaError` if the answer is no success."""
 
     request: Request
     parse: Callable[[Answer], T]
@@ -58,11 +56,11 @@ def build(
     headers: Mapping[str, str] | None = None,
     idempotent: bool | None = None,
 ) -> Request:
-    """A request as it goes out; what is None in `query`, and what was never set in `body`, is left out."""
+    """A request; omits query values that are None and fields of `body` that were not set."""
     content = None if body is None else body.model_dump_json(exclude_unset=True).encode()
     sent = {"Accept": JSON, **({} if content is None else {"Content-Type": JSON}), **(headers or {})}
-    again = method in IDEMPOTENT if idempotent is None else idempotent
-    return Request(method, path, tuple(_pairs(query or {})), content, sent, again)
+    repeatable = method in IDEMPOTENT if idempotent is None else idempotent
+    return Request(method, path, tuple(_pairs(query or {})), content, sent, repeatable)
 
 
 def _pairs(query: Query) -> list[tuple[str, str]]:
@@ -76,7 +74,7 @@ def _pairs(query: Query) -> list[tuple[str, str]]:
 
 
 def fill(route: str, **names: str) -> str:
-    """Fill a route; a name can hold anything, and stays one path segment."""
+    """Fill the placeholders of a route; each value, whatever it holds, stays one path segment."""
     for name, value in names.items():
         if value in ("", ".", ".."):
             raise ValueError(f"{name} must name something, not {value!r}")

@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 from tula_wire.retry import backoff_s
 
-__all__ = ["NO_RETRY", "Outcome", "RetryPolicy"]
-
 Failure = Literal["not_sent", "lost"]
 
 NOT_PROCESSED: Final = frozenset({429, 503})

@@ -1,4 +1,4 @@
-"""Where the service is and who we are: from arguments, else from TULA_URL and TULA_TOKEN."""
+"""Address and token of the service: from arguments, else from TULA_URL and TULA_TOKEN."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from urllib.parse import urlsplit
 
 from tula_client._errors import TulaError
 
-__all__ = ["DEFAULT_URL", "authorities", "headers", "package_version", "service_url"]
-
 DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
 
 def service_url(url: str | None = None) -> str:
-    """The service's address without a trailing slash; raises `TulaError` for one that is no http address."""
+    """The service's address without a trailing slash; raises `TulaError` if it is no HTTP address."""
     address = (url or os.environ.get("TULA_URL") or DEFAULT_URL).strip().rstrip("/")
     try:
         parts = urlsplit(address)
@@ -24,17 +22,17 @@ def service_url(url: str | None = None) -> str:
     except ValueError:
         good = False
     if not good:
-        raise TulaError(f"TULA_URL: {address!r} is no address: give one such as {DEFAULT_URL}")
+        raise TulaError(f"TULA_URL: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
     return address
 
 
-def authorities(url: str) -> ssl.SSLContext | bool:
-    """What httpx takes as `verify`: over plain HTTP nobody is trusted, since loading all authorities takes 30 ms."""
+def tls_verification(url: str) -> ssl.SSLContext | bool:
+    """The argument `verify` of httpx; over plain HTTP, an empty context, as loading all authorities takes 30 ms."""
     return url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def headers(token: str | None = None) -> dict[str, str]:
-    """What every request carries; raises `TulaError` for a token that no header can hold."""
+    """Headers of every request; raises `TulaError` for a token that a header cannot hold."""
     secret = (token if token is not None else os.environ.get("TULA_TOKEN", "")).strip()
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
         raise TulaError("TULA_TOKEN holds a space, a line break or a letter beyond ASCII: copy the token again")

@@ -1,4 +1,4 @@
-"""Moves bytes between a `Call` and the network: the only place that knows httpx."""
+"""Sends requests with httpx and retries them; the only module that imports httpx besides `_client`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from typing import Final, TypedDict, TypeVar
 
 import httpx
 
-from tula_client._calls import Answer, Call, Request, parse_error
+from tula_client._calls import parse_error
 from tula_client._errors import ServiceUnreachableError, TulaError, UnexpectedAnswerError
+from tula_client._request import Answer, Call, Request
 from tula_client._retry import Outcome, RetryPolicy
 from tula_wire.retry import retry_after_s
-
-__all__ = ["AsyncTransport", "Attempts", "SyncTransport"]
 
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
-"""An answer beyond this is not ours; it is dropped unread."""
+"""A longer answer is dropped: no Tula service gives one."""
 
 STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
-"""A stream of events is silent no longer than this, since the service sends a comment every few seconds."""
+"""The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
 
 NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 @dataclass
 class Attempts:
-    """The state of one call over its attempts; says how long to wait before the next, or raises."""
+    """The attempts of one call: computes the wait before the next."""
 
     request: Request
     policy: RetryPolicy
@@ -47,7 +46,7 @@ class Attempts:
         return self._wait_s(Outcome(status=answer.status, retry_after_s=asked))
 
     def after_failure(self, error: httpx.TransportError) -> float:
-        """Seconds to wait before another attempt; raises `ServiceUnreachableError` when there is none left."""
+        """Seconds to wait before another attempt; raises `ServiceUnreachableError` after the last."""
         wait = self._wait_s(Outcome(failure="not_sent" if isinstance(error, NOT_SENT) else "lost"))
         if wait is None:
             raise unreachable(self.url, error) from error
@@ -68,14 +67,14 @@ class Attempts:
 
 @dataclass
 class SyncTransport:
-    """Drives calls over an `httpx.Client`, waiting between attempts with `sleep`."""
+    """Sends calls over an `httpx.Client`; waits between attempts with `sleep`."""
 
     http: httpx.Client
     policy: RetryPolicy
     sleep: Callable[[float], None] = field(default=time.sleep)
 
     def send(self, call: Call[T]) -> T:
-        """Make the call; raises `TulaError`."""
+        """Send `call` and parse its answer; raises `TulaError`."""
         attempts = Attempts(call.request, self.policy, str(self.http.base_url))
         while True:
             try:
@@ -83,12 +82,12 @@ class SyncTransport:
             except httpx.TransportError as error:
                 self.sleep(attempts.after_failure(error))
                 continue
-            if not _needs_attention(answer) or (wait := attempts.after_answer(answer)) is None:
+            if not _is_error(answer) or (wait := attempts.after_answer(answer)) is None:
                 return call.parse(answer)
             self.sleep(wait)
 
     def lines(self, request: Request) -> Iterator[str]:
-        """Open a stream and yield its lines; raises `TulaError` when refused, `ServiceUnreachableError` on a break."""
+        """The lines of a stream; raises `TulaError` if rejected, `ServiceUnreachableError` if the connection breaks."""
         try:
             with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
                 if response.status_code != 200:
@@ -102,19 +101,19 @@ class SyncTransport:
             body = bytearray()
             for part in response.iter_bytes():
                 body += part
-                _bounded(body)
+                _check_size(body)
             return Answer(response.status_code, _headers(response), bytes(body))
 
 
 @dataclass
 class AsyncTransport:
-    """Drives calls over an `httpx.AsyncClient`."""
+    """Sends calls over an `httpx.AsyncClient`."""
 
     http: httpx.AsyncClient
     policy: RetryPolicy
 
     async def send(self, call: Call[T]) -> T:
-        """Make the call; raises `TulaError`."""
+        """Send `call` and parse its answer; raises `TulaError`."""
         attempts = Attempts(call.request, self.policy, str(self.http.base_url))
         while True:
             try:
@@ -122,12 +121,12 @@ class AsyncTransport:
             except httpx.TransportError as error:
                 await asyncio.sleep(attempts.after_failure(error))
                 continue
-            if not _needs_attention(answer) or (wait := attempts.after_answer(answer)) is None:
+            if not _is_error(answer) or (wait := attempts.after_answer(answer)) is None:
                 return call.parse(answer)
             await asyncio.sleep(wait)
 
     async def lines(self, request: Request) -> AsyncIterator[str]:
-        """As `SyncTransport.lines`."""
+        """Like `SyncTransport.lines`."""
         try:
             async with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
                 if response.status_code != 200:
@@ -142,23 +141,23 @@ class AsyncTransport:
             body = bytearray()
             async for part in response.aiter_bytes():
                 body += part
-                _bounded(body)
+                _check_size(body)
             return Answer(response.status_code, _headers(response), bytes(body))
 
 
 def unreachable(url: str, error: Exception) -> TulaError:
-    """One sentence for every way of getting no answer."""
+    """The exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     return ServiceUnreachableError(
         f"no Tula service answers at {url.rstrip('/')} ({reason}): start one with tula serve, or set TULA_URL"
     )
 
 
-def _needs_attention(answer: Answer) -> bool:
+def _is_error(answer: Answer) -> bool:
     return answer.status >= 400
 
 
-def _bounded(body: bytearray) -> None:
+def _check_size(body: bytearray) -> None:
     if len(body) > MAX_ANSWER_BYTES:
         raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
 

@@ -1,4 +1,4 @@
-"""A job to work with in a script or a notebook: recommendation, tables and plots, each one call away."""
+"""A handle of a job for scripts and notebooks, and search of jobs by name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from tula_wire import Event, Job, JobSpec, JobSummary, Objective, Predictions, R
 if TYPE_CHECKING:
     from tula_client._client import Client
 
-__all__ = ["JobHandle", "JobNotFoundError", "all_jobs", "all_runs", "find_job"]
-
 PAGE = 100
 
 
 class JobNotFoundError(TulaError):
-    """Neither an id nor a name of a job."""
+    """No job has that id or name."""
 
 
 class JobHandle:
-    """One job of one service; every access asks the service anew, so a handle never shows stale numbers."""
+    """One job of one service. Every access queries the service: the handle caches nothing."""
 
     def __init__(self, client: Client, job_id: str) -> None:
         self.client = client
@@ -32,23 +30,23 @@ class JobHandle:
 
     @classmethod
     def of(cls, client: Client, job: str | JobSpec) -> JobHandle:
-        """By id or name, or registered from its specification; raises `TulaError` when there is none or several."""
+        """A handle by id or name, or of the job registered from a specification; raises `TulaError` if ambiguous."""
         if isinstance(job, JobSpec):
             return cls(client, client.register(job).job.id)
         return cls(client, find_job(client, job))
 
     def status(self) -> Job:
-        """The job with its plan as it now stands."""
+        """The job with its plan."""
         return self.client.job(self.id)
 
     def recommendation(self, objective: Objective | None = None) -> Recommendation:
-        """What to use and why; by default for the job's own objective."""
+        """The recommended configuration and the reason; by default for the job's objective."""
         return self.client.recommendation(self.id, objective=objective)
 
     def predict(
         self, num_nodes: int | list[int] | None = None, global_batch_size: int | list[int] | None = None
     ) -> Predictions:
-        """What-if, for every combination of cluster size and global batch."""
+        """What-if: predictions for all combinations of cluster size and global batch."""
         return self.client.predictions(self.id, num_nodes=num_nodes, global_batch_size=global_batch_size)
 
     def runs(self) -> list[Run]:
@@ -56,7 +54,7 @@ class JobHandle:
         return list(all_runs(self.client, self.id))
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
-        """What happens to the job, as it happens; ends when the caller stops."""
+        """Events of the job as they happen; ends when the caller stops."""
         return self.client.events(self.id, last_id=last_id)
 
     def rows(self, table: Table = "candidates") -> list[Row]:
@@ -67,7 +65,7 @@ class JobHandle:
             return run_rows(self.runs())
         if table == "ledger":
             return ledger_rows(self.client.ledger(self.id))
-        raise TulaError(f"table: {table!r} is unknown: take one of {', '.join(TABLES)}")
+        raise TulaError(f"table: {table!r} is unknown: use one of {', '.join(TABLES)}")
 
     def to_dataframe(self, table: Table = "candidates") -> Any:
         """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
@@ -80,7 +78,7 @@ class JobHandle:
     def chart(
         self, name: str = "tradeoff", *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
     ) -> dict[str, Any]:
-        """A chart's Vega-Lite specification with its data; `quantity` is what `tradeoff` draws."""
+        """The Vega-Lite specification of a chart with its data; `quantity` is drawn by `tradeoff`."""
         return self.client.chart(self.id, name, quantity=quantity, objective=objective)
 
     def plot(
@@ -91,7 +89,7 @@ class JobHandle:
         quantity: Literal["time", "cost"] = "time",
         objective: Objective | None = None,
     ) -> Any:
-        """The chart as an Altair object, which a notebook shows; with `output`, written as PNG, SVG or JSON instead."""
+        """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
         spec = self.chart(name, quantity=quantity, objective=objective)
         if output is None:
             return altair_chart(spec)
@@ -103,7 +101,7 @@ class JobHandle:
 
 
 def find_job(client: Client, name_or_id: str) -> str:
-    """The id of the job that a person means; a name does when exactly one job that is not archived bears it."""
+    """The id of a job given by id, or by a name that exactly one job has that is not archived."""
     if not name_or_id.strip():
         raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
     try:
@@ -114,12 +112,12 @@ def find_job(client: Client, name_or_id: str) -> str:
         raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows them")
     if len(named) > 1:
         ids = ", ".join(job.id for job in named[:5])
-        raise TulaError(f"{len(named)} jobs are called {name_or_id!r}: give the id of one ({ids})")
+        raise TulaError(f"{len(named)} jobs have the name {name_or_id!r}: give the id of one ({ids})")
     return named[0].id
 
 
 def all_jobs(client: Client, *, search: str | None = None, archived: bool = False) -> Iterator[JobSummary]:
-    """Every job that the search finds, page after page."""
+    """All jobs that match, over all pages."""
     cursor: str | None = None
     while True:
         page = client.jobs(search=search, archived=archived, limit=PAGE, cursor=cursor)
@@ -129,7 +127,7 @@ def all_jobs(client: Client, *, search: str | None = None, archived: bool = Fals
 
 
 def all_runs(client: Client, job_id: str) -> Iterator[Run]:
-    """Every run of a job, page after page."""
+    """All runs of a job, over all pages."""
     cursor: str | None = None
     while True:
         page = client.runs(job_id, limit=PAGE, cursor=cursor)

@@ -1,4 +1,4 @@
-"""Charts of the service, shown in a notebook or written to a file; the specification is always the service's own."""
+"""Charts that the service specifies, for notebooks and files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from tula_client._errors import MissingExtraError, TulaError
-
-__all__ = ["FORMATS", "altair_chart", "save"]
 
 FORMATS: Final = ("png", "svg", "json")
 
@@ -23,10 +21,10 @@ def altair_chart(spec: dict[str, Any]) -> Any:
 
 
 def save(spec: dict[str, Any], path: Path, *, scale: float = 2.0) -> None:
-    """Write a Vega-Lite specification as PNG, SVG or JSON, as the file's name says.
+    """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
 
-    `scale` is device pixels per chart pixel, for PNG. Nothing is fetched: the renderer is in the package.
-    Raises `TulaError` for another ending, an unwritable path or a missing renderer.
+    `scale` is device pixels per chart pixel of a PNG. Rendering needs no network. Raises `TulaError` for another
+    suffix, an unwritable path or a missing renderer.
     """
     kind = path.suffix.lower().lstrip(".")
     if kind not in FORMATS:

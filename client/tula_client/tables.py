@@ -1,4 +1,4 @@
-"""Answers as flat rows, one dictionary a row, ready for a data frame or a CSV file: pure."""
+"""Answers as flat rows (dictionaries) for data frames and CSV files. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 from tula_wire import Candidate, Configuration, Estimate, Ledger, Recommendation, Run
-
-__all__ = ["TABLES", "Row", "Table", "candidate_rows", "ledger_rows", "run_rows"]
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
@@ -17,12 +15,12 @@ TABLES: Final[tuple[Table, ...]] = ("candidates", "runs", "ledger")
 
 
 def candidate_rows(recommendation: Recommendation) -> list[Row]:
-    """Every candidate with its predictions, intervals as `_low` and `_high`, and the part it plays."""
+    """Every candidate with its predictions, their intervals as `_low` and `_high`, and its role in the answer."""
     return [_candidate(candidate, recommendation) for candidate in recommendation.candidates]
 
 
 def run_rows(runs: Iterable[Run]) -> list[Row]:
-    """Every run with its configuration and what was measured."""
+    """Every run with its configuration and measurements."""
     return [
         {
             "run_id": run.id,
@@ -45,7 +43,7 @@ def run_rows(runs: Iterable[Run]) -> list[Row]:
 
 
 def ledger_rows(ledger: Ledger) -> list[Row]:
-    """Every past recommendation beside what was then measured."""
+    """Every past recommendation with the measurement that followed."""
     return [
         {
             "recommendation_id": entry.recommendation_id,
@@ -65,7 +63,7 @@ def ledger_rows(ledger: Ledger) -> list[Row]:
 
 
 def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
-    def is_one(other: Candidate | None) -> bool:
+    def is_same(other: Candidate | None) -> bool:
         return other is not None and other.configuration == candidate.configuration and other.spot == candidate.spot
 
     row = _configuration(candidate.configuration)
@@ -83,9 +81,9 @@ def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
         "extrapolated": candidate.extrapolated,
         "dominated": candidate.dominated,
         "excluded_by": candidate.excluded_by,
-        "chosen": is_one(recommendation.chosen),
-        "least_time": is_one(recommendation.least_time),
-        "least_cost": is_one(recommendation.least_cost),
+        "chosen": is_same(recommendation.chosen),
+        "least_time": is_same(recommendation.least_time),
+        "least_cost": is_same(recommendation.least_cost),
         "knee": recommendation.knee.configuration == candidate.configuration,
     }
 

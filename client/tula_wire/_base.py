@@ -6,8 +6,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-__all__ = ["Bytes", "Count", "Name", "Positive", "Share", "Timestamp", "WireModel", "read"]
-
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 Positive = Annotated[float, Field(gt=0, le=1e24)]

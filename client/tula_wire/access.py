@@ -8,8 +8,6 @@ from pydantic import Field
 
 from tula_wire._base import Name, Positive, Timestamp, WireModel
 
-__all__ = ["Project", "ProjectCreate", "ProjectList", "Scope", "Token", "TokenCreate", "TokenCreated", "TokenList"]
-
 Scope = Literal["agent", "user", "admin"]
 
 

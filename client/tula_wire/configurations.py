@@ -10,8 +10,6 @@ from typing_extensions import deprecated
 
 from tula_wire._base import Count, Name
 
-__all__ = ["DEFAULT_INSTANCE_TYPE", "Configuration"]
-
 DEFAULT_INSTANCE_TYPE: Final = "default"
 
 

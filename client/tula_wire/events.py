@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from tula_wire._base import Timestamp, WireModel
 
-__all__ = ["Event", "EventKind"]
-
 EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
 
 

@@ -12,28 +12,6 @@ from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.recommendations import Recommendation
 from tula_wire.runs import Run
 
-__all__ = [
-    "JOBS_COUNTED",
-    "BatchSpec",
-    "ClusterSpec",
-    "DatasetSpec",
-    "Job",
-    "JobCreated",
-    "JobPage",
-    "JobPatch",
-    "JobSpec",
-    "JobState",
-    "JobSummary",
-    "Limits",
-    "ModelSpec",
-    "Objective",
-    "Price",
-    "ProfilingSpec",
-    "Search",
-    "SpotPrice",
-    "StepTimeModel",
-]
-
 JOBS_COUNTED: Final = 1000
 """A list of jobs counts no further, so that it takes no longer however many there are: so many may be more."""
 

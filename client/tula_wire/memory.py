@@ -10,14 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = [
-    "ALLOCATOR_SLACK",
-    "bytes_per_sample",
-    "largest_local_batch_size",
-    "static_bytes",
-    "usable_bytes",
-]
-
 ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
 

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from tula_wire._base import WireModel
 
-__all__ = ["MEDIA_TYPE", "FieldError", "Problem", "ProblemType"]
-
 MEDIA_TYPE: Final = "application/problem+json"
 
 

@@ -9,19 +9,6 @@ from pydantic import Field
 from tula_wire._base import Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
-__all__ = [
-    "Basis",
-    "Candidate",
-    "Estimate",
-    "Knee",
-    "Ledger",
-    "LedgerEntry",
-    "ModelReport",
-    "Predictions",
-    "Recommendation",
-    "Terms",
-]
-
 Basis = Literal["prior", "transfer", "profiled"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["UNKNOWN_FIELD", "remedy"]
-
 UNKNOWN_FIELD: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
 """Types of Pydantic errors for a field that the model does not have: of a model and of a dataclass."""
 

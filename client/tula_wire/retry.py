@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
-__all__ = ["backoff_s", "retry_after_s"]
-
 
 def backoff_s(failures: int, jitter: float, *, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
     """Seconds to wait after `failures` attempts (from 1): exponential backoff with full jitter.

@@ -4,31 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "HEALTH",
-    "JOB",
-    "JOBS",
-    "JOB_CHART",
-    "JOB_CLAIM",
-    "JOB_EVENTS",
-    "JOB_LEDGER",
-    "JOB_PREDICTIONS",
-    "JOB_RECOMMENDATION",
-    "JOB_RUNS",
-    "JOB_SAMPLES",
-    "JOB_SCALING",
-    "METRICS",
-    "PROJECTS",
-    "READY",
-    "RUN",
-    "RUN_CHART",
-    "RUN_SAMPLES",
-    "RUN_TELEMETRY",
-    "TOKEN",
-    "TOKENS",
-    "VERSION",
-]
-
 VERSION: Final = "/v1"
 
 JOBS: Final = "/v1/jobs"

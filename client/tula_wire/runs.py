@@ -9,18 +9,6 @@ from pydantic import Field
 from tula_wire._base import Count, Name, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
-__all__ = [
-    "ClaimRequest",
-    "Instruction",
-    "Run",
-    "RunClaimed",
-    "RunCreate",
-    "RunKind",
-    "RunList",
-    "RunPatch",
-    "RunState",
-]
-
 RunKind = Literal["profile", "train"]
 RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory", "failed", "cancelled"]
 

@@ -9,17 +9,6 @@ from typing_extensions import Self
 
 from tula_wire._base import Bytes, Count, Name, WireModel
 
-__all__ = [
-    "MAX_STEPS",
-    "MemoryBreakdown",
-    "MemoryMethod",
-    "SampleBatch",
-    "SamplePage",
-    "SamplesAccepted",
-    "StepSample",
-    "TimingMethod",
-]
-
 MAX_STEPS = 10_000
 
 TimingMethod = Literal["wall", "ddp_logger", "no_sync", "comm_hook", "cuda_events"]

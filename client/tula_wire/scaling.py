@@ -8,8 +8,6 @@ from pydantic import AfterValidator, Field
 
 from tula_wire._base import Count, Positive, WireModel
 
-__all__ = ["Granularity", "ScalingPatch", "ScalingPolicy", "ScalingThresholds"]
-
 ScalingPolicy = Literal["gain", "ags", "static", "none"]
 Granularity = Annotated[
     Literal["tensor", "channel", "element"],

@@ -10,8 +10,6 @@ from typing_extensions import Self
 from tula_wire._base import Name, WireModel
 from tula_wire.samples import Column, Number
 
-__all__ = ["COLUMNS", "ColumnName", "TelemetryAccepted", "TelemetryChunk", "TelemetrySeries"]
-
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 
 COLUMNS = (

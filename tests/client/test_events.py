@@ -45,7 +45,7 @@ def test_comments_unknown_kinds_and_foreign_fields_are_passed_over() -> None:
 def test_an_event_cut_off_in_the_middle_is_asked_for_again() -> None:
     reader = EventReader()
     assert feed(reader, event(1) + event(2)[:30]) == [1]
-    reader.broken()
+    reader.disconnected()
     assert reader.last_id == 1
     assert feed(reader, event(2)) == [2]
 
@@ -53,12 +53,12 @@ def test_an_event_cut_off_in_the_middle_is_asked_for_again() -> None:
 def test_waits_between_connections_grow_and_follow_the_server() -> None:
     reader = EventReader()
     feed(reader, "retry: 100\n\n")
-    waits = [reader.broken() for _ in range(12)]
+    waits = [reader.disconnected() for _ in range(12)]
     assert waits[:3] == [0.1, 0.2, 0.4]
     assert waits == sorted(waits)
     assert max(waits) <= 30.0
     feed(reader, event(1))
-    assert reader.broken() == 0.1
+    assert reader.disconnected() == 0.1
 
 
 class Unsteady(httpx.BaseTransport):

@@ -6,8 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; the extra `cli` is looked for here, so that its absence is one sentence."""

@@ -13,8 +13,6 @@ from tula_client._settings import package_version, service_url
 from tula_client.cli.options import Json
 from tula_client.cli.output import emit, set_url
 
-__all__ = ["GROUP", "build", "plugins"]
-
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
 EPILOG: Final = (

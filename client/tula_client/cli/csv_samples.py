@@ -15,8 +15,6 @@ from tula_client._faults import faults
 from tula_client.cli.exit_codes import UsageError
 from tula_wire import DEFAULT_INSTANCE_TYPE, MAX_STEPS, Configuration, JobSpec, SampleBatch
 
-__all__ = ["COLUMNS", "Measured", "check", "parse"]
-
 REQUIRED: Final = {
     "num_nodes": "nodes of the run",
     "local_batch_size": "examples per rank and micro-step",

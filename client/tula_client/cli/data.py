@@ -25,8 +25,6 @@ from tula_client.plots import FORMATS
 from tula_client.tables import Row, Table
 from tula_wire import Run, RunCreate, RunPatch
 
-__all__ = ["add_to", "export", "import_", "plot"]
-
 Format = Literal["csv", "parquet", "json"]
 
 

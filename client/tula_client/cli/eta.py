@@ -7,8 +7,6 @@ from statistics import fmean, median
 
 from tula_wire import Job, Run
 
-__all__ = ["seconds_left"]
-
 
 def seconds_left(job: Job, took_s: Mapping[str, float], elapsed_s: Mapping[str, float]) -> float | None:
     """Seconds until every run of the plan has ended; None before any has.

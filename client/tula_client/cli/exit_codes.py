@@ -18,8 +18,6 @@ from tula_client._errors import (
 )
 from tula_client.handle import JobNotFoundError
 
-__all__ = ["ExitCode", "UsageError", "exit_code"]
-
 
 class ExitCode(IntEnum):
     """What a script may rely on."""

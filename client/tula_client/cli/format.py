@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tula_wire import Configuration, Estimate
 
-__all__ = ["BRIEF", "brief", "bytes_", "configuration", "dollars", "estimate", "percent", "saving", "seconds"]
-
 BRIEF = "nodes, batch (local)"
 """Heading of a column of `brief` configurations."""
 

@@ -19,8 +19,6 @@ from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
 from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
 
-__all__ = ["add_to", "job_view"]
-
 
 def add_to(app: typer.Typer) -> None:
     """Give `app` these commands."""

@@ -6,7 +6,5 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["JobName", "Json"]
-
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]

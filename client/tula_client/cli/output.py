@@ -14,8 +14,6 @@ from rich.table import Table
 
 from tula_client._client import Client
 
-__all__ = ["connect", "console", "emit", "note", "plain", "set_url", "table"]
-
 
 def connect() -> Client:
     """A client of the service that `--url` or TULA_URL names."""

@@ -15,8 +15,6 @@ from tula_client.cli.eta import seconds_left
 from tula_client.launch.judge import Outcome
 from tula_wire import Configuration, Job, Run
 
-__all__ = ["ProgressReporter"]
-
 _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "failed", "cancelled": "cancelled"}
 
 

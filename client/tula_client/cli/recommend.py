@@ -15,8 +15,6 @@ from tula_client.cli.output import connect, emit, table
 from tula_client.handle import find_job
 from tula_wire import Candidate, Configuration, Objective, Recommendation
 
-__all__ = ["add_to", "candidates_table", "recommend", "recommendation_view"]
-
 BASIS = {
     "prior": "a first guess from hardware figures; nothing of this job is measured yet",
     "transfer": "measurements of similar jobs; nothing of this one is measured yet",

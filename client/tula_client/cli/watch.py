@@ -22,8 +22,6 @@ from tula_client.cli.output import connect, console, emit
 from tula_client.handle import find_job
 from tula_wire import Event, Run, TelemetrySeries
 
-__all__ = ["add_to", "sparkline", "watch"]
-
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = ("step_time_s", "loss", "grad_norm", "gradient_variability", "validation_accuracy")
 RUNS = 8
