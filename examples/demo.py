@@ -1,6 +1,6 @@
-"""`make demo`: the whole of Tula once, on this machine, with real processes; under five minutes on two cores.
+"""`make demo`: all of Tula once, on this machine, with real processes; under five minutes on two cores.
 
-Serves on a temporary database, profiles `digits_ddp.py` at a few configurations, prints what is predicted for all,
+Serves on a temporary database, profiles `digits_ddp.py` at a few configurations, prints the predictions for all,
 measures two that were not profiled, trains with the recommended one, and writes the trade-off curve.
 """
 
@@ -29,8 +29,8 @@ from tula_client.launch.template import Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Candidate, Recommendation, Run, RunCreate
 
-HERE = Path(__file__).resolve().parent
-SCRIPT = [str(HERE / "digits_ddp.py"), "--batch-size", "{local_batch_size}"]
+EXAMPLES = Path(__file__).resolve().parent
+SCRIPT = [str(EXAMPLES / "digits_ddp.py"), "--batch-size", "{local_batch_size}"]
 SPEC = """\
 name = "digits"
 epochs = 20
@@ -63,7 +63,9 @@ def main() -> int:
     """Run the demonstration; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20, help="epochs to train at the end")
-    parser.add_argument("--max-nodes", type=int, default=4, help="processes at most; each is a node, and takes 300 MiB")
+    parser.add_argument(
+        "--max-nodes", type=int, default=4, help="number of processes at most; each stands for a node and takes 300 MiB"
+    )
     parser.add_argument("--output", type=Path, default=Path("tula-demo"), help="folder for the curve")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -74,7 +76,7 @@ def main() -> int:
             os.environ["TULA_URL"] = url
             demonstrate(Path(folder), args.output, args.epochs, args.max_nodes)
     except KeyboardInterrupt:
-        say("Stopped; the service and every process of the demonstration are gone.")
+        say("Stopped; the service and all processes of the demonstration have ended.")
         return 130
     except TulaError as error:
         say(f"The demonstration failed: {error}")
@@ -84,19 +86,19 @@ def main() -> int:
 
 
 def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
-    """The five steps, each with the command that anybody would type."""
+    """The four steps, with the commands that a user types."""
     spec = folder / "job.toml"
     spec.write_text(SPEC.replace("MOST", str(most)))
     work = ["--work-dir", str(folder / "work")]
 
-    heading("Profile what the service asks for, predict every candidate")
+    heading("Profile the configurations that the service asks for, predict every candidate")
     tula("tune", str(spec), "--launcher", "torchrun", *work, "--", *SCRIPT)
 
     with Client() as client:
         job = client.handle("digits")
         before = job.recommendation()
 
-        heading("Two candidates that nobody profiled: predicted, then measured")
+        heading("Two candidates that were not profiled: predicted, then measured")
         chosen = unprofiled(before)
         for candidate in chosen:
             measure(client, job, candidate, folder / "work")
@@ -104,14 +106,14 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         compare(before, [(candidate, after[candidate.configuration]) for candidate in chosen])
         say(reconsidered(before, job.recommendation()))
 
-        heading("Train with the recommendation, gradients scaled adaptively")
+        heading("Train with the recommendation and gradient scaling")
         tula(
-            "run", "digits", "--launcher", "torchrun", "--method", "ags", *work, "--", *SCRIPT, "--epochs", str(epochs)
+            "run", "digits", "--launcher", "torchrun", "--method", "gain", *work, "--", *SCRIPT, "--epochs", str(epochs)
         )
         trained = next(run for run in job.runs() if run.kind == "train")
         logs = (folder / "work" / job.id / "logs").glob(f"{trained.id}*.log")  # one for each start of the run
-        told = [line for log in sorted(logs) for line in log.read_text().splitlines() if line.startswith("epoch")]
-        say("\n".join([*told[4:-1:5], *told[-1:]]))
+        epoch_lines = [x for log in sorted(logs) for x in log.read_text().splitlines() if x.startswith("epoch")]
+        say("\n".join([*epoch_lines[4:-1:5], *epoch_lines[-1:]]))
         if trained.step_time_s is not None:
             say(f"Measured over the training: {format.seconds(trained.step_time_s)} a step.")
 
@@ -121,7 +123,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
 
 
 def unprofiled(recommendation: Recommendation) -> list[Candidate]:
-    """Two allowed candidates that were not profiled, as far apart in global batch as there are."""
+    """Two allowed candidates that were not profiled, the smallest and the largest global batch."""
     open_ = [one for one in recommendation.candidates if not one.profiled and one.excluded_by is None and not one.spot]
     ordered = sorted(open_, key=lambda one: (one.global_batch_size, one.configuration.num_nodes))
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
@@ -147,7 +149,7 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
 
 
 def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> None:
-    """Predicted beside measured, with the error and whether the interval held it."""
+    """Print predicted and measured step time, the error, and whether the interval contains the measured one."""
     rows = []
     for candidate, run in pairs:
         predicted, measured = candidate.step_time_s, run.step_time_s
@@ -169,7 +171,7 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
 
 
 def reconsidered(before: Recommendation, now: Recommendation) -> str:
-    """What two more measurements made of the recommendation, which the training follows."""
+    """Whether two more measurements changed the recommendation, which the training follows."""
     was, is_now = (None if each.chosen is None else each.chosen.configuration for each in (before, now))
     if was == is_now:
         return "With these two measured as well, the recommendation stays."
@@ -178,7 +180,7 @@ def reconsidered(before: Recommendation, now: Recommendation) -> str:
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[str]:
-    """A service on a temporary database and a free port, in a session of its own so that Ctrl-C reaches it last."""
+    """A service on a temporary database and a free port, in a new session so that Ctrl-C does not reach it first."""
     log = (folder / "service.log").open("w+")
     port = free_port()
     command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", str(folder / "tula.db"), "--port", port]
@@ -208,7 +210,7 @@ def free_port() -> str:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return once the service answers; raises `TulaError` with its last words when it does not within a minute."""
+    """Return once the service answers; raises `TulaError` with the end of its log when it does not within a minute."""
     with Client(url) as client:
         until = time.monotonic() + 60
         while time.monotonic() < until and process.poll() is None:
@@ -219,9 +221,9 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
 
 
 def tula(*arguments: str) -> None:
-    """Run a `tula` command, echoed; on Ctrl-C it cleans up after itself, and we wait for that.
+    """Print and run a `tula` command; on Ctrl-C, interrupt it and wait for its clean-up.
 
-    A session of its own keeps the terminal's signal from it, so that it is told to stop once and not twice.
+    It runs in a new session, or it would get the terminal's signal as well as ours.
     """
     say("$ tula " + " ".join(json.dumps(word) if " " in word else word for word in arguments))
     process = subprocess.Popen([sys.executable, "-m", "tula_client.cli", *arguments], start_new_session=True)
@@ -240,12 +242,12 @@ def tula(*arguments: str) -> None:
 
 
 def heading(text: str) -> None:
-    """Say what comes next."""
+    """Print the title of a step."""
     CONSOLE.print(f"\n[bold]== {text}[/bold]")
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line."""
     CONSOLE.print(text, soft_wrap=True, markup=False)
 
 
