@@ -6,7 +6,8 @@
 
 1. `Store.job_lock(job_id)`, in this process: one thread at a time computes for a job, and the others then find its
    result in the cache. It only saves work; correctness rests on 4.
-2. `Store.compute_slot()`, in this process: `COMPUTE_SLOTS` fits at a time. The others wait and hold no connection.
+2. `Store.compute_slot()`, in this process: `COMPUTE_SLOTS` fits at a time. Neither a fit nor a thread that waits for a
+   slot holds a connection.
 3. `Store.writer_lock`, in this process, SQLite only: threads queue here, fairly, instead of polling the file's write
    lock, which decides between processes. SQLite takes that at BEGIN, so no transaction upgrades a read lock.
 4. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
@@ -14,7 +15,7 @@
 5. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
    grow in commit order.
 
-Transactions from `reading()` and `compute_slot()` take no lock; on SQLite they see one snapshot.
+Transactions from `reading()` take no lock; on SQLite they see one snapshot.
 """
 
 from __future__ import annotations
@@ -125,10 +126,10 @@ class Store:
             yield tx
 
     @contextmanager
-    def compute_slot(self) -> Iterator[Transaction]:
-        """A reading transaction for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
-        with _acquired(self._compute_slots), self.reading() as tx:
-            yield tx
+    def compute_slot(self) -> Iterator[None]:
+        """Holds one of the slots for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
+        with _acquired(self._compute_slots):
+            yield
 
     @contextmanager
     def job_lock(self, job_id: str) -> Iterator[None]:

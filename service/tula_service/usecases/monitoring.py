@@ -98,14 +98,15 @@ def diagnose(store: Store, run_id: str) -> None:
 
 
 def _announce_cause(store: Store, run_id: str) -> None:
-    with store.compute_slot() as tx:
-        run = tx.runs.get(run_id)
-        monitor = Monitor.read(run.drift_state or {})
-        alarm = monitor.alarm
-        if alarm is None or alarm.explained:
-            return
-        data = load(tx, tx.jobs.get(run.job_id))
-    answer = analyse(data.ignoring(run_id))
+    with store.compute_slot():
+        with store.reading() as tx:
+            run = tx.runs.get(run_id)
+            monitor = Monitor.read(run.drift_state or {})
+            alarm = monitor.alarm
+            if alarm is None or alarm.explained:
+                return
+            data = load(tx, tx.jobs.get(run.job_id))
+        answer = analyse(data.ignoring(run_id))
     if isinstance(answer, Answer):
         found = monitoring.diagnose(answer.model, run.configuration, monitor, alarm)
     else:
@@ -122,18 +123,19 @@ def _announce_cause(store: Store, run_id: str) -> None:
 
 
 def _announce_advice(store: Store, run_id: str) -> None:
-    with store.compute_slot() as tx:
-        run = tx.runs.get(run_id)
-        monitor = Monitor.read(run.drift_state or {})
-        alarm = monitor.alarm
-        if alarm is None or not alarm.explained:
-            return
-        data = load(tx, tx.jobs.get(run.job_id))
-    advice = None
-    if alarm.examples_left is not None:
-        answer = analyse(data.since(run_id, alarm.level_s, alarm.compute_s))
-        if isinstance(answer, Answer):
-            advice = monitoring.reconfigure(answer, run.configuration, monitor, alarm)
+    with store.compute_slot():
+        with store.reading() as tx:
+            run = tx.runs.get(run_id)
+            monitor = Monitor.read(run.drift_state or {})
+            alarm = monitor.alarm
+            if alarm is None or not alarm.explained:
+                return
+            data = load(tx, tx.jobs.get(run.job_id))
+        advice = None
+        if alarm.examples_left is not None:
+            answer = analyse(data.since(run_id, alarm.level_s, alarm.compute_s))
+            if isinstance(answer, Answer):
+                advice = monitoring.reconfigure(answer, run.configuration, monitor, alarm)
     with store.transaction() as tx:
         current = _with_alarm(tx, run, alarm)
         if current is None:

@@ -39,23 +39,21 @@ def replan(store: Store, job_id: str) -> str:
 
 def _replan(store: Store, job_id: str) -> str:
     for _ in range(ATTEMPTS):
-        with store.compute_slot() as tx:
-            job = tx.jobs.get(job_id)
-            facts, analysis, decision = _compute(tx, job)
+        with store.compute_slot():
+            with store.reading() as tx:
+                job = tx.jobs.get(job_id)
+                facts, data = _facts(tx, job), load(tx, job)
+            analysis = analyse(data)
+            decision = plan_of(analysis)
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
             if now.data_version == job.data_version or _facts(tx, now) == facts:
                 return _store(tx, now, analysis, decision)
     with store.transaction() as tx:
         job = tx.jobs.lock(job_id)
-        _, analysis, decision = _compute(tx, job)
-        return _store(tx, job, analysis, decision)
-
-
-def _compute(tx: Transaction, job: JobRecord) -> tuple[object, Analysis, PlanDecision]:
-    data = load(tx, job)
-    analysis = analyse(data)
-    return _facts(tx, job), analysis, plan_of(analysis)
+        data = load(tx, job)
+        analysis = analyse(data)
+        return _store(tx, job, analysis, plan_of(analysis))
 
 
 def _facts(tx: Transaction, job: JobRecord) -> object:

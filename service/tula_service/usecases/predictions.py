@@ -37,15 +37,15 @@ class WhatIf:
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
     """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
-    with store.compute_slot() as tx:
-        job = visible_job(tx, principal, job_id)
-        data = load(tx, job)
+    with store.compute_slot():
+        with store.reading() as tx:
+            data = load(tx, visible_job(tx, principal, job_id))
         answer = analyse(replace(data, spec=_at(data.spec, question)))
     if not isinstance(answer, Answer):
         raise ObservationError(answer.reason)
     found = answer.what_if(_configurations(answer, question))
     return wire.Predictions(
-        job_id=job.id,
+        job_id=job_id,
         basis=found.model.basis.value,
         candidates=explanation.candidates_of(found, found.estimates),
         model=explanation.model_report(found),

@@ -39,14 +39,16 @@ def get(
     on_miss()
     with store.job_lock(job_id):
         while True:
-            # Computed on a read-only snapshot, so that no writer waits for a fit.
-            with store.compute_slot() as tx:
-                job = visible_job(tx, principal, job_id)
-                wanted = _known_objective(job, objective)
-                body = cached(tx, job, wanted)
-                if body is not None:  # the thread before this one in the queue computed it
-                    return body
-                analysis = analyse(load(tx, job), wanted)
+            # No transaction is open during the fit, so that no writer waits for it.
+            with store.compute_slot():
+                with store.reading() as tx:
+                    job = visible_job(tx, principal, job_id)
+                    wanted = _known_objective(job, objective)
+                    body = cached(tx, job, wanted)
+                    if body is not None:  # the thread before this one in the queue computed it
+                        return body
+                    data = load(tx, job)
+                analysis = analyse(data, wanted)
             with store.transaction() as tx:
                 now = tx.jobs.lock(job_id)
                 if now.spec == job.spec or cached(tx, job, wanted, or_newer=True) is not None:
