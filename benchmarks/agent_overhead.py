@@ -1,6 +1,6 @@
 """What the agent costs: a ResNet-50-sized training with and without it, in turn, on the same machine.
 
-python -m benchmarks.agent_overhead [--pairs N] [--json OUT]
+python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
 Two processes do the same fixed work on 161 tensors of 25.6 M parameters; one has the agent, which reports to a real
 HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs, so that what the agent's
@@ -41,55 +41,101 @@ TARGETS = {
 }
 
 
-def child(with_agent: bool) -> None:
-    """One of the two processes: does the turns that it is told to on standard input."""
-    import torch
+class Training:
+    """The fixed work: `work` multiplies a matrix so often and steps the optimizer."""
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(PARAMETERS // TENSORS)) for _ in range(TENSORS)]
-    model = torch.nn.Module()
-    model.weights = torch.nn.ParameterList(parameters)
-    optimizer = torch.optim.SGD(parameters, lr=1e-9)
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    matrix = torch.randn(256, 256)
+    def __init__(self) -> None:
+        import torch
 
-    def work(rounds: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(PARAMETERS // TENSORS)) for _ in range(TENSORS)]
+        self.model = torch.nn.Module()
+        self.model.weights = torch.nn.ParameterList(parameters)
+        self.optimizer = torch.optim.SGD(parameters, lr=1e-9)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self._matrix = torch.randn(256, 256)
+        self._multiply = torch.mm
+        self.batches: Any = ((torch.zeros(32, 4),) for _ in iter(int, 1))
+
+    def work(self, rounds: int) -> None:
+        """One step."""
         for _ in range(rounds):
-            torch.mm(matrix, matrix)
-        optimizer.step()
+            self._multiply(self._matrix, self._matrix)
+        self.optimizer.step()
 
-    def least(rounds: int) -> float:
-        times = []
-        for _ in range(7):
-            began = time.perf_counter()
-            work(rounds)
-            times.append(time.perf_counter() - began)
-        return min(times)
+    def rounds_of(self, step_s: float) -> int:
+        """How many rounds take `step_s` seconds in all."""
 
-    told = int(sys.stdin.readline())
-    fixed, varying = least(1), least(101)
-    rounds = told or max(1, round(100 * (STEP_S - fixed) / (varying - fixed)))
-    print(rounds, flush=True)
-    batches: Any = ((torch.zeros(32, 4),) for _ in iter(int, 1))
-    spent: dict[str, list[float]] = {}
-    norms: list[float] = []
-    warm_norms = 0
-    recorder = None
-    if with_agent:
+        def least(rounds: int) -> float:
+            times = []
+            for _ in range(7):
+                began = time.perf_counter()
+                self.work(rounds)
+                times.append(time.perf_counter() - began)
+            return min(times)
+
+        fixed, varying = least(1), least(101)
+        return max(1, round(100 * (step_s - fixed) / (varying - fixed)))
+
+
+class Agent:
+    """The agent in a training, with the CPU time of its calls on the training thread in `spent`, by part."""
+
+    def __init__(self, training: Training, spent: dict[str, list[float]]) -> None:
         import tula_agent
 
-        run = tula_agent.init(dataset_size=1_000_000)
-        run.watch(model, optimizer)
-        recorder = run.recorder
+        self._spent = spent
+        self._norms: list[float] = []
+        self._warm_norms = 0
+        self.run = tula_agent.init(dataset_size=1_000_000)
+        recorder = self.run.recorder
         assert recorder is not None
-        for part, name in (("timing", "want_batch"), ("timing", "batch_ready")):
+        self._recorder: Any = recorder
+        for part, name in (
+            ("timing", "want_batch"),
+            ("timing", "batch_ready"),
+            ("gradients", "before_optimizer_step"),
+        ):
             setattr(recorder, name, timed(getattr(recorder, name), part, spent))
-        for key, hook in list(optimizer._optimizer_step_pre_hooks.items()):
-            optimizer._optimizer_step_pre_hooks[key] = timed(hook, "gradients", spent)
-        recorder.gradients.read = timed(recorder.gradients.read, "norms", {"norms": norms})  # type: ignore[method-assign]
-        batches = run.steps(batches)
+        self.run.watch(training.model, training.optimizer)
+        recorder.gradients.read = timed(  # type: ignore[method-assign]
+            recorder.gradients.read, "norms", {"norms": self._norms}
+        )
+        training.batches = self.run.steps(training.batches)
+
+    def warmed_up(self) -> None:
+        """Count from now on."""
+        self._warm_norms = len(self._norms)
+        self._recorder.exporter.cpu_s, self._recorder.exporter.sent_bytes = 0.0, 0
+
+    def report(self, measured: int) -> dict[str, float]:
+        """What it cost per step, over so many steps."""
+        calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
+        clock = sum(self._spent["clock"])
+        report = {
+            f"{part}_us": 1e6 * (sum(self._spent[part]) - number * clock) / measured for part, number in calls.items()
+        }
+        # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
+        pair_us, every = 2e6 * statistics.mean(self._norms[2:]), self._recorder.gradients.interval
+        report["norms_us"] = pair_us / every
+        report["gradients_us"] += report["norms_us"] - 1e6 * sum(self._norms[self._warm_norms :]) / measured
+        report["thread_us"] = 1e6 * self._recorder.exporter.cpu_s / measured
+        report["sent_bytes"] = self._recorder.exporter.sent_bytes / measured
+        return report
+
+
+def child(with_agent: bool) -> None:
+    """One of the two processes: does the turns that standard input asks for.
+
+    The first line holds the rounds of a step (0: as many as take STEP_S), each further one a number of steps.
+    """
+    training = Training()
+    rounds = int(sys.stdin.readline()) or training.rounds_of(STEP_S)
+    print(rounds, flush=True)
+    spent: dict[str, list[float]] = {}
+    agent = Agent(training, spent) if with_agent else None
     nothing = timed(lambda: None, "clock", spent)
     steps = 0
     for line in sys.stdin:
@@ -99,34 +145,20 @@ def child(with_agent: bool) -> None:
         times = []
         for _ in range(count):
             began = time.perf_counter()
-            next(batches)
-            work(rounds)
+            next(training.batches)
+            training.work(rounds)
             nothing()
-            if recorder is not None:
-                run.log(loss=0.5)
+            if agent is not None:
+                agent.run.log(loss=0.5)
             times.append(time.perf_counter() - began)
         steps += count
         if steps == WARMUP_STEPS:
             spent.clear()
-            warm_norms = len(norms)
-            if recorder is not None:
-                recorder.exporter.cpu_s, recorder.exporter.sent_bytes = 0.0, 0
+            if agent is not None:
+                agent.warmed_up()
         print(json.dumps(times), flush=True)
-    measured = steps - WARMUP_STEPS
-    calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
-    report = {
-        f"{part}_us": 1e6 * (sum(seconds) - calls.get(part, 0) * sum(spent["clock"])) / measured
-        for part, seconds in spent.items()
-    }
-    if recorder is not None:
-        # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
-        pair_us, every = 2e6 * statistics.mean(norms[2:]), recorder.gradients.interval
-        report["norms_us"] = pair_us / every
-        report["gradients_us"] += report["norms_us"] - 1e6 * sum(norms[warm_norms:]) / measured
-        report["thread_us"] = 1e6 * recorder.exporter.cpu_s / measured
-        report["sent_bytes"] = recorder.exporter.sent_bytes / measured
-    report["resident"] = resident()
-    print(json.dumps(report), flush=True)
+    report = {} if agent is None else agent.report(steps - WARMUP_STEPS)
+    print(json.dumps(report | {"resident": resident()}), flush=True)
     os._exit(0)
 
 
@@ -205,7 +237,7 @@ def serve() -> tuple[http.server.ThreadingHTTPServer, str]:
     return server, f"http://127.0.0.1:{server.server_port}"
 
 
-def import_ms(repeats: int = 5) -> float:
+def import_ms(repeats: int) -> float:
     """Milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [sys.executable, "-c", code]
@@ -213,16 +245,16 @@ def import_ms(repeats: int = 5) -> float:
     return min(float(run.stdout) for run in runs)
 
 
-def measure(pairs: int, turn: int) -> dict[str, float]:
-    """All figures of the module's text."""
+def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[str, float]:
+    """All figures of the module's text; `rounds` of work in a step (0: as many as take STEP_S)."""
     server, url = serve()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     clean["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as spool:
-        told = {"TULA_URL": url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
-        plain, agent = Process(False, clean), Process(True, clean | told)
+        reporting = {"TULA_URL": url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
+        plain, agent = Process(False, clean), Process(True, clean | reporting)
         try:
-            rounds = plain.ask("0")
+            rounds = plain.ask(str(rounds))
             agent.ask(str(rounds))
             for process in (plain, agent):
                 process.ask(str(WARMUP_STEPS))
@@ -255,7 +287,7 @@ def measure(pairs: int, turn: int) -> dict[str, float]:
         "agent.thread_us_per_step": report["thread_us"],
         "agent.memory_bytes": report["resident"] - baseline["resident"],
         "agent.bytes_per_step": report["sent_bytes"],
-        "agent.import_ms": import_ms(),
+        "agent.import_ms": import_ms(imports),
     }
 
 
@@ -264,12 +296,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
+    parser.add_argument("--smoke", action="store_true", help="run for seconds; the figures are worth nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=["agent", "plain"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return child(options.child == "agent")
-    figures = measure(options.pairs, options.turn)
+    figures = measure(2, 4, rounds=1, imports=1) if options.smoke else measure(options.pairs, options.turn)
     for name, value in figures.items():
         target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:32} {value:.6g}{target}")

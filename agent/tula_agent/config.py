@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tula_agent.guard import logger
 
-__all__ = ["AgentConfig", "ProfilePlan", "is_launched", "read_config"]
-
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 

@@ -6,8 +6,6 @@ import logging
 import threading
 from types import TracebackType
 
-__all__ = ["Guard", "logger"]
-
 logger = logging.getLogger("tula_agent")
 
 GIVE_UP_AFTER = 5

@@ -23,8 +23,6 @@ import torch
 
 from tula_agent.rank_channel import CONNECT_WITHIN_S
 
-__all__ = ["EXIT_CODE", "EXIT_WITHIN_S", "STALLED_S", "OomWatch", "is_out_of_memory"]
-
 EXIT_WITHIN_S: Final = 10.0
 """Seconds from the notice to the end of every rank: enough for clean-up and for the agent's last requests."""
 LOOK_EVERY_S: Final = 1.0

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["dump_stacks_at", "on_exit", "on_failure"]
-
 _STDERR = 2
 _exit_pid: int | None = None  # the process that an exit function is registered in; a forked child has its own
 _watches_failures = False

@@ -9,8 +9,6 @@ from tula_agent.guard import Guard, logger
 from tula_agent.measure.step_timer import median_relative_error
 from tula_agent.rank_channel import Channel, RankRendezvous
 
-__all__ = ["FIRST_DECISION", "Profiling", "StopAgreement"]
-
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
 PEERS_WITHIN_S = 10.0

@@ -30,8 +30,6 @@ import torch.distributed as dist
 from tula_agent.config import AgentConfig
 from tula_agent.torch_private import default_store
 
-__all__ = ["Channel", "RankRendezvous", "current_group", "with_group_place"]
-
 _stores: Any = dist  # untyped: torch builds without distributed lack its stores
 
 RING = 64

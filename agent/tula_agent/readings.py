@@ -9,15 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-__all__ = [
-    "CommTiming",
-    "DeviceTiming",
-    "PendingDeviceTiming",
-    "PendingNumber",
-    "Readings",
-    "StepTiming",
-]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ from tula_wire import routes
 if TYPE_CHECKING:
     from tula_agent.scaling.thresholds import ThresholdPoller
 
-__all__ = ["Recorder"]
-
 TRAIN_WARMUP_STEPS = 5
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 50 steps.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tula_agent.oom_watch import OomWatch
     from tula_agent.recorder import Recorder
 
-__all__ = ["Run", "init"]
-
 T = TypeVar("T")
 
 _current: Run | None = None
@@ -304,7 +302,9 @@ class Run:
         resumed_at = self.position.resumed_at
         if self.recorder is None:
             return resumed_at + step
-        restarted = self.recorder.config.restart.rpartition("-")[2] != "0"  # the first part: a run of its own
+        restarted = (
+            self.recorder.config.restart.rpartition("-")[2] != "0"
+        )  # the last part; the first belongs to `tula run`
         return (0 if restarted else resumed_at) + step * self.recorder.timer.grad_accum_steps
 
 

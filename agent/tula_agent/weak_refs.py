@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["TrackedObjects", "WeakList"]
-
 T = TypeVar("T")
 
 

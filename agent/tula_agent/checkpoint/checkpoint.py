@@ -18,8 +18,6 @@ from tula_agent.checkpoint.shards import load_parts, save_parts
 from tula_agent.guard import logger
 from tula_agent.torch_private import is_sharded
 
-__all__ = ["Resumed", "resume", "roll_back", "save"]
-
 
 @dataclass(frozen=True)
 class Resumed:
@@ -115,7 +113,6 @@ def resume(
     position.known = True
     if folder is None:
         return Resumed()
-    now = _shape(ranks, loader)
 
     def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         facts = folders.facts_of(folder)
@@ -125,30 +122,13 @@ def resume(
     facts, whole, own = ranks.on_each(read, *_unreadable(folder))
     _must_fit(ranks, folder, whole, model, optimizer)
 
-    def load() -> None:
-        if "model" in whole:
-            _unwrapped(model).load_state_dict(whole["model"])
-            if optimizer is not None and whole["optimizer"] is not None:
-                optimizer.load_state_dict(whole["optimizer"])
-        for name, part in (("scheduler", scheduler), ("scaler", scaler)):
-            if part is not None and name in whole:
-                part.load_state_dict(whole[name])
-
-    def apply() -> Resumed:
-        exact = all(facts[name] == now[name] or now[name] is None for name in ("world_size", "local_batch_size"))
-        consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, now)
-        position.epoch, position.step, position.resumed_at = own["epoch"], own["step"], own["step"]
-        position.epochs_before = float(own["epoch"])
-        if exact:
-            restore_randomness(own["now"], loader)
-        if own["consumed"]:
-            position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
-        return Resumed(own["epoch"], own["step"], consumed, exact, True, whole["extra"])
-
     parts = [] if "model" in whole else load_parts(folder, model, optimizer)
-    for part in (*parts, load):
+    for part in (*parts, lambda: _load_whole(whole, model, optimizer, scheduler, scaler)):
         ranks.on_each(part, *_unreadable(folder))
-    resumed = ranks.on_each(apply, *_unreadable(folder))
+    resumed = ranks.on_each(
+        lambda: _restore_position(position, facts, own, _shape(ranks, loader), loader, whole["extra"]),
+        *_unreadable(folder),
+    )
     if not resumed.exact:
         logger.warning(
             "resumed with another batch size or world size: the data continues at the same example, shuffled"
@@ -198,6 +178,37 @@ def roll_back(
         _tidy(folders.newer_than, folder)
     logger.warning("scaling settings were restored, and the weights of %s with them", folder.name)
     return True
+
+
+def _load_whole(whole: dict[str, Any], model: torch.nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    """Load what `training.pt` holds; a sharded model and its optimizer are not in it."""
+    if "model" in whole:
+        _unwrapped(model).load_state_dict(whole["model"])
+        if optimizer is not None and whole["optimizer"] is not None:
+            optimizer.load_state_dict(whole["optimizer"])
+    for name, part in (("scheduler", scheduler), ("scaler", scaler)):
+        if part is not None and name in whole:
+            part.load_state_dict(whole[name])
+
+
+def _restore_position(
+    position: Position,
+    facts: dict[str, Any],
+    own: dict[str, Any],
+    shape: dict[str, Any],
+    loader: Any,
+    extra: dict[str, Any],
+) -> Resumed:
+    """Continue where this rank's file (`own`) ends; `shape`: batch and world size now, those of then are in `facts`."""
+    exact = all(facts[name] == size or size is None for name, size in shape.items())
+    consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, shape)
+    position.epoch, position.step, position.resumed_at = own["epoch"], own["step"], own["step"]
+    position.epochs_before = float(own["epoch"])
+    if exact:
+        restore_randomness(own["now"], loader)
+    if own["consumed"]:
+        position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
+    return Resumed(own["epoch"], own["step"], consumed, exact, True, extra)
 
 
 def _scaling_of(optimizer: Any) -> list[Any] | None:

@@ -12,8 +12,6 @@ from typing import Any, Final, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["CheckpointError", "CollectiveCalls"]
-
 T = TypeVar("T")
 
 _LONGEST: Final = 2000  # characters of an error that are sent to the other ranks

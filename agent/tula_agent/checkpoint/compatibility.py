@@ -9,8 +9,6 @@ import torch
 
 from tula_agent.torch_private import has_own_loading, has_plain_loading
 
-__all__ = ["mismatch"]
-
 
 def mismatch(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> str | None:
     """What torch would refuse of the state saved under `model` and `optimizer`, in words; None if nothing is known.

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["KEEP", "create", "delete", "facts_of", "newer_than", "newest", "seal", "superseded", "write"]
-
 KEEP: Final = 2
 """Complete checkpoints that are kept; older ones are deleted once a newer one is complete.
 

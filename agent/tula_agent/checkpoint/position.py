@@ -12,8 +12,6 @@ import torch
 
 from tula_agent.guard import logger
 
-__all__ = ["Position", "capture_randomness", "restore_randomness"]
-
 T = TypeVar("T")
 
 

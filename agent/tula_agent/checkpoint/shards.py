@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["load_parts", "save_parts"]
-
 FOLDER: Final = "shards"
 
 

@@ -1,4 +1,4 @@
-"""`tula doctor`: looks at everything that a job needs, says what is wrong and how to mend it."""
+"""`tula doctor`: checks everything that a job needs, and how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ import typer
 
 from tula_wire import routes
 
-__all__ = ["Finding", "doctor", "examine"]
-
 State = Literal["ok", "warning", "wrong"]
 MAX_CLOCK_SKEW_S = 5.0
 MIN_FREE_BYTES = 256 * 2**20
@@ -28,7 +26,7 @@ MIN_FREE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at; `remedy` is empty where nothing is to be done."""
+    """Result of one check; `remedy` is empty where nothing is wrong."""
 
     name: str
     state: State
@@ -37,9 +35,9 @@ class Finding:
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client) -> list[Finding]:
-    """Every finding, in the order in which a job would trip over it. Never raises."""
+    """Every finding, in the order in which a job would fail at it. Never raises."""
     findings: list[Finding] = []
-    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("torch", _torch),
         ("cuda", _cuda),
@@ -47,11 +45,11 @@ def examine(environ: Mapping[str, str], client: httpx.Client) -> list[Finding]:
         ("service", lambda: _service(environ, client)),
         ("disk", lambda: _disk(environ)),
     ]
-    for name, look in looks:
+    for name, check in checks:
         try:
-            findings.extend(look())
-        except Exception as error:  # noqa: PERF203 - one broken look must not hide the next
-            findings.append(Finding(name, "wrong", f"looking failed: {error!r}", "report this"))
+            findings.extend(check())
+        except Exception as error:  # noqa: PERF203 - one failing check must not hide the next
+            findings.append(Finding(name, "wrong", f"the check failed: {error!r}", "report this"))
     return findings
 
 
@@ -190,8 +188,8 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{_size(free)} free in {spool}")
     waiting = spool_files(spool)
     if waiting:
-        told = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"
-        yield Finding("spool", "warning", f"{told} to be sent", f"tula upload {spool}")
+        count = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"
+        yield Finding("spool", "warning", f"{count} to be sent", f"tula upload {spool}")
 
 
 def _size(free_bytes: int) -> str:
@@ -206,7 +204,7 @@ def _detail(response: httpx.Response) -> str:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Check everything that a job needs, and say how to mend what is wrong."""
+    """Check everything that a job needs, and say how to fix what is wrong."""
     with httpx.Client(timeout=5.0) as client:
         findings = examine(os.environ, client)
     wrong = sum(finding.state == "wrong" for finding in findings)

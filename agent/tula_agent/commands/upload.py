@@ -1,4 +1,4 @@
-"""`tula upload DIR`: sends what agents left on disk while the service was away."""
+"""`tula upload DIR`: sends the requests that agents wrote to disk while the service was away."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import typer
 from tula_agent.ship.spool import REJECTED, TAKEN, lock, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
-__all__ = ["Uploaded", "upload", "upload_spool"]
-
-_CONFLICT = 409  # a state that the run is long past: the measurements matter, not the sign of life
+_CONFLICT = 409  # the run has left that state already, which loses no measurement
 
 
 @dataclass
 class Uploaded:
-    """Counts of one upload. Resending is harmless: the service knows every row by its identity."""
+    """Counts of one upload. Sending a row twice is harmless: the service identifies rows by rank, boot and sequence."""
 
     files: int = 0
     requests: int = 0
@@ -30,16 +28,16 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport, *, rejected: bool = False) -> Uploaded:
-    """Send every request under `directory` in the order it was written; a file goes when all of it was answered.
+    """Send every request under `directory` in the order it was written; a file is deleted once all of it was answered.
 
-    What the service refuses stays in a `.rejected` file beside. Stops at the first request that cannot be delivered.
+    Refused requests stay in a `.rejected` file. Stops at the first request that cannot be delivered.
     """
     done = Uploaded()
     for path in spool_files(directory, rejected):
         taken = path if path.suffix == TAKEN else path.with_suffix(path.suffix + TAKEN)
         path.rename(taken)
         with taken.open("rb") as file:
-            lock(file.fileno(), wait=True)  # a writer that is still at it finishes first, and then starts a new file
+            lock(file.fileno(), wait=True)  # waits for a writer, which starts a new file after that
             refused = []
             for request in read_records(taken):
                 reply = transport.send(request)

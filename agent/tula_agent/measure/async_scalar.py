@@ -9,8 +9,6 @@ import torch
 
 from tula_agent.torch_private import local_part
 
-__all__ = ["PendingScalar", "to_number"]
-
 
 class PendingScalar:
     """A scalar on its way to pinned host memory. With `root`, `poll` answers its square root."""

@@ -1,4 +1,4 @@
-"""Compute apart from communication on this rank, by the times that DDP takes of its own reductions."""
+"""Compute apart from communication on this rank, by the times that DDP takes of its reductions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 from tula_agent.readings import CommTiming, StepTiming
 from tula_agent.torch_private import ddp_models, ddp_statistics, has_ddp_statistics, set_ddp_statistics_interval
 from tula_agent.weak_refs import WeakList
-
-__all__ = ["CommSplit", "sample_interval"]
 
 TRAIN_INTERVAL = 50
 """Steps between two readings in training; the first ten are always read."""

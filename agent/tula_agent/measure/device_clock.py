@@ -11,8 +11,6 @@ import torch
 from tula_agent.guard import logger
 from tula_agent.readings import DeviceTiming
 
-__all__ = ["POOL_SIZE", "DeviceClock", "EventPool", "Interval", "clock_for"]
-
 POOL_SIZE = 256
 """Events at most: four a step, so that 64 steps may be in flight; a step beyond that has wall time only."""
 

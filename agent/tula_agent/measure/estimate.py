@@ -13,8 +13,6 @@ import torch
 from tula_agent.measure.step_timer import tensors_in
 from tula_agent.torch_private import storage_key, tensors_without_data
 
-__all__ = ["MemoryEstimate", "estimate_memory", "state_ratio"]
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:

@@ -11,8 +11,6 @@ import torch
 from tula_agent.measure.async_scalar import PendingScalar, to_number
 from tula_agent.torch_private import foreach_norm, is_sharded
 
-__all__ = ["GradientReader", "NormSampler", "squared_norm"]
-
 SHARE_OF_STEP = 2e-4
 """Budget for reading norms, as a share of the step time..."""
 MAX_COST_S, MIN_COST_S = 12e-6, 8e-6

@@ -15,18 +15,6 @@ from tula_agent.measure.step_timer import batch_bytes
 from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
 from tula_wire.memory import largest_local_batch_size, static_bytes
 
-__all__ = [
-    "Memory",
-    "MemoryMonitor",
-    "MemoryProbe",
-    "capacity_bytes",
-    "device_of",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "parameter_bytes",
-    "resident_bytes",
-]
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -148,7 +136,7 @@ def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
 
 
 class MemoryProbe:
-    """Counts the components at the few moments when each can be told from the others; none of them is per step.
+    """Counts the components at the few moments when each can be distinguished; none of them is per step.
 
     `before_training` once the model is built; `at_optimizer` while gradients exist; `breakdown` when a report is due.
     What was counted is kept for a report at the end, when the script has freed its model.

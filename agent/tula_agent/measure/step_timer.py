@@ -10,8 +10,6 @@ from typing import Any
 
 from tula_agent.readings import StepTiming
 
-__all__ = ["StepTimer", "batch_bytes", "batch_size_of", "median_relative_error", "tensors_in"]
-
 
 class StepTimer:
     """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.

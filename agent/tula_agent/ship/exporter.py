@@ -16,8 +16,6 @@ from tula_agent.ship.spool import REJECTED, Spool
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
-__all__ = ["Exporter"]
-
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 QUICK_FOR_S, SLOW_FLUSHES = 30.0, 5

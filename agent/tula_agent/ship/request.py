@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["SpooledRequest", "encode"]
-
 
 @dataclass(frozen=True)
 class SpooledRequest:

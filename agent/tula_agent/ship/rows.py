@@ -8,8 +8,6 @@ from typing import Any
 
 from tula_agent.readings import StepTiming
 
-__all__ = ["MAX_ROWS", "SampleRow", "sample_bodies", "telemetry_body"]
-
 MAX_ROWS = 5_000
 """Rows of one request; the wire allows twice as many."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from tula_agent.config import ProfilePlan
 from tula_agent.ship.transport import Transport
 
-__all__ = ["RunPoller"]
-
 
 class RunPoller:
     """Reads the run at `path` until the service answers; the plan of a profiling run goes to `on_plan`."""

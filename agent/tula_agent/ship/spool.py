@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tula_agent.ship.request import SpooledRequest
 
-__all__ = ["REJECTED", "SUFFIX", "TAKEN", "Spool", "lock", "read_records", "spool_files"]
-
 _HEAD = struct.Struct("<4sII")  # magic, length, CRC-32 of the payload
 _MAGIC = b"TUL1"
 _MAX_RECORD = 16 * 2**20

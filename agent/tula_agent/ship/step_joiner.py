@@ -16,8 +16,6 @@ from tula_agent.ship.request import SpooledRequest, encode
 from tula_agent.ship.rows import SampleRow, sample_bodies, telemetry_body
 from tula_wire import routes
 
-__all__ = ["Identity", "StepJoiner", "StepSplit", "split_over_ranks"]
-
 HOLD_S = 5.0
 """How long a row waits for the other ranks' times of its step."""
 HOLD_AT_END_S = 1.5

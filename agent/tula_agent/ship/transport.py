@@ -12,8 +12,6 @@ import httpx
 from tula_agent.ship.request import SpooledRequest
 from tula_wire.retry import retry_after_s
 
-__all__ = ["Reply", "Transport"]
-
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
 MAX_RETRY_AFTER_S = 300.0
