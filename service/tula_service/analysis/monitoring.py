@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
 
 import tula_wire as wire
 from tula_service.analysis import job_spec
@@ -183,6 +182,8 @@ def speed(monitor: Monitor, alarm: Alarm) -> str:
 
 def _comm_factor(compute: float, comm: float, mean: float, micro_steps: int, step_time_s: float) -> float:
     """By how much communication must have changed, from t = (m-1) T_g + (T_g^g + T_s^g)^(1/g) (docs/model.md)."""
+    from scipy.optimize import brentq  # imported on use: it doubles what scipy adds to the service's start
+
     last = compute / micro_steps
     overlapped, now = mean - (compute - last), step_time_s - (compute - last)
 
