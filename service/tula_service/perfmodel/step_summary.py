@@ -1,4 +1,4 @@
-"""When a profiling run has measured enough steps to know its step time."""
+"""From the measured steps of a run to the few robust figures that a fit uses, and when enough steps were measured."""
 
 from __future__ import annotations
 
@@ -6,55 +6,112 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy import special
 
-from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.points import FloatArray, column
 
+_TRIM = 0.1  # share cut from each end: a stray checkpoint or collector pause must not move a step time
 _FEWEST_STEPS = 5
 _BATCHES = 5
 _LEVEL = 0.95
 
+IntArray = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class StepTimeSummary:
-    """The step time of one run: its robust centre, the relative standard error of that, and the number of steps."""
+    """Figures of `RunSummary` that come from step samples, in seconds; None where nothing was measured.
 
-    step_time_s: float
-    relative_sd: float
-    steps: int
-
-
-def summarise_steps(step_times_s: Sequence[float] | FloatArray) -> StepTimeSummary:
-    """Mean of the middle 80 % of the steps, with a standard error that allows for steps that resemble their neighbours.
-
-    The error is the larger of the trimmed-mean formula and the spread of five successive batches' means. Raises
-    ObservationError without a step, or on one that is not positive and finite.
+    `relative_sd` is the standard error of `step_time_s` over `step_time_s`.
     """
-    times = column("step_times_s", step_times_s, above=0.0)
-    if times.size == 0:
-        raise ObservationError("step_times_s: there are none; measure at least one step.")
-    low, high = np.quantile(times, [0.1, 0.9])
-    clipped = np.clip(times, low, high)
-    centre = float(clipped.mean())
-    if times.size < 2:
-        return StepTimeSummary(centre, 0.3, 1)
-    error = float(clipped.std(ddof=1)) / (0.8 * np.sqrt(times.size))
-    if times.size >= 2 * _BATCHES:
-        means = [float(part.mean()) for part in np.array_split(clipped, _BATCHES)]
-        error = max(error, float(np.std(means, ddof=1)) / np.sqrt(_BATCHES))
-    return StepTimeSummary(centre, error / centre, int(times.size))
+
+    num_steps: int
+    step_time_s: float | None
+    relative_sd: float | None
+    compute_time_s: float | None
+    comm_time_s: float | None
+    exposed_comm_time_s: float | None
+    input_time_s: float | None
+    skew_s: float | None
+    straggler_rank: int | None
+
+
+def summarise(
+    step: IntArray,
+    step_time_s: FloatArray,
+    *,
+    compute_time_s: FloatArray | None = None,
+    comm_time_s: FloatArray | None = None,
+    exposed_comm_time_s: FloatArray | None = None,
+    input_time_s: FloatArray | None = None,
+    skew_s: FloatArray | None = None,
+    straggler_rank: IntArray | None = None,
+) -> StepTimeSummary:
+    """Average each step over its ranks, then take the trimmed mean over steps; components are medians.
+
+    One row for each step and rank, NaN (and -1 of `straggler_rank`) where not measured. Ranks of one step wait for each
+    other, so only steps count as independent in the standard error. A straggler is named when it was the slowest rank
+    in more than half of the steps.
+    """
+    per_step = _by_step(step, step_time_s)
+    mean, error = trimmed_mean(per_step)
+    ranks = straggler_rank[straggler_rank >= 0] if straggler_rank is not None else np.zeros(0, np.int64)
+    slowest = np.bincount(ranks) if ranks.size else np.zeros(0)
+    return StepTimeSummary(
+        num_steps=int(per_step.size),
+        step_time_s=mean,
+        relative_sd=None if mean is None or error is None else error / mean,
+        compute_time_s=_median(compute_time_s),
+        comm_time_s=_median(comm_time_s),
+        exposed_comm_time_s=_median(exposed_comm_time_s),
+        input_time_s=_median(input_time_s),
+        skew_s=_median(skew_s),
+        straggler_rank=int(slowest.argmax()) if slowest.size and 2 * slowest.max() > ranks.size else None,
+    )
+
+
+def trimmed_mean(values: FloatArray) -> tuple[float | None, float | None]:
+    """The 10 % trimmed mean and its standard error from the winsorised variance (Tukey and McLaughlin, 1963)."""
+    count = values.size
+    if count == 0:
+        return None, None
+    ordered = np.sort(values)
+    cut = int(_TRIM * count)
+    mean = float(ordered[cut : count - cut].mean())
+    if count < 2:
+        return mean, None
+    winsorised = np.clip(ordered, ordered[cut], ordered[count - cut - 1])
+    return mean, float(winsorised.std(ddof=1) / ((1 - 2 * cut / count) * np.sqrt(count)))
 
 
 def measured_precisely_enough(step_times_s: Sequence[float] | FloatArray, precision: float = 0.02) -> bool:
     """True when the 95 % interval of the mean step time is within +- `precision` (relative): the run may end.
 
-    At least five steps after warm-up are wanted, however alike they are.
+    Needs at least five steps after warm-up. Steps that resemble their neighbours count for less: the error is at least
+    that of the means of five successive batches. Raises ObservationError on a step that is not positive and finite.
     """
     column("precision", [precision], above=0.0)
     times = column("step_times_s", step_times_s, above=0.0)
-    if times.size < _FEWEST_STEPS:
+    mean, error = trimmed_mean(times)
+    if mean is None or error is None or times.size < _FEWEST_STEPS:
         return False
-    summary = summarise_steps(times)
-    freedom = min(times.size, _BATCHES) - 1 if times.size < 20 else times.size - 1
-    reach = float(special.stdtrit(freedom, 0.5 + _LEVEL / 2.0))
-    return reach * summary.relative_sd <= precision
+    if times.size >= 2 * _BATCHES:
+        clipped = np.clip(times, *np.quantile(times, [_TRIM, 1.0 - _TRIM]))
+        means = [float(part.mean()) for part in np.array_split(clipped, _BATCHES)]
+        error = max(error, float(np.std(means, ddof=1)) / np.sqrt(_BATCHES))
+    dof = min(times.size, _BATCHES) - 1 if times.size < 4 * _BATCHES else times.size - 1
+    return float(special.stdtrit(dof, 0.5 + _LEVEL / 2.0)) * error / mean <= precision
+
+
+def _by_step(step: IntArray, step_time_s: FloatArray) -> FloatArray:
+    steps, which = np.unique(step, return_inverse=True)
+    sums = np.bincount(which, weights=step_time_s, minlength=steps.size)
+    return np.asarray(sums / np.maximum(np.bincount(which, minlength=steps.size), 1), dtype=np.float64)
+
+
+def _median(values: FloatArray | None) -> float | None:
+    if values is None:
+        return None
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else None

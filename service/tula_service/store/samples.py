@@ -10,6 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from
 from tula_service.store.records import (
     FloatArray,
@@ -18,7 +19,6 @@ from tula_service.store.records import (
     SampleColumns,
     Stored,
 )
-from tula_service.store.summary import summarise
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 
 SUMMARY_ROWS = 4096
@@ -279,7 +279,17 @@ class Samples(Repository):
         measured = self._connection.execute(
             sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False))
         ).scalar_one()
-        figures = summarise(self.recent(run_key))
+        recent = self.recent(run_key)
+        figures = summarise(
+            recent.step,
+            recent.step_time_s,
+            compute_time_s=recent.compute_time_s,
+            comm_time_s=recent.comm_time_s,
+            exposed_comm_time_s=recent.exposed_comm_time_s,
+            input_time_s=recent.input_time_s,
+            skew_s=recent.skew_s,
+            straggler_rank=recent.straggler_rank,
+        )
         seen = self._row(
             sa.select(sample_sources)
             .where(sample_sources.c.run_key == run_key)

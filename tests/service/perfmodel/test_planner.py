@@ -22,7 +22,6 @@ from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.recommend import Curve, Goal, Recommendation, recommend
-from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise_steps
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
 
@@ -252,17 +251,3 @@ def test_a_limit_that_nothing_keeps_ends_with_the_reason():
     done, reason = work_through(Search.ADAPTIVE, GRID, goal)
     assert len(done) <= 6
     assert reason
-
-
-def test_steps_are_summarised_robustly_and_measuring_ends_when_precise():
-    rng = np.random.default_rng(0)
-    times = 0.2 * np.exp(rng.normal(0, 0.02, 60))
-    times[::20] = 3.0
-    summary = summarise_steps(times)
-    assert summary.step_time_s == pytest.approx(0.2, rel=0.03)
-    assert summary.steps == 60
-    assert not measured_precisely_enough(times[1:4], 0.02)
-    assert measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.01, 30)), 0.02)
-    assert not measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.3, 30)), 0.02)
-    with pytest.raises(ObservationError, match="step_times_s"):
-        measured_precisely_enough([0.0], 0.02)

@@ -1,0 +1,68 @@
+"""Step times are summarised robustly, and measuring ends when the mean is known precisely enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise, trimmed_mean
+
+
+@given(values=arrays.arrays(np.float64, st.integers(2, 200), elements=st.floats(1e-6, 1e3)), wild=st.floats(1e4, 1e6))
+def test_the_trimmed_mean_lies_within_the_data_and_ignores_one_wild_step(values: np.ndarray, wild: float) -> None:
+    """One absurd step in more than ten moves nothing beyond the other steps' range."""
+    mean, error = trimmed_mean(values)
+    assert mean is not None
+    assert error is not None
+    assert values.min() * (1 - 1e-12) <= mean <= values.max() * (1 + 1e-12)
+    assert error >= 0
+    if values.size >= 10:
+        disturbed, _ = trimmed_mean(np.append(values, wild))
+        assert disturbed is not None
+        assert disturbed <= values.max() * (1 + 1e-12)
+
+
+def test_ranks_of_one_step_count_once() -> None:
+    """Four ranks that wait for each other are one measurement."""
+    steps = np.arange(50)
+    times = np.random.default_rng(1).lognormal(0, 0.1, 50)
+    one = summarise(steps, times)
+    four = summarise(np.tile(steps, 4), np.tile(times, 4))
+    assert four.num_steps == one.num_steps == 50
+    assert four.relative_sd == pytest.approx(one.relative_sd)
+    assert four.step_time_s == pytest.approx(one.step_time_s)
+
+
+def test_a_straggler_is_named_when_it_is_mostly_the_same_rank() -> None:
+    """More than half of the steps, or none."""
+    steps = np.arange(10)
+    often = summarise(steps, np.ones(10), straggler_rank=np.array([3] * 6 + [1] * 4))
+    mixed = summarise(steps, np.ones(10), straggler_rank=np.array([3] * 5 + [1] * 5))
+    assert often.straggler_rank == 3
+    assert mixed.straggler_rank is None
+
+
+def test_a_few_slow_steps_do_not_move_the_step_time() -> None:
+    times = 0.2 * np.exp(np.random.default_rng(0).normal(0, 0.02, 60))
+    times[::20] = 3.0
+    assert summarise(np.arange(60), times).step_time_s == pytest.approx(0.2, rel=0.03)
+
+
+def test_measuring_ends_when_the_mean_is_precise() -> None:
+    rng = np.random.default_rng(0)
+    assert not measured_precisely_enough([0.2, 0.2, 0.2], 0.02), "three steps are too few"
+    assert measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.01, 30)), 0.02)
+    assert not measured_precisely_enough(0.2 * np.exp(rng.normal(0, 0.3, 30)), 0.02)
+    with pytest.raises(ObservationError, match="step_times_s"):
+        measured_precisely_enough([0.0], 0.02)
+
+
+def test_steps_that_resemble_their_neighbours_count_for_less() -> None:
+    slow_drift = 0.2 * (1.0 + 0.04 * np.sin(np.arange(40) / 40 * 2 * np.pi))
+    shuffled = np.random.default_rng(1).permutation(slow_drift)
+    assert measured_precisely_enough(shuffled, 0.015)
+    assert not measured_precisely_enough(slow_drift, 0.015)
