@@ -21,6 +21,10 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")
 HANGS = str(Path(SCRIPT).with_name("hangs.py"))
 FOLDER = Path(sys.executable).parent
 TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
+ONE_RANK = ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=0"]
+ALONE = ["--", "env", *ONE_RANK, sys.executable, SCRIPT]
+"""The script as the only rank: a third of the imports of two ranks under torchrun, where these are not the claim."""
+STAND_IN = str(Path(__file__).parents[1] / "support" / "stand_in.py")
 BATCH = ["--batch-size={local_batch_size}"]
 SPEC = """
 name = "{name}"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
+from tests.e2e.command import ALONE, BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
 from tests.support.server import Server, serving
 
 
-def test_kill_9_leaves_no_process_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:
+def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     command = ["tune", tula.spec("killed"), *TORCHRUN, *BATCH, "--step-s=0.05", "--steps=200"]
     first = tula.start(*command)
@@ -34,10 +34,10 @@ def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path
     database = f"sqlite:///{tmp_path}/tula.db"
     with serving(database) as first:
         port, tula = first.port, Tula(first, tmp_path)
-        tuning = tula.start("tune", tula.spec("away"), "--json", *TORCHRUN, *BATCH, "--step-s=0.05")
+        tuning = tula.start("tune", tula.spec("away", nodes=1), "--json", *ALONE, *BATCH, "--step-s=0.05")
         wait_until(lambda: "starts at step" in tula.logs())
         first.kill()
-    wait_until(lambda: not tula.processes(f"-u\0{SCRIPT}"))  # the training went on, and ended, without the service
+    wait_until(lambda: not tula.processes(f"{SCRIPT}\0--batch-size=8"))  # the training ended without the service
     with serving(database, port=port):
         out, said = tuning.communicate(timeout=150)
         assert tuning.returncode == 0, said
@@ -65,8 +65,8 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
     server: Server, tmp_path: Path, memory: str
 ) -> None:
     tula, name = Tula(server, tmp_path), f"shrinks-{memory}"
-    script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
-    tula.register(name, accumulation=2)
+    script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
+    tula.register(name, nodes=1, accumulation=2)
     trained, _ = tula("run", name, *script, "--fits=4")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
     before, after = (one["configuration"] for one in trained["attempts"])
@@ -82,7 +82,7 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
 
 
 @pytest.mark.cluster("memory")
-def test_a_rank_that_the_kernel_kills_for_its_memory_falls_back_alike(server: Server, tmp_path: Path) -> None:
+def test_a_rank_that_the_kernel_kills_for_its_memory_also_falls_back(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
     tula.register("killed-for-memory", accumulation=2)
@@ -106,9 +106,9 @@ def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(s
     assert time.monotonic() - began < 120  # gloo would have waited 30 minutes
 
 
-def test_a_script_that_ignores_its_batch_is_told_what_it_used_instead(server: Server, tmp_path: Path) -> None:
+def test_a_script_that_ignores_its_batch_is_named_with_the_batch_it_used(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
-    _, said = tula("tune", tula.spec("deaf", batch=8), *TORCHRUN, "--batch-size=6", fails=True)
+    _, said = tula("tune", tula.spec("deaf", nodes=1), *ALONE, "--batch-size=6", fails=True)
     (run,) = tula.runs("deaf")
     assert f"Run {run.id} was to use local batch 8" in said
     assert "saw 6" in said
@@ -137,7 +137,7 @@ def test_slurm_starts_the_ranks_and_the_whole_job_is_one_command(
 
 
 @pytest.mark.cluster("slurm")
-def test_ranks_that_no_signal_of_ours_reaches_show_their_stacks_by_themselves(
+def test_ranks_that_no_signal_reaches_print_their_stacks_themselves(
     server: Server, tmp_path: Path, slurm_environment: dict[str, str]
 ) -> None:
     tula = Tula(server, tmp_path, **slurm_environment)

@@ -1,17 +1,20 @@
-"""Several runs of a plan at once, each under a torchrun of its own on this machine."""
+"""Several runs of a plan at once, each a process on this machine."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from tests.e2e.command import BATCH, TORCHRUN, Tula
+from tests.e2e.command import STAND_IN, Tula
 from tests.support.server import Server
 
+RUN = ["--", "sh", "-c", f"sleep 1; exec {sys.executable} {STAND_IN} {{world_size}} {{local_batch_size}}"]
 
-def test_two_runs_go_at_once_on_the_nodes_there_are(server: Server, tmp_path: Path) -> None:
+
+def test_two_runs_share_the_nodes_and_never_exceed_them(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     spec = tula.spec("side-by-side", least_nodes=1, nodes=2, least_batch=8, batch=16)
-    tuned, _ = tula("tune", spec, "--max-parallel=2", "--nodes=2", *TORCHRUN, *BATCH)
+    tuned, _ = tula("tune", spec, "--max-parallel=2", "--nodes=2", *RUN)
     runs = tula.runs("side-by-side")
     assert {(run.configuration.num_nodes, run.configuration.local_batch_size) for run in runs} == {
         (nodes, batch) for nodes in (1, 2) for batch in (8, 16)
@@ -32,4 +35,4 @@ def test_two_runs_go_at_once_on_the_nodes_there_are(server: Server, tmp_path: Pa
             run for run in runs if run.started_at and run.finished_at and run.started_at <= moment < run.finished_at
         ]
         assert sum(run.configuration.num_nodes for run in busy) <= 2
-    assert not tula.processes()
+    assert not tula.processes(STAND_IN)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
+from tests.e2e.command import ALONE, BATCH, Tula, wait_until
 from tests.support.server import Server
 from tula_client import Client
 from tula_wire import JobPatch, Limits
@@ -17,8 +17,8 @@ STEPS = 200
 
 def test_what_is_left_is_counted_from_the_checkpoint(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
-    tula.register("goes-on", dataset=STEPS * 8 * 2)
-    command = ["run", "goes-on", *TORCHRUN, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]
+    tula.register("goes-on", nodes=1, dataset=STEPS * 8)
+    command = ["run", "goes-on", *ALONE, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]
     first = tula.start(*command)
     wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/complete.json")))
     first.send_signal(signal.SIGKILL)
@@ -33,9 +33,9 @@ def test_what_is_left_is_counted_from_the_checkpoint(server: Server, tmp_path: P
         assert "starts at step 100" in tula.logs()
         before, after = (run for run in tula.runs("goes-on") if run.kind == "train")
         assert (before.state, after.state) == ("failed", "succeeded")
-        told = next(event for event in client.events(job_id, last_id=0) if event.kind == "advice")
-    assert told.run_id == after.id
-    assert told.data["kind"] == "deadline"
-    assert 50 <= told.data["step"] < 100
-    assert told.data["steps_left"] == pytest.approx(100 - (told.data["step"] + 1))
-    assert "of earlier starts included" in told.data["sentence"]
+        advice = next(event for event in client.events(job_id, last_id=0) if event.kind == "advice")
+    assert advice.run_id == after.id
+    assert advice.data["kind"] == "deadline"
+    assert 50 <= advice.data["step"] < 100
+    assert advice.data["steps_left"] == pytest.approx(100 - (advice.data["step"] + 1))
+    assert "of earlier starts included" in advice.data["sentence"]

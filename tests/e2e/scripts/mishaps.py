@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--fits", type=int, default=10**9, help="examples beyond which rank 1 runs out of memory")
+    parser.add_argument("--fits", type=int, default=10**9, help="batch beyond which the last rank runs out of memory")
     parser.add_argument("--catch", action="store_true", help="catch the out-of-memory, report it, and hang")
     parser.add_argument("--memory-group", help="run out of the host's memory instead, within this control group")
     parser.add_argument("--memory-of", choices=["host", "device"], default="host", help="whose memory runs out")
@@ -51,7 +51,7 @@ def main() -> None:
         time.sleep(args.step_s)
         number = run.position.step
         try:
-            if number > 6 and dist.get_rank() == 1 and args.batch_size > args.fits:
+            if number > 6 and dist.get_rank() == dist.get_world_size() - 1 and args.batch_size > args.fits:
                 if args.memory_group:
                     take_host_memory(args.memory_group)
                 if args.memory_of == "device":  # as torch raises it there; no device is needed for that
@@ -68,7 +68,7 @@ def main() -> None:
         if number == args.checkpoint_at:
             run.checkpoint(model, optimizer)
     run.finish()
-    time.sleep(0.05)  # gloo's threads let go of the last reduction: see docs/limits.md
+    time.sleep(0.05)  # until gloo's threads have released the last reduction: see docs/limits.md
     dist.destroy_process_group()
 
 

@@ -25,6 +25,8 @@ from tula_service.store import Store
 from tula_wire import routes
 
 KILLS = 12
+WORKER_KILLS = 4
+"""Fewer, because each worker that is replaced imports the service again, 4 s of CPU."""
 
 
 def test_twelve_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
@@ -67,12 +69,12 @@ def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
     nothing_lost_nothing_twice(prepared, senders)
 
 
-def test_twelve_kills_of_a_worker_lose_nothing(database_url: str) -> None:
-    """kill -9 of one of two workers under load, twelve times: the other answers and the supervisor replaces it."""
+def test_kills_of_workers_lose_nothing(database_url: str) -> None:
+    """kill -9 of one of two workers under load, four times: the other answers and the supervisor replaces it."""
     prepared = prepare(database_url)
     with serving(database_url, workers=2) as server:
         with sending(prepared, lambda: server.url) as senders:
-            for _ in range(KILLS):
+            for _ in range(WORKER_KILLS):
                 progressed(senders)
                 os.kill(server.worker_ids()[0], signal.SIGKILL)
                 progressed(senders)
@@ -162,9 +164,9 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
-    """200 agents send batch after batch for a minute: every one is acknowledged or told when to come back."""
+    """200 agents send batch after batch for 20 s: each is acknowledged or gets a Retry-After."""
     prepared = prepare(sqlite_url)
-    seconds, statuses = 60.0, []
+    seconds, statuses = 20.0, []
     with serving(sqlite_url, max_in_flight=150) as server:
         start = threading.Barrier(200)
 
