@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import format, jobs, recommend
+from tula_client.cli import format, jobs, output, recommend
 
 
 def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
@@ -62,3 +64,11 @@ def test_candidates_on_several_instance_types_say_which() -> None:
         lines = out.getvalue().splitlines()
         assert (lines[0].split()[0] == "type") is heading
         assert [line.split()[0] for line in lines[1:3]] == ["default", "g5.12xl"] or not heading
+
+
+def test_a_configuration_inside_an_answer_is_printed_as_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit(
+        {"attempts": [{"configuration": wire.Configuration(num_nodes=2, local_batch_size=8)}]}, "", as_json=True
+    )
+    (attempt,) = json.loads(capsys.readouterr().out)["attempts"]
+    assert (attempt["configuration"]["num_nodes"], attempt["configuration"]["local_batch_size"]) == (2, 8)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from tula_client._client import Client
+from tula_wire import Configuration
 
 
 def connect() -> Client:
@@ -47,9 +49,11 @@ def note(sentence: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Wire models, and collections of them, as JSON values."""
+    """Wire models and configurations, and collections of them, as JSON values."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
+    if isinstance(value, Configuration):
+        return asdict(value)
     if isinstance(value, dict):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
