@@ -107,7 +107,7 @@ def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
             began = _now(device)
             optimizer.zero_grad()
             optimizer.observe_batch((images, labels))
-            loss(ddp, (images, labels)).backward()  # type: ignore[no-untyped-call]
+            loss(ddp, (images, labels)).backward()
             before = _now(device)
             optimizer.step()
             done = _now(device)

@@ -76,7 +76,7 @@ def main() -> int:
             os.environ["TULA_URL"] = url
             demonstrate(Path(folder), args.output, args.epochs, args.max_nodes)
     except KeyboardInterrupt:
-        say("Stopped; the service and all processes of the demonstration have ended.")
+        say("Stopped; the service and every process of the demonstration have ended.")
         return 130
     except TulaError as error:
         say(f"The demonstration failed: {error}")

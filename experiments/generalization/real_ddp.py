@@ -58,7 +58,7 @@ def _train(case: Case, name: str, *, seed: int, epochs: int, num_train: int, rat
             shard = images.train.images[batch], images.train.labels[batch]
             if hasattr(prepared.optimizer, "observe_batch"):
                 prepared.optimizer.observe_batch(shard)
-            F.cross_entropy(ddp(shard[0]), shard[1]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(ddp(shard[0]), shard[1]).backward()
             prepared.optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
     digests: list[object] = [None] * world_size

@@ -123,7 +123,7 @@ class _Run:
             optimizer.observe_batch((train.images[batch], train.labels[batch]))
         for shard in batch.chunk(self.case.world_size):
             loss = F.cross_entropy(self.network(train.images[shard]), train.labels[shard])
-            (loss / self.case.world_size).backward()  # type: ignore[no-untyped-call]
+            (loss / self.case.world_size).backward()
         self._record(optimizer)
         optimizer.step()
 
@@ -154,7 +154,7 @@ class _Run:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad()
-            F.cross_entropy(network(train.images[shard]), train.labels[shard]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(network(train.images[shard]), train.labels[shard]).backward()
             optimizer.step()
         if (step + 1) % max(1, self.steps_per_epoch // POST_LOCAL_SYNCS_PER_EPOCH) == 0:
             networks = [network for network, _ in replicas]

@@ -177,8 +177,6 @@ def _patched(
     by_user: dict[str, Any] = dict(body["set"].get(target, {}))
     for name in sorted(patch.model_fields_set - {"policy"}):
         value = getattr(patch, name)
-        if name == "granularity" and value == "channel":
-            value = "tensor"  # "channel" is deprecated: accepted and read as "tensor" for one release
         if value == by_user.get(name):
             continue
         if value is None:
