@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import tula_wire as wire
-from tula_service.analysis import job_spec
-from tula_service.analysis.evidence import Evidence, evidence_of
+from tula_service.analysis import job_data
+from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_probability
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.memory import required_fit_probability
 from tula_service.analysis.priors import lessons_of, prior_of
 from tula_service.domain import Objective, StepTimeForm
 from tula_service.perfmodel.choice import Choice, choose
@@ -62,7 +61,7 @@ class Infeasible:
 class Answer:
     """One fit of one version of a job, and the choice that follows from it.
 
-    `spec` is the job's as far as it can be priced (`job_spec.payable`). `doubtful` candidates may be profiled but are
+    `spec` is the job's as far as it can be priced (`job_data.payable`). `doubtful` candidates may be profiled but are
     not recommended, since they may not fit into memory. `efficiency` is None until a training run has reported its
     gradient noise scale.
     """
@@ -136,7 +135,7 @@ def analyse(data: JobData, objective: str | None = None) -> Analysis:
         )
     except ObservationError as error:
         return Infeasible(data, wanted, str(error))
-    spec = job_spec.payable(data.spec, evidence.memory.models)
+    spec = job_data.payable(data.spec, evidence.memory.models)
     goal = goal_of(spec, wanted)
     efficiency = None
     if data.gradient_noise_scale is not None:
@@ -178,10 +177,10 @@ def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
     """What is to be chosen: the training, the prices and the limits of the specification."""
     return Goal(
         objective,
-        job_spec.training_of(spec),
-        job_spec.offers_of(spec),
-        job_spec.limits_of(spec),
-        spot_offers=job_spec.spot_offers_of(spec),
+        job_data.training_of(spec),
+        job_data.offers_of(spec),
+        job_data.limits_of(spec),
+        spot_offers=job_data.spot_offers_of(spec),
     )
 
 

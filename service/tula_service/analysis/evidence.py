@@ -1,23 +1,33 @@
-"""What a job's runs say: observations of step time, the candidates that are feasible, and how far to trust a fit."""
+"""What a job's runs say: step times, the memory that bounds the batch, and the candidates that are feasible."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tula_service.analysis import job_spec
+import tula_wire as wire
+from tula_service.analysis import job_data
 from tula_service.analysis.job_data import CrossValidation, JobData
-from tula_service.analysis.memory import MemoryEvidence, memory_evidence, out_of_memory_runs
-from tula_service.domain import RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
-from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
+from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, fit_memory
+from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
+_OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
+_AS_LIKELY_AS_NOT = 0.5
+_COUNTING_SD = 0.1
+_SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
+# The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
+# and never a large share of the capacity.
+_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE, _CONTEXT_SD = 0.75e9, 0.1, 0.7
+
+Measured = Sequence[tuple[Configuration, RunSummary]]
 
 
 @dataclass(frozen=True)
@@ -99,11 +109,11 @@ def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> Cros
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
     """The candidates that fit into memory, and a sentence for each that does not."""
     bound = memory.max_local_batch_size
-    everything = job_spec.candidates_of(data.spec, {})  # raises where memory is not the reason
+    everything = job_data.candidates_of(data.spec, {})  # raises where memory is not the reason
     if not bound:
         return everything, {}
     try:
-        candidates = job_spec.candidates_of(data.spec, bound)
+        candidates = job_data.candidates_of(data.spec, bound)
     except ObservationError:
         raise ObservationError(memory.why_nothing_fits(data.spec)) from None
     feasible = set(candidates)
@@ -151,3 +161,248 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 def _column(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class MemoryEvidence:
+    """What is known of a rank's memory, by instance type; a type that nothing is known of has no entry.
+
+    `models` predict the peak, `max_local_batch_size` is the largest batch that fits, `capacity_bytes` is of one rank.
+    `out_of_memory` are the failed runs that rule out their batch and all above it.
+    """
+
+    models: Mapping[str, MemoryModel]
+    max_local_batch_size: Mapping[str, int]
+    capacity_bytes: Mapping[str, float]
+    out_of_memory: tuple[RunSummary, ...] = ()
+    warnings: tuple[str, ...] = ()
+    _fits: dict[tuple[str, int], float] = field(default_factory=dict, repr=False, compare=False)
+
+    def fit_probability(self, c: Configuration) -> float | None:
+        """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
+        key = (c.instance_type, c.local_batch_size)
+        model, capacity = self.models.get(c.instance_type), self.capacity_bytes.get(c.instance_type)
+        if model is None or capacity is None:
+            return None
+        if key not in self._fits:
+            self._fits[key] = model.fits(float(c.local_batch_size), capacity)
+        return self._fits[key]
+
+    def why_not(self, c: Configuration) -> str:
+        """Why this configuration is above the largest batch that fits, in a sentence."""
+        for failed in self.out_of_memory:
+            if failed.configuration.instance_type == c.instance_type and c.local_batch_size >= failed_batch(failed):
+                batch = failed_batch(failed)
+                return f"its local batch {c.local_batch_size} is not below {batch}, which ran out of memory."
+        bound = self.max_local_batch_size[c.instance_type]
+        return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
+
+    def why_nothing_fits(self, spec: wire.JobSpec) -> str:
+        """That memory leaves no candidate, the reason on each instance type, and the remedy, in a sentence."""
+        smallest = spec.batch.min_local_batch_size
+        reasons, remedy = [], "use a larger instance type, or shard parameters and optimizer state"
+        needed = _counted_bytes(spec.model)
+        if any(needed <= self.capacity_bytes.get(cluster.instance_type, math.inf) for cluster in spec.cluster):
+            remedy = f"lower min_local_batch_size, {remedy}"
+        for cluster in spec.cluster:
+            name = cluster.instance_type
+            failed = [each for each in self.out_of_memory if each.configuration.instance_type == name]
+            if failed:
+                reasons.append(f"{_run_name(min(failed, key=failed_batch))} ran out of memory")
+            elif name in self.capacity_bytes and needed > self.capacity_bytes[name]:
+                reasons.append(_state_too_large(spec.model, self.capacity_bytes[name]))
+            elif name in self.models and name in self.capacity_bytes:
+                peak = float(self.models[name].predict([float(smallest)]).mean_bytes[0])
+                reasons.append(
+                    f"a rank of {name} is expected to need {_gib(peak)} at a local batch of {smallest}, of which the "
+                    f"device has {_gib(self.capacity_bytes[name])}"
+                )
+        return f"memory: no candidate is left, since {'; '.join(reasons)}; {remedy}."
+
+
+@dataclass(frozen=True)
+class OutOfMemoryRuns:
+    """`standing` rule out their batch and all above it; `contradicted` rule out their own configuration only."""
+
+    standing: tuple[RunSummary, ...] = ()
+    contradicted: tuple[RunSummary, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def out_of_memory_runs(measured: Measured, summaries: Sequence[RunSummary]) -> OutOfMemoryRuns:
+    """Weigh each out-of-memory failure against larger batches that were measured on the same instance type.
+
+    A batch at or above a standing failure is no evidence against a smaller one, since it fitted by luck.
+    """
+    standing: list[RunSummary] = []
+    contradicted: list[RunSummary] = []
+    warnings: list[str] = []
+    bound: dict[str, float] = {}
+    failed = [summary for summary in summaries if summary.state is RunState.OUT_OF_MEMORY]
+    for summary in sorted(failed, key=failed_batch, reverse=True):
+        name, batch = summary.configuration.instance_type, failed_batch(summary)
+        larger = [
+            (c, s.run_id)
+            for c, s in measured
+            if c.instance_type == name and batch < c.local_batch_size < bound.get(name, math.inf)
+        ]
+        if larger:
+            c, run_id = max(larger, key=lambda each: each[0].local_batch_size)
+            contradicted.append(summary)
+            warnings.append(
+                f"Memory: {_run_name(summary)} ran out of memory, but {_name(run_id, c, c.local_batch_size)} fitted on "
+                "the same instance type, so only the failed configuration itself is left out: check that no other "
+                "process uses the device, and register the job again to retry it."
+            )
+        else:
+            standing.append(summary)
+            bound[name] = batch
+    return OutOfMemoryRuns(tuple(standing), tuple(contradicted), tuple(warnings))
+
+
+def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
+    """Fit the memory of each instance type. `failures` are the standing out-of-memory runs."""
+    models: dict[str, MemoryModel] = {}
+    bounds: dict[str, int] = {}
+    capacities: dict[str, float] = {}
+    warnings: list[str] = []
+    for cluster in spec.cluster:
+        name = cluster.instance_type
+        rows = [(c, s.memory) for c, s in measured if c.instance_type == name]
+        failed = [failed_batch(each) for each in failures if each.configuration.instance_type == name]
+        readings = [(c, memory) for c, memory in rows if memory is not None]
+        capacity = _capacity(cluster, [memory for _, memory in readings])
+        usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
+        context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity)
+        prior = _memory_prior(spec.model, context)
+        model = None
+        try:
+            model = fit_memory(_memory_observations(usable, readings, failed, context, capacity), prior=prior)
+        except ObservationError as error:
+            if usable:
+                warnings.append(f"Memory of {name}: {error}")
+        if model is not None:
+            models[name] = model
+        if capacity is not None:
+            capacities[name] = capacity
+            if not rows and _counted_bytes(spec.model) > capacity:  # a script that shards was measured, and fits
+                warnings.append(f"Memory of {name}: {_state_too_large(spec.model, capacity)}: {_SHARD}.")
+        safety = _plan_safety(spec, prior, len({c.local_batch_size for c, _ in usable}))
+        bound = _bound(model, capacity, safety, failed, max((c.local_batch_size for c, _ in rows), default=0))
+        if bound is not None:
+            bounds[name] = bound
+    return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings))
+
+
+def required_fit_probability(spec: wire.JobSpec) -> float:
+    """The probability with which a recommended batch must fit."""
+    return min(max(spec.profiling.memory_safety, 0.5), 0.999)
+
+
+def failed_batch(failed: RunSummary) -> int:
+    """The local batch that did not fit."""
+    return failed.failed_local_batch_size or failed.configuration.local_batch_size
+
+
+def _capacity(cluster: wire.ClusterSpec, readings: Sequence[MemoryReading]) -> float | None:
+    reported = [m.capacity_bytes for m in readings if m.capacity_bytes and m.method == "cuda_allocator"]
+    capacity = cluster.memory_bytes_per_rank or (min(reported) if reported else None)
+    return None if capacity is None else float(capacity)
+
+
+def _memory_observations(
+    usable: Sequence[tuple[Configuration, MemoryReading]],
+    readings: Sequence[tuple[Configuration, MemoryReading]],
+    failed: Sequence[int],
+    context: float,
+    capacity: float | None,
+) -> MemoryObservations:
+    static = [m for _, m in readings if m.parameter_bytes is not None and m.optimizer_bytes is not None]
+    counted = static[0] if static and static[0].method == "cuda_allocator" else None
+    return MemoryObservations(
+        np.array([float(c.local_batch_size) for c, _ in usable]),
+        np.array([_on_device(m, context, capacity) for _, m in usable]),
+        np.array([float(batch) for batch in failed]),
+        capacity_bytes=capacity,
+        static_bytes=None if counted is None else _static_bytes(counted, context),
+    )
+
+
+def _bound(
+    model: MemoryModel | None, capacity: float | None, safety: float | None, failed: Sequence[int], measured: int
+) -> int | None:
+    """The largest local batch that fits; None without evidence. `measured` is the largest batch that ran."""
+    bound = None
+    if model is not None and capacity is not None and safety is not None:
+        bound = max(model.max_local_batch_size(capacity, safety_probability=safety), measured)
+    if failed:
+        bound = min(failed) - 1 if bound is None else min(bound, min(failed) - 1)
+    return bound
+
+
+def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, num_batches: int) -> float | None:
+    """The probability with which a batch must fit to be profiled; None rules no batch out.
+
+    Readings at one batch do not identify the growth with the batch. They rule out only what is more likely to fail than
+    not, and without a count of the static share they rule out nothing.
+    """
+    if num_batches > 1 or prior.bytes_per_sample is not None:
+        return required_fit_probability(spec)
+    return _AS_LIKELY_AS_NOT if prior.static_bytes is not None else None
+
+
+def _memory_prior(model: wire.ModelSpec, context: float) -> MemoryPrior:
+    """From the specification: parameters, gradients and optimizer state in single precision, and a context."""
+    slope = model.activation_bytes_per_sample or None
+    if model.parameters is None:
+        return MemoryPrior(bytes_per_sample=slope)
+    counted = _counted_bytes(model)
+    static = counted + context
+    sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static
+    return MemoryPrior(bytes_per_sample=slope, static_bytes=static, static_sd=sd)
+
+
+def _counted_bytes(model: wire.ModelSpec) -> float:
+    """Bytes of parameters, gradients and optimizer state in single precision; 0 without a count of parameters."""
+    return float((model.parameters or 0) * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+
+
+def _state_too_large(model: wire.ModelSpec, capacity: float) -> str:
+    return (
+        f"parameters, gradients and optimizer state alone need at least {_gib(_counted_bytes(model))} a rank in single "
+        f"precision, of which the device has {_gib(capacity)}"
+    )
+
+
+def _context_bytes(reading: MemoryReading, assumed: float) -> float:
+    """What the process holds on the device outside the allocator's count. Other methods count it already."""
+    if reading.method != "cuda_allocator":
+        return 0.0
+    return assumed if reading.context_bytes is None else float(reading.context_bytes)
+
+
+def _on_device(reading: MemoryReading, assumed_context: float, capacity: float | None) -> float:
+    """The peak with its context, bytes. A peak that fitted stays within the capacity."""
+    peak = float(reading.peak_bytes)
+    whole = peak + _context_bytes(reading, assumed_context)
+    return whole if capacity is None or peak > capacity else min(whole, capacity)
+
+
+def _static_bytes(reading: MemoryReading, assumed_context: float) -> float | None:
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    counted = float(sum(getattr(reading, part) or 0 for part in parts))
+    return counted + _context_bytes(reading, assumed_context) if counted else None
+
+
+def _run_name(failed: RunSummary) -> str:
+    return _name(failed.run_id, failed.configuration, failed_batch(failed))
+
+
+def _name(run_id: str, c: Configuration, batch: int) -> str:
+    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
+    kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
+    return f"run {run_id} ({nodes}{kind}, local batch {batch})"
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / 2**30:,.3g} GiB" if amount < 1000 * 2**30 else f"{amount / 2**30:,.0f} GiB"

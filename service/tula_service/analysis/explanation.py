@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import tula_wire as wire
-from tula_service.analysis import job_spec, priors
+from tula_service.analysis import job_data, priors
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
 from tula_service.domain import Basis, Objective
@@ -169,7 +169,7 @@ def _candidate(
         step_time_s=_estimate(estimate.step_time_s),
         epoch_time_s=_estimate(estimate.epoch_time_s),
         total_time_s=_estimate(estimate.time_s),
-        cost_usd=_estimate(estimate.cost_usd) if job_spec.has_prices(answer.spec) else None,
+        cost_usd=_estimate(estimate.cost_usd) if job_data.has_prices(answer.spec) else None,
         memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
         terms=_terms(estimate),
@@ -215,11 +215,11 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     found = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
-        for name in job_spec.unbounded_types(spec, evidence.memory.max_local_batch_size)
+        for name in job_data.unbounded_types(spec, evidence.memory.max_local_batch_size)
     ]
-    if not job_spec.has_prices(spec):
+    if not job_data.has_prices(spec):
         found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
-    elif job_spec.payable(spec, evidence.memory.models) is not spec:
+    elif job_data.payable(spec, evidence.memory.models) is not spec:
         found.append(
             "A price per GB-hour gives no cost before memory is known, so costs are ranked in node-hours and no budget "
             "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
@@ -240,7 +240,7 @@ def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
     if choice.runner_up is quick:
         return f"{purpose}: {remedy}."
     effect = f"save {1.0 - quick.time_s.mean / chosen.time_s.mean:.0%} of the time"
-    if job_spec.has_prices(spec) and chosen.cost_usd.mean > 0:
+    if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
         cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
         effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
     return f"{purpose}: {name_of(quick.configuration)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
@@ -249,7 +249,7 @@ def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
 def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
     time = other.time_s.mean / chosen.time_s.mean - 1.0
     parts = [f"{abs(time):.1%} {'slower' if time >= 0 else 'faster'}"]
-    if job_spec.has_prices(spec) and chosen.cost_usd.mean > 0:
+    if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
         cost = other.cost_usd.mean / chosen.cost_usd.mean - 1.0
         parts.append(f"{abs(cost):.1%} {'dearer' if cost >= 0 else 'cheaper'}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tula_wire as wire
-from tula_service.analysis import job_spec
+from tula_service.analysis import job_data
 from tula_service.analysis.answer import Answer
 from tula_service.analysis.explanation import name_of
 from tula_service.domain import Objective
@@ -217,9 +217,9 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
     On demand if that price is known, else on spot capacity. `peak_bytes` is of one rank.
     """
-    if not job_spec.has_prices(spec):
+    if not job_data.has_prices(spec):
         return None
-    offer = {**job_spec.spot_offers_of(spec), **job_spec.offers_of(spec)}[c.instance_type]
+    offer = {**job_data.spot_offers_of(spec), **job_data.offers_of(spec)}[c.instance_type]
     if offer.usd_per_gb_hour and peak_bytes is None:
         return None
     peak = None if peak_bytes is None else Interval(peak_bytes, peak_bytes, peak_bytes)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import tula_wire as wire
-from tula_service.analysis import job_spec
+from tula_service.analysis import job_data
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
@@ -189,7 +189,7 @@ def _check_memory(spec: wire.JobSpec) -> None:
 
 def _check(spec: wire.JobSpec) -> None:
     """Refuse a specification whose fields are valid one by one and contradict each other."""
-    priced = [job_spec.is_priced(cluster.price) for cluster in spec.cluster]
+    priced = [job_data.is_priced(cluster.price) for cluster in spec.cluster]
     if any(priced) and not all(priced):
         row = priced.index(False)
         raise InvalidInput(
@@ -208,7 +208,7 @@ def _check(spec: wire.JobSpec) -> None:
                 field="cluster.0.price",
             )
     try:
-        job_spec.candidates_of(spec, {})
+        job_data.candidates_of(spec, {})
     except ObservationError as error:
         raise InvalidInput(str(error), field="batch") from error
 

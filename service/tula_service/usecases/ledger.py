@@ -7,7 +7,7 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
-from tula_service.analysis.job_spec import has_prices
+from tula_service.analysis.job_data import has_prices
 from tula_service.domain import Basis, RunState
 from tula_service.perfmodel.intervals import Interval
 from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
