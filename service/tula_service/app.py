@@ -37,12 +37,13 @@ from tula_service.api.deps import Services, authenticate, error_answers
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
 from tula_service.api.middleware import RequestMiddleware
+from tula_service.background import BackgroundQueue
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
-from tula_service.usecases import monitoring
-from tula_service.usecases.access import Access
-from tula_service.usecases.ingest import Ingest
+from tula_service.usecases.access import Access, KnownRuns
+from tula_service.usecases.samples import SampleIngest
+from tula_service.usecases.telemetry import TelemetryIngest
 
 TOKEN_CACHE_S: Final = 1.0
 """How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
@@ -55,17 +56,19 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     store = Store.open(settings.database, connections=settings.threads + 1)  # one more for the writer of telemetry
     check_schema(store.engine)
     counters = Metrics()
+    known_runs, background = KnownRuns(store), BackgroundQueue()
     services = Services(
         settings=settings,
         store=store,
         access=Access(store, cache_s=token_cache_s, tokenless_allowed=settings.on_loopback),
         limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
         metrics=counters,
-        ingest=Ingest(store, observers=(monitoring.ingest,), threads=intake),
+        samples=SampleIngest(store, known_runs, background),
+        telemetry=TelemetryIngest(store, known_runs, threads=intake),
         intake=intake,
     )
 
-    at_end: list[Callable[[], None]] = [services.ingest.close, store.close]
+    at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

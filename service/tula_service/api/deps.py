@@ -19,7 +19,8 @@ from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import Access, Principal
-from tula_service.usecases.ingest import Ingest
+from tula_service.usecases.samples import SampleIngest
+from tula_service.usecases.telemetry import TelemetryIngest
 
 _SAFE: Final = frozenset({"GET", "HEAD"})
 _PROXY_HEADERS: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
@@ -40,7 +41,8 @@ class Services:
     access: Access
     limiter: Limiter
     metrics: Metrics
-    ingest: Ingest
+    samples: SampleIngest
+    telemetry: TelemetryIngest
     intake: CapacityLimiter
     streams: set[object] = field(default_factory=set)
     stopping: threading.Event = field(default_factory=threading.Event)

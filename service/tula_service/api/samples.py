@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query, Request
 
 from tula_service.api.bodies import parse, read_body, request_body
 from tula_service.api.deps import AppServices, Caller
-from tula_service.usecases.samples import SampleFilter, list_samples
+from tula_service.store.sample_reader import SampleFilter
+from tula_service.usecases.samples import list_samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
 router = APIRouter(tags=["samples"])
@@ -21,7 +22,7 @@ async def post_samples(run_id: str, request: Request, caller: Caller, services: 
     body = await read_body(request)
 
     def store() -> SamplesAccepted:
-        return services.ingest.samples(caller, run_id, parse(SampleBatch, body))
+        return services.samples.store(caller, run_id, parse(SampleBatch, body))
 
     accepted = await to_thread.run_sync(store, limiter=services.intake)
     services.metrics.samples.inc(accepted.stored)

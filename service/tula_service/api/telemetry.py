@@ -10,9 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
 from tula_service.api.deps import AppServices, Caller
 from tula_service.store import NewChunk
-from tula_service.usecases.ingest import chunk_from_wire
-from tula_service.usecases.packed import chunk_from_packed
-from tula_service.usecases.telemetry import SeriesQuery, read_series
+from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
 router = APIRouter(tags=["telemetry"])
@@ -34,7 +32,7 @@ async def post_telemetry(run_id: str, request: Request, caller: Caller, services
         chunk = _chunk(body)
     else:
         chunk = await to_thread.run_sync(_chunk, body, limiter=services.intake)
-    accepted = await services.ingest.telemetry(caller, run_id, chunk)
+    accepted = await services.telemetry.store(caller, run_id, chunk)
     services.metrics.step_values.inc(accepted.stored)
     if accepted.duplicate:
         services.metrics.duplicates.inc()

@@ -20,6 +20,8 @@ SECRET_PREFIX: Final = "tula_"
 CACHED_TOKENS: Final = 10_000
 TOUCH_EVERY_S: Final = 60.0
 TRUSTED_S: Final = 60.0
+CACHED_RUNS: Final = 20_000
+ANNOUNCE_EVERY_S: Final = 1.0
 
 
 _Key = TypeVar("_Key")
@@ -207,6 +209,52 @@ def _ended(token: TokenRecord, now: datetime) -> str | None:
     if token.revoked_at is not None:
         return "was revoked"
     return "has expired" if token.expires_at is not None and token.expires_at <= now else None
+
+
+class KnownRuns:
+    """What ingest caches of runs: key, job and project, which never change, and when samples were last announced.
+
+    Request threads and the event loop share an instance: writes to its caches hold `_lock`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._runs: BoundedDict[str, tuple[int, str, str]] = BoundedDict(CACHED_RUNS)
+        self._announced: BoundedDict[str, float] = BoundedDict(CACHED_RUNS)
+
+    def __contains__(self, run_id: str) -> bool:
+        """True if `authorise` needs no query for this run."""
+        return run_id in self._runs
+
+    def load(self, run_id: str) -> tuple[int, str, str]:
+        """Read a run's key, job and project into the cache. Raises NotFound."""
+        with self._store.reading() as tx:
+            known = tx.telemetry.run_key(run_id)
+        with self._lock:
+            self._runs[run_id] = known
+        return known
+
+    def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
+        """The run's key and job. Raises NotFound both without such a run and for a caller who may not touch it."""
+        run_key, job_id, project_id = self._runs.get(run_id) or self.load(run_id)
+        if not principal.may_touch(job_id=job_id, project_id=project_id):
+            raise NotFound.of("run", run_id)
+        return run_key, job_id
+
+    def forget(self, run_id: str) -> None:
+        """Drop a run that was deleted."""
+        with self._lock:
+            self._runs.pop(run_id, None)
+
+    def may_announce(self, run_id: str) -> bool:
+        """True once a second for each run: readers of events need no more."""
+        now = time.monotonic()
+        if now - self._announced.get(run_id, -ANNOUNCE_EVERY_S) < ANNOUNCE_EVERY_S:
+            return False
+        with self._lock:
+            self._announced[run_id] = now
+        return True
 
 
 class Access:

@@ -11,9 +11,8 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tula_service.errors import StoreUnavailable
-from tula_service.store import Store
+from tula_service.store import EventRecord, Store
 from tula_service.store.migrations import check_schema
-from tula_service.usecases import shown
 from tula_service.usecases.access import Principal, check_still_valid, visible_job
 
 _SHARES: Final = (0.5, 0.9)
@@ -37,7 +36,7 @@ def read_on(
         check_still_valid(tx, principal)
         tx.jobs.data_version(job_id)
         found = tx.events.after(job_id, after, limit=limit)
-    return [(event.id, event.kind, shown.event(event).model_dump_json()) for event in found]
+    return [(event.id, event.kind, _view(event).model_dump_json()) for event in found]
 
 
 def recent(
@@ -52,7 +51,7 @@ def recent(
     """The newest events of these kinds, of one run if wanted, newest first. Raises NotFound for an unknown job."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        return [shown.event(event) for event in tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)]
+        return [_view(event) for event in tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)]
 
 
 @dataclass(frozen=True)
@@ -82,3 +81,16 @@ def check_ready(store: Store) -> None:
         check_schema(store.engine)
     except sa.exc.SQLAlchemyError as error:
         raise StoreUnavailable("The database cannot be reached: check that it is running.") from error
+
+
+def _view(record: EventRecord) -> wire.Event:
+    return wire.Event.model_validate(
+        {
+            "id": record.id,
+            "kind": record.kind,
+            "job_id": record.job_id,
+            "run_id": record.run_id,
+            "at": record.at,
+            "data": record.data,
+        }
+    )

@@ -14,12 +14,11 @@ from tula_service.analysis import job_data
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
-from tula_service.store import JobRecord, NewJob, Store, Transaction
-from tula_service.usecases import shown
+from tula_service.store import JobRecord, NewJob, RunRecord, Store, Transaction
+from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.job_data import spec_of
 from tula_service.usecases.planning import replan
-from tula_service.usecases.runs import fail_vanished, parse_cursor
 
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26
@@ -65,14 +64,14 @@ def register(
             job = tx.jobs.update(job.id, state="planning")
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         tx.jobs.lock(job.id)
-        fail_vanished(tx, job.id)
+        runs.fail_vanished(tx, job.id)
         _allow_retries(tx, job)
         tx.jobs.mark_plan_stale(job.id)
     recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
         plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
-        job_view = shown.job(tx.jobs.get(job.id), plan)
-    waiting = [shown.run(run) for run in plan if run.state is RunState.PENDING]
+        job_view = _view(tx.jobs.get(job.id), plan)
+    waiting = [runs.view(run) for run in plan if run.state is RunState.PENDING]
     return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
 
 
@@ -116,12 +115,12 @@ def list_jobs(
             search=search,
             states=None if state is None else [state],
             include_archived=include_archived,
-            cursor=parse_cursor(cursor),
+            cursor=runs.parse_cursor(cursor),
             limit=limit,
             count_up_to=wire.JOBS_COUNTED,
         )
     return wire.JobPage(
-        jobs=[shown.job_summary(job) for job in page.jobs],
+        jobs=[_summary_view(job) for job in page.jobs],
         total=page.total,
         next_cursor=None if page.next_cursor is None else str(page.next_cursor),
     )
@@ -152,7 +151,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
 
 
 def _with_plan(tx: Transaction, job: JobRecord) -> wire.Job:
-    return shown.job(job, tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True))
+    return _view(job, tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True))
 
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
@@ -264,3 +263,33 @@ def _finish_deleting(store: Store, job_id: str) -> None:
                 break
     with store.transaction() as tx:
         tx.jobs.delete(job_id)
+
+
+def _summary_view(record: JobRecord) -> wire.JobSummary:
+    return wire.JobSummary.model_validate(_summary(record))
+
+
+def _view(record: JobRecord, plan: list[RunRecord]) -> wire.Job:
+    """A job with its specification and its profiling runs, in the order of the plan."""
+    fields = _summary(record)
+    fields |= {"spec": spec_of(record), "plan": [runs.view(each) for each in plan], "plan_reason": record.plan_reason}
+    return wire.Job.model_validate(fields)
+
+
+def _summary(record: JobRecord) -> dict[str, object]:
+    return {
+        "id": record.id,
+        "name": record.name,
+        "model_name": record.model_name,
+        "state": record.state,
+        "objective": record.objective,
+        "created_at": record.created_at,
+        "runs_done": record.runs_done,
+        "runs_planned": record.runs_planned,
+        "recommended": record.recommended,
+        "predicted_time_s": record.predicted_time_s,
+        "predicted_cost_usd": record.predicted_cost_usd,
+        "saving_vs_smallest_batch": record.saving_vs_smallest_batch,
+        "saving_vs_largest_batch": record.saving_vs_largest_batch,
+        "prediction_error": record.prediction_error,
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from tula_service.analysis.answer import Answer, analyse
 from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.domain import RunKind
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
-from tula_service.usecases.background import Work
 from tula_service.usecases.job_data import load, spec_of
 from tula_service.usecases.recommendations import Expectation
 
@@ -36,14 +34,14 @@ def start(
     tx.runs.update(run.id, drift_state=monitor.to_json())
 
 
-def ingest(tx: Transaction, run: RunRecord, new: NewSamples) -> Work | None:
+def ingest(tx: Transaction, run: RunRecord, new: NewSamples) -> bool:
     """Update a training run's monitor with new samples of its first rank, and announce recovery and broken limits.
 
-    Runs in the transaction that stores the samples, so it makes no fit. An alarm is stored with the run and diagnosed
-    by the returned work, which every batch requests again until it is done.
+    Runs in the transaction that stores the samples, so it makes no fit. An alarm is stored with the run: True, with
+    every batch, until `diagnose` has announced its cause and its advice.
     """
     if run.kind is not RunKind.TRAIN or new.rank != 0 or run.drift_state is None:
-        return None
+        return False
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     times, step = new.columns.step_time_s, int(new.columns.step.max())
     monitor = Monitor.read(run.drift_state).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
@@ -58,7 +56,7 @@ def ingest(tx: Transaction, run: RunRecord, new: NewSamples) -> Work | None:
             announced = [*monitor.announced, *(advice["kind"] for advice in broken)]
             monitor = replace(monitor, checked_at=step, announced=announced)
     tx.runs.update(run.id, drift_state=monitor.to_json())
-    return None if monitor.alarm is None else partial(diagnose, run_id=run.id)
+    return monitor.alarm is not None
 
 
 def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: NewSamples, step: int) -> float | None:

@@ -7,10 +7,18 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import RUN_TRANSITIONS, EndCause, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import (
+    RUN_TRANSITIONS,
+    EndCause,
+    PlanState,
+    RunKind,
+    RunOrigin,
+    RunState,
+    configuration_mismatch,
+)
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import ledger, monitoring, recommendations, shown
+from tula_service.usecases import ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.job_data import spec_of
 from tula_service.usecases.planning import replan
@@ -54,7 +62,7 @@ def _claimed(
         run = tx.runs.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
-            return wire.RunClaimed(run=shown.run(run), reason=run.purpose)
+            return wire.RunClaimed(run=view(run), reason=run.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
         if not active and not settled and job.plan_state is not PlanState.CURRENT:
             return None
@@ -129,7 +137,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
         if not profile:
             monitoring.start(tx, now, run, expected, before)
         tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
-        return shown.run(tx.runs.get(run.id))
+        return view(tx.runs.get(run.id))
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
@@ -151,7 +159,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
     """One run."""
     with store.reading() as tx:
-        return shown.run(visible_run(tx, principal, run_id))
+        return view(visible_run(tx, principal, run_id))
 
 
 def list_runs(
@@ -171,7 +179,7 @@ def list_runs(
         )
     more = len(found) > limit
     return wire.RunList(
-        runs=[shown.run(run) for run in found[:limit]], next_cursor=str(found[limit - 1].key) if more else None
+        runs=[view(run) for run in found[:limit]], next_cursor=str(found[limit - 1].key) if more else None
     )
 
 
@@ -203,11 +211,47 @@ def patch(
         run = _patched(tx, run_id, request)
         due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
     if run.state.is_final and run.state is not before:  # one that was given up as vanished may have ended well
-        on_end(shown.run(run))
+        on_end(view(run))
     if due:
         # The list of jobs and readers of events see the new recommendation without anybody asking for it.
         replan(store, job.id)
-    return shown.run(run)
+    return view(run)
+
+
+def view(record: RunRecord) -> wire.Run:
+    """A run as the wire's model."""
+    mismatch = configuration_mismatch(
+        record.id,
+        record.configuration,
+        world_size=record.observed_world_size,
+        local_batch_size=record.observed_local_batch_size,
+        grad_accum_steps=record.observed_grad_accum_steps,
+    )
+    instruction = None if record.instruction is None else wire.read(wire.Instruction, record.instruction)
+    return wire.Run(
+        id=record.id,
+        job_id=record.job_id,
+        kind=record.kind.value,
+        state=record.state.value,
+        configuration=record.configuration,
+        origin=record.origin.value,
+        purpose=record.purpose,
+        instruction=instruction,
+        message=record.message,
+        end_cause=None if record.end_cause is None else record.end_cause.value,
+        configuration_mismatch=mismatch,
+        method=record.method,
+        created_at=record.created_at,
+        started_at=record.started_at,
+        finished_at=record.finished_at,
+        lease_expires_at=record.lease_expires_at,
+        num_samples=record.num_samples,
+        step_time_s=record.step_time_s,
+        predicted_step_time_s=record.predicted_step_time_s,
+        dropped=record.dropped,
+        straggler_rank=record.straggler_rank,
+        drifted=record.drifted,
+    )
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:

@@ -1,19 +1,62 @@
-"""Reading step samples back, row by row, for whoever wants to look for themselves."""
+"""Step samples of runs: stored once each and committed before the answer, and listed row by row."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
-from tula_service.errors import InvalidInput
-from tula_service.store import Store
-from tula_service.store.sample_reader import SampleCursor, SampleFilter
-from tula_service.usecases.access import Principal, visible_job
-from tula_wire import SamplePage, StepSample
+import numpy as np
+import sqlalchemy as sa
 
-__all__ = ["SampleFilter", "list_samples"]
+from tula_service.background import BackgroundQueue
+from tula_service.domain import MemoryReading, RunKind, RunState
+from tula_service.errors import InvalidInput, NotFound
+from tula_service.perfmodel.step_summary import measured_precisely_enough
+from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
+from tula_service.store.records import FloatArray, IntArray
+from tula_service.store.sample_reader import SampleCursor, SampleFilter
+from tula_service.usecases import monitoring
+from tula_service.usecases.access import KnownRuns, Principal, visible_job
+from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
+
+
+class SampleIngest:
+    """Stores batches of samples, and has monitoring look at those of training runs."""
+
+    def __init__(self, store: Store, runs: KnownRuns, background: BackgroundQueue) -> None:
+        self._store = store
+        self._runs = runs
+        self._background = background
+
+    def store(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
+        """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
+
+        Raises NotFound, and InvalidInput for a rank beyond both the run's world size and the one its process saw.
+        """
+        run_key, job_id = self._runs.authorise(principal, run_id)
+        new = samples_from_wire(batch)
+        diagnosis_due = False
+        with self._store.transaction() as tx:
+            try:
+                counted = tx.samples.add(run_key, job_id, new)
+            except sa.exc.IntegrityError:  # deleted since its key was cached
+                raise NotFound.of("run", run_id) from None
+            run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
+            if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
+                raise _no_such_rank(batch.rank, world_size)
+            if counted.stored:
+                diagnosis_due = monitoring.ingest(tx, run, new)
+            stop, reason = _may_stop(tx, run)
+            tx.runs.renew(run_id)
+            if counted.stored and self._runs.may_announce(run_id):
+                tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
+        if diagnosis_due:
+            self._background.enqueue(run_id, partial(monitoring.diagnose, self._store, run_id))
+        return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)
 
 
 def list_samples(
@@ -25,7 +68,7 @@ def list_samples(
     cursor: str | None = None,
     limit: int = 500,
 ) -> SamplePage:
-    """Samples of a job's runs, process after process. Raises NotFound, and InvalidInput for a cursor that is none."""
+    """Samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for an unknown cursor."""
     after = None if cursor is None else _parsed(cursor)
     if wanted.run_id is not None and not wanted.run_id.isprintable():
         raise InvalidInput("run_id holds characters that no id has: use one of the job's runs.", field="run_id")
@@ -41,3 +84,63 @@ def _parsed(cursor: str) -> SampleCursor:
     if found is None:
         raise InvalidInput("cursor must be the next_cursor of a page: leave it out to begin.", field="cursor")
     return int(found[1]), int(found[2])
+
+
+def _may_stop(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
+    if run.state is RunState.CANCELLED:
+        return True, "The run was cancelled."
+    if run.state.is_final:
+        return True, f"The run has ended already ({run.state.value})."
+    if run.kind is not RunKind.PROFILE or run.instruction is None:
+        return False, None
+    tx.samples.refresh(run.key)
+    recent = tx.samples.recent(run.key, rank=0)
+    wanted = int(run.instruction["measuring_steps"])
+    if recent.step.size >= wanted:
+        return True, f"All {wanted} measuring steps are in."
+    precision = float(run.instruction["precision"])
+    if recent.step.size and precision > 0 and measured_precisely_enough(recent.step_time_s, precision):
+        return True, f"The step time is known to within {precision:.1%} after {recent.step.size} steps."
+    return False, None
+
+
+def _no_such_rank(rank: int, world_size: int) -> InvalidInput:
+    return InvalidInput(
+        f"rank is {rank}, but a run of {world_size} rank{'s' if world_size != 1 else ''} has 0 to {world_size - 1}: "
+        "send the rank as torch.distributed counts it, or the world_size that the process saw.",
+        field="rank",
+    )
+
+
+def samples_from_wire(batch: SampleBatch) -> NewSamples:
+    """The wire's batch as the store's columns; null becomes NaN."""
+    return NewSamples(
+        rank=batch.rank,
+        boot_id=batch.boot_id,
+        columns=SampleColumns(
+            sequence=np.asarray(batch.sequence, np.int64),
+            step=np.asarray(batch.step, np.int64),
+            step_time_s=np.asarray(batch.step_time_s, np.float64),
+            compute_time_s=_column(batch.compute_time_s),
+            comm_time_s=_column(batch.comm_time_s),
+            exposed_comm_time_s=_column(batch.exposed_comm_time_s),
+            input_time_s=_column(batch.input_time_s),
+            skew_s=_column(batch.skew_s),
+            straggler_rank=_ranks(batch.straggler_rank),
+        ),
+        warmup=batch.warmup,
+        world_size=batch.world_size,
+        local_batch_size=batch.local_batch_size,
+        grad_accum_steps=batch.grad_accum_steps,
+        timing_method=batch.timing_method,
+        memory=None if batch.memory is None else MemoryReading(**batch.memory.model_dump()),
+        epochs_before=batch.epochs_before,
+    )
+
+
+def _column(values: Sequence[float | None] | None) -> FloatArray | None:
+    return None if values is None else np.array(values, np.float64)
+
+
+def _ranks(values: Sequence[int | None] | None) -> IntArray | None:
+    return None if values is None else np.array([-1 if value is None else value for value in values], np.int64)

@@ -1,24 +1,75 @@
-"""Telemetry of a run: one column of one rank, downsampled so that its peaks and dips stay."""
+"""Telemetry of runs: chunks stored once each, from JSON or packed columns, and one column read back, downsampled.
+
+The packed form of a chunk is MessagePack with the members of `tula_wire.TelemetryChunk`: `steps` as little-endian int64
+bytes (or a list), each column as float64 or float32 bytes (or a list, if a value is missing). See docs/wire.md.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Final
 
 import numpy as np
+import sqlalchemy as sa
+from anyio import CapacityLimiter, to_thread
+from pydantic import Field
 from tsdownsample import MinMaxDownsampler
 
 from tula_service.domain import MemoryReading
-from tula_service.errors import NotFound
-from tula_service.store import Store
+from tula_service.errors import InvalidInput, NotFound
+from tula_service.store import NewChunk, Store
 from tula_service.store.records import FloatArray, IntArray
-from tula_service.usecases.access import Principal, visible_run
-from tula_wire import TelemetrySeries
+from tula_service.store.telemetry import chunk_row
+from tula_service.store.telemetry_writer import TelemetryWriter
+from tula_service.usecases.access import KnownRuns, Principal, visible_run
+from tula_wire import MAX_STEPS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
+from tula_wire._base import WireModel
+from tula_wire.samples import Column, Number
+from tula_wire.telemetry import ChunkIdentity, ColumnName
 
 TREND_POINTS = 150
 _STEP_TIME = "step_time_s"
 _MOST_SAMPLES = 200_000
+_MAX_STEP: Final = 2**53
+
+
+class TelemetryIngest:
+    """Stores chunks of telemetry through one writer thread."""
+
+    def __init__(self, store: Store, runs: KnownRuns, *, threads: CapacityLimiter | None = None) -> None:
+        self._store = store
+        self._runs = runs
+        self._threads = threads
+        self._writer = TelemetryWriter(store)
+
+    async def store(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
+        """Store a chunk of telemetry in one commit with other waiting chunks. Raises NotFound, Busy, StoreUnavailable.
+
+        Asynchronous, unlike other use cases: at a thousand requests a second a thread for each would cost more.
+        """
+        if run_id not in self._runs:
+            await to_thread.run_sync(self._runs.load, run_id, limiter=self._threads)
+        run_key, job_id = self._runs.authorise(principal, run_id)
+        try:
+            new = await self._writer.add(run_id, chunk_row(run_key, chunk))
+        except NotFound:  # deleted since its key was cached
+            self._runs.forget(run_id)
+            raise NotFound.of("run", run_id) from None
+        if new and self._runs.may_announce(run_id):
+            await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
+        return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
+
+    def close(self) -> None:
+        """Store chunks that wait, then end the writer's thread."""
+        self._writer.close()
+
+    def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
+        # The job may have been deleted meanwhile.
+        with contextlib.suppress(sa.exc.IntegrityError), self._store.transaction() as tx:
+            tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": last_step})
 
 
 @dataclass(frozen=True)
@@ -129,3 +180,106 @@ def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[In
     kept = MinMaxDownsampler().downsample(np.ascontiguousarray(values), n_out=(max_points - 2) // 2 * 2)
     kept = np.union1d(kept.astype(np.int64), ends)
     return steps[kept], values[kept]
+
+
+def chunk_from_wire(chunk: TelemetryChunk) -> NewChunk:
+    """The wire's chunk as the store's; null becomes NaN."""
+    return NewChunk(
+        rank=chunk.rank,
+        boot_id=chunk.boot_id,
+        sequence=chunk.sequence,
+        steps=np.asarray(chunk.steps, np.int64),
+        names=list(chunk.columns),
+        values=np.array(list(chunk.columns.values()), np.float64),
+    )
+
+
+class _PackedChunk(ChunkIdentity):
+    """A chunk whose arrays are not checked yet: bytes or lists."""
+
+    steps: Any
+    columns: Annotated[dict[ColumnName, Any], Field(min_length=1, max_length=64)]
+
+
+class _Lists(WireModel):
+    """The members of a packed chunk that are lists."""
+
+    steps: Column[Number] = []
+    columns: dict[str, Column[float | None]] = {}
+
+
+def chunk_from_packed(members: object) -> NewChunk:
+    """A chunk from unpacked MessagePack. Raises InvalidInput or pydantic.ValidationError, which name the field."""
+    if not isinstance(members, Mapping):
+        raise InvalidInput("The body must be a map with rank, boot_id, sequence, steps and columns.", field="body")
+    steps, columns = members.get("steps"), members.get("columns")
+    if not isinstance(columns, Mapping) or not any(isinstance(one, bytes) for one in (steps, *columns.values())):
+        return chunk_from_wire(TelemetryChunk.model_validate(members))
+    chunk = _PackedChunk.model_validate(members)
+    lists = _lists(chunk)
+    checked_steps = _steps(chunk.steps if isinstance(chunk.steps, bytes) else lists.steps)
+    values = _values(chunk.columns, lists.columns, checked_steps.size)
+    return NewChunk(chunk.rank, chunk.boot_id, chunk.sequence, checked_steps, list(chunk.columns), values)
+
+
+def _lists(chunk: _PackedChunk) -> _Lists:
+    lists: dict[str, Any] = {} if isinstance(chunk.steps, bytes) else {"steps": chunk.steps}
+    columns = {name: column for name, column in chunk.columns.items() if not isinstance(column, bytes)}
+    if not lists and not columns:
+        return _Lists()
+    return _Lists.model_validate({**lists, "columns": columns})
+
+
+def _steps(steps: bytes | list[int]) -> IntArray:
+    if isinstance(steps, bytes) and len(steps) % 8:
+        raise InvalidInput("steps must hold 8 bytes a step (little-endian int64): check the packing.", field="steps")
+    array = np.frombuffer(steps, "<i8") if isinstance(steps, bytes) else np.asarray(steps, np.int64)
+    if not 1 <= array.size <= MAX_STEPS:
+        raise InvalidInput(f"steps has {array.size} entries: send 1 to {MAX_STEPS} in a chunk.", field="steps")
+    if int(array.view("<u8").max()) > _MAX_STEP:  # as unsigned numbers, negative ones are larger too
+        raise InvalidInput("steps must lie between 0 and 2**53: check the packing.", field="steps")
+    return array
+
+
+def _values(columns: Mapping[str, Any], lists: Mapping[str, list[float | None]], count: int) -> FloatArray:
+    """Shape (columns, count); null in a list becomes NaN, and a packed column must be finite."""
+    if all(isinstance(column, bytes) and len(column) == 8 * count for column in columns.values()):
+        values = np.frombuffer(b"".join(columns.values()), "<f8").reshape(len(columns), count)
+    else:
+        values = np.stack(
+            [
+                _from_list(name, lists[name], count) if name in lists else _from_bytes(name, column, count)
+                for name, column in columns.items()
+            ]
+        )
+    finite = np.isfinite(values)
+    if not finite.all():
+        for row, name in enumerate(columns):
+            if name not in lists and not finite[row].all():
+                at = int(np.argmin(finite[row]))
+                raise InvalidInput(
+                    f"columns.{name}[{at}] is NaN or infinite: send a finite number, or the column as a list with "
+                    "null.",
+                    field=f"columns.{name}",
+                )
+    return values
+
+
+def _from_bytes(name: str, column: bytes, count: int) -> FloatArray:
+    if len(column) == 8 * count:
+        return np.frombuffer(column, "<f8")
+    if len(column) == 4 * count:
+        return np.frombuffer(column, "<f4").astype(np.float64)
+    raise InvalidInput(
+        f"columns.{name} has {len(column)} bytes for {count} steps: pack 8 (float64) or 4 (float32) a step.",
+        field=f"columns.{name}",
+    )
+
+
+def _from_list(name: str, column: list[float | None], count: int) -> FloatArray:
+    if len(column) != count:
+        raise InvalidInput(
+            f"columns.{name} has {len(column)} values but steps has {count}: send one value a step.",
+            field=f"columns.{name}",
+        )
+    return np.array(column, np.float64)

@@ -10,11 +10,11 @@ import numpy as np
 
 import tula_wire as wire
 from tests.service.store.examples import add_chunk
+from tula_service.background import BackgroundQueue, Work
 from tula_service.store import NewChunk, Store
-from tula_service.usecases import jobs, monitoring, recommendations, runs
-from tula_service.usecases.access import ANONYMOUS, Principal
-from tula_service.usecases.background import BackgroundQueue, Work
-from tula_service.usecases.ingest import Ingest, SamplesObserver
+from tula_service.usecases import jobs, recommendations, runs
+from tula_service.usecases.access import ANONYMOUS, KnownRuns, Principal
+from tula_service.usecases.samples import SampleIngest
 
 OPEN = frozenset({"pending", "claimed", "running"})
 
@@ -60,12 +60,11 @@ class Cluster:
     bytes_per_sample: float = 30e6
     static_bytes: float = 1e9
     principal: Principal = ANONYMOUS
-    observers: Sequence[SamplesObserver] = (monitoring.ingest,)
     ran: list[wire.Configuration] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(7)
-        self.ingest = Ingest(self.store, observers=self.observers, background=Immediately(self.store))
+        self.ingest = SampleIngest(self.store, KnownRuns(self.store), Immediately())
         self.sequence = 0
 
     def register(self, wanted: wire.JobSpec | None = None, **options: Any) -> wire.JobCreated:
@@ -115,7 +114,7 @@ class Cluster:
             "step_time_s": [float(value) for value in times],
             "memory": memory,
         }
-        return self.ingest.samples(self.principal, run.id, wire.SampleBatch.model_validate(body | more))
+        return self.ingest.store(self.principal, run.id, wire.SampleBatch.model_validate(body | more))
 
     def report(self, run: wire.Run, *, first_step: int = 0, **columns: Sequence[float]) -> None:
         """Store telemetry of rank 0, one value a step from `first_step` on."""

@@ -114,9 +114,9 @@ def test_limits_are_projected_again_after_a_launcher_restarts_its_ranks(cluster:
     job_id = registered(cluster, deadline_s=1500.0)
     run = cluster.train(job_id, SMALL)
     send(cluster, run, 500, epochs_before=9.0)  # 1 epoch less 510 steps: 1,052 s
-    assert cluster.events(job_id, "advice") == []
+    assert "deadline" not in [advice["kind"] for advice in cluster.events(job_id, "advice")]
     send(cluster, run, 0, epochs_before=8.5)  # further back, and counted from zero: 2,334 s
-    assert [advice["kind"] for advice in cluster.events(job_id, "advice")] == ["deadline"]
+    assert [advice["kind"] for advice in cluster.events(job_id, "advice")].count("deadline") == 1
 
 
 def test_a_second_costs_nodes_and_the_memory_they_use() -> None:

@@ -16,9 +16,11 @@ from tests.support.clock import ManualClock
 from tula_service.analysis import monitoring as pure
 from tula_service.analysis.answer import Analysis
 from tula_service.analysis.monitoring import Alarm, Monitor
+from tula_service.background import BackgroundQueue
 from tula_service.errors import Busy, StoreUnavailable
 from tula_service.usecases import monitoring
-from tula_service.usecases.ingest import Ingest
+from tula_service.usecases.access import KnownRuns
+from tula_service.usecases.samples import SampleIngest
 
 
 @pytest.fixture
@@ -163,7 +165,8 @@ def test_a_change_of_speed_is_diagnosed_after_the_request_that_showed_it(
         return analyse(*arguments)
 
     monkeypatch.setattr(monitoring, "analyse", held)
-    cluster.ingest = Ingest(cluster.store, observers=(monitoring.ingest,))
+    background = BackgroundQueue()
+    cluster.ingest = SampleIngest(cluster.store, KnownRuns(cluster.store), background)
     feed(cluster, run, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, run, 50)
@@ -173,7 +176,7 @@ def test_a_change_of_speed_is_diagnosed_after_the_request_that_showed_it(
         tx.jobs.bump(job_id)
     feed(cluster, run, 10)
     released.set()
-    cluster.ingest.close()
+    background.close()
     assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower"]
     assert any("slower" in warning for warning in cluster.recommendation(job_id).model.warnings)
 

@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from tula_service.errors import ServiceError
-from tula_service.store import Store
 
 _LOG = logging.getLogger("tula.service")
 MAX_WAITING: Final = 1000
 
-Work: TypeAlias = Callable[[Store], None]
+Work: TypeAlias = Callable[[], None]
 
 
 class BackgroundQueue:
@@ -23,8 +22,7 @@ class BackgroundQueue:
     Bounded: work for a run that has some waiting already, or beyond `max_waiting` items, is dropped.
     """
 
-    def __init__(self, store: Store, *, max_waiting: int = MAX_WAITING) -> None:
-        self._store = store
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
         self._executor = _new_executor()
         self._lock = threading.Lock()
@@ -53,7 +51,7 @@ class BackgroundQueue:
     def run(self, run_id: str, work: Work) -> None:
         """Do work now and log what it raises."""
         try:
-            work(self._store)
+            work()
         except ServiceError:  # the run was deleted or the database is busy: its next samples enqueue the work again
             _LOG.info("background work postponed", extra={"run_id": run_id})
         except Exception:

@@ -7,19 +7,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from tula_service.store import Store
-from tula_service.usecases.background import BackgroundQueue
+from tula_service.background import BackgroundQueue
 
 Held = tuple[BackgroundQueue, threading.Event, list[str]]
 
 
 @pytest.fixture
-def held(sqlite_store: Store) -> Held:
+def held() -> Held:
     """A queue of at most two items whose thread works for run `a` until the event is set, and what was done."""
-    queue, released, done = BackgroundQueue(sqlite_store, max_waiting=2), threading.Event(), list[str]()
+    queue, released, done = BackgroundQueue(max_waiting=2), threading.Event(), list[str]()
     at_work = threading.Event()
 
-    def work(_: Store) -> None:
+    def work() -> None:
         at_work.set()
         assert released.wait(60)
         done.append("a")
@@ -33,12 +32,12 @@ def test_work_that_waits_for_a_run_is_done_once(held: Held) -> None:
     queue, released, done = held
     finished = threading.Event()
     for name in ("a", "b", "b"):
-        queue.enqueue(name, lambda _, name=name: (done.append(name), finished.set()))
+        queue.enqueue(name, lambda name=name: (done.append(name), finished.set()))
     released.set()
     assert finished.wait(60)
     assert done == ["a", "b"]
     again = threading.Event()
-    queue.enqueue("a", lambda _: again.set())
+    queue.enqueue("a", lambda: again.set())
     assert again.wait(60), "work that was done may be enqueued again"
     queue.close()
 
@@ -46,8 +45,8 @@ def test_work_that_waits_for_a_run_is_done_once(held: Held) -> None:
 def test_work_beyond_the_bound_is_dropped(held: Held) -> None:
     queue, released, done = held
     finished = threading.Event()
-    queue.enqueue("b", lambda _: finished.set())
-    queue.enqueue("c", lambda _: done.append("c"))
+    queue.enqueue("b", lambda: finished.set())
+    queue.enqueue("c", lambda: done.append("c"))
     released.set()
     assert finished.wait(60)
     queue.close()
@@ -56,26 +55,26 @@ def test_work_beyond_the_bound_is_dropped(held: Held) -> None:
 
 def test_closing_finishes_the_current_item_and_drops_the_others(held: Held) -> None:
     queue, released, done = held
-    queue.enqueue("b", lambda _: done.append("b"))
+    queue.enqueue("b", lambda: done.append("b"))
     closing = threading.Thread(target=queue.close)
     closing.start()
     closing.join(0.2)  # long enough to cancel what waits, while the current item is held
     assert closing.is_alive()
     released.set()
     closing.join(60)
-    queue.enqueue("c", lambda _: done.append("c"))
+    queue.enqueue("c", lambda: done.append("c"))
     assert done == ["a"]
 
 
 def test_work_for_which_no_thread_could_be_started_may_be_enqueued_again(
-    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    queue, done, finished = BackgroundQueue(sqlite_store), list[str](), threading.Event()
+    queue, done, finished = BackgroundQueue(), list[str](), threading.Event()
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        queue.enqueue("a", lambda _: done.append("refused"))
-    queue.enqueue("a", lambda _: done.append("a"))
-    queue.enqueue("b", lambda _: finished.set())
+        queue.enqueue("a", lambda: done.append("refused"))
+    queue.enqueue("a", lambda: done.append("a"))
+    queue.enqueue("b", lambda: finished.set())
     assert finished.wait(60)
     queue.close()
     assert done == ["a"]
