@@ -1,4 +1,4 @@
-"""What every model on the wire shares."""
+"""Base class and number types of all models on the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Timestamp = AwareDatetime
 
 
 class WireModel(BaseModel):
-    """Strict where it is written: unknown fields, NaN and infinity are refused. Readers go through `read`."""
+    """Base of all models. Rejects unknown fields, NaN and infinity; readers use `read`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
 
@@ -24,9 +24,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
-    """Parse `payload` as a reader does: fields of a newer writer are ignored, everything else is validated.
+    """Parse `payload` as a reader: ignores unknown fields, which a newer writer may send, and validates all others.
 
-    Raises `pydantic.ValidationError` when a known field is wrong or missing.
+    Raises `pydantic.ValidationError` if a known field is wrong or missing.
     """
     if isinstance(payload, (bytes, str)):
         return model.model_validate_json(payload, extra="ignore")

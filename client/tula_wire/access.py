@@ -1,4 +1,4 @@
-"""Tokens and projects: who may do what."""
+"""Tokens and projects: access to the service."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Scope = Literal["agent", "user", "admin"]
 
 
 class ProjectCreate(WireModel):
-    """A new tenant."""
+    """A new project."""
 
     name: Name
 
 
 class Project(WireModel):
-    """A tenant; jobs and user tokens belong to exactly one."""
+    """A project; each job and each user token belongs to exactly one."""
 
     id: str
     name: str
@@ -26,7 +26,7 @@ class Project(WireModel):
 
 
 class ProjectList(WireModel):
-    """All projects an administrator sees."""
+    """Projects that the caller may see."""
 
     projects: list[Project]
 
@@ -56,10 +56,10 @@ class Token(WireModel):
 
 
 class TokenCreated(WireModel):
-    """The only answer that ever holds the secret."""
+    """A created token; only this answer holds its secret."""
 
     token: Token
-    secret: str = Field(description="Shown once; the service keeps only its SHA-256.")
+    secret: str = Field(description="The service stores only its SHA-256 hash.")
 
 
 class TokenList(WireModel):

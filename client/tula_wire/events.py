@@ -10,7 +10,7 @@ EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift
 
 
 class Event(WireModel):
-    """Something that happened to a job; `id` grows, so a reconnecting reader resumes after the last it saw."""
+    """A change of a job. Ids increase, so that a reader resumes after the last event it received."""
 
     id: int
     kind: EventKind

@@ -1,4 +1,4 @@
-"""A job: what a user registers, and what the service answers about it."""
+"""A job: the specification that a user registers, and its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tula_wire.recommendations import Recommendation
 from tula_wire.runs import Run
 
 JOBS_COUNTED: Final = 1000
-"""A list of jobs counts no further, so that it takes no longer however many there are: so many may be more."""
+"""The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
 
 Objective = Literal["time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
@@ -22,7 +22,7 @@ JobState = Literal["planning", "ready", "training", "finished", "archived"]
 
 
 class ModelSpec(WireModel):
-    """What is known of the network; everything but the name sharpens a cold start."""
+    """The network; every field but the name improves the first prediction."""
 
     name: Name
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = None
@@ -32,14 +32,14 @@ class ModelSpec(WireModel):
 
 
 class DatasetSpec(WireModel):
-    """How much there is to learn from."""
+    """The data set."""
 
     size: Count = Field(description="Examples per epoch.")
     name: Name | None = None
 
 
 class SpotPrice(WireModel):
-    """Pre-emptible capacity: cheaper, sometimes taken away."""
+    """Price and interruptions of pre-emptible capacity."""
 
     usd_per_node_hour: Positive
     interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)]
@@ -48,7 +48,7 @@ class SpotPrice(WireModel):
 
 
 class Price(WireModel):
-    """What an instance type costs: by node-hour, or by GB-hour of accelerator memory used, or both."""
+    """Price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
 
     usd_per_node_hour: Annotated[float, Field(ge=0)] | None = None
     usd_per_gb_hour: Annotated[float, Field(ge=0)] | None = None
@@ -63,7 +63,7 @@ class ClusterSpec(WireModel):
     max_nodes: Count
     ranks_per_node: Count = 1
     memory_bytes_per_rank: Bytes | None = None
-    accelerator: Name | None = Field(None, description="For example V100-16GB; used only before anything is measured.")
+    accelerator: Name | None = Field(None, description="For example V100-16GB; used only before the first measurement.")
     network_gbps: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
     price: Price = Price()
 
@@ -75,10 +75,10 @@ class ClusterSpec(WireModel):
 
 
 class BatchSpec(WireModel):
-    """Which batches may be tried; `global_batch_size` fixes the global batch and lets the rest follow."""
+    """Batches to consider; `global_batch_size` fixes the global batch."""
 
     min_local_batch_size: Count = 32
-    max_local_batch_size: Count | None = Field(None, description="Without it, memory sets the bound.")
+    max_local_batch_size: Count | None = Field(None, description="Default: bounded by memory.")
     global_batch_size: Count | None = None
     max_grad_accum_steps: Count = 1
 
@@ -90,7 +90,7 @@ class BatchSpec(WireModel):
 
 
 class Limits(WireModel):
-    """What a recommendation must respect; None sets no limit."""
+    """Limits of a recommendation; None means unlimited."""
 
     budget_usd: Positive | None = None
     deadline_s: Positive | None = None
@@ -98,14 +98,14 @@ class Limits(WireModel):
 
 
 class ProfilingSpec(WireModel):
-    """How much measuring is allowed."""
+    """Limits and precision of profiling."""
 
     profiling_warmup_steps: Annotated[int, Field(ge=0, le=10_000)] = 5
     measuring_steps: Annotated[int, Field(ge=2, le=100_000)] = 30
-    precision: Share = Field(0.02, description="Stop a run early once its step time is known to this relative error.")
+    precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     max_runs: Count | None = None
     max_gpu_seconds: Positive | None = None
-    memory_safety: Share = Field(0.95, description="Wanted probability that a recommended batch fits in memory.")
+    memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
 
 
 def _one_or_many(value: Any) -> Any:
@@ -113,7 +113,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 class JobSpec(WireModel):
-    """A job as its user describes it; the body of `POST /v1/jobs` and the content of `job.toml`."""
+    """The specification of a job: the body of `POST /v1/jobs` and the content of `job.toml`."""
 
     name: Name
     model: ModelSpec
@@ -137,12 +137,12 @@ class JobSpec(WireModel):
     def _distinct_types(self) -> Self:
         names = [cluster.instance_type for cluster in self.cluster]
         if len(set(names)) != len(names):
-            raise ValueError("cluster: each instance_type may stand once; give every entry a name of its own")
+            raise ValueError("cluster: two entries have the same instance_type; give each another one")
         return self
 
 
 class JobPatch(WireModel):
-    """What may change after registration; fields left out stay as they are."""
+    """Changes of a registered job; omitted fields do not change."""
 
     objective: Objective | None = None
     limits: Limits | None = None
@@ -151,7 +151,7 @@ class JobPatch(WireModel):
 
 
 class JobSummary(WireModel):
-    """A job as a row of a list."""
+    """A job in a list."""
 
     id: str
     name: str
@@ -164,7 +164,7 @@ class JobSummary(WireModel):
     recommended: Configuration | None = None
     predicted_time_s: float | None = None
     predicted_cost_usd: float | None = None
-    saving_vs_smallest_batch: float | None = Field(None, description="Fraction of time saved against the naive choice.")
+    saving_vs_smallest_batch: float | None = Field(None, description="Fraction of time saved, on as many nodes.")
     saving_vs_largest_batch: float | None = None
     prediction_error: float | None = Field(None, description="Measured over predicted step time, minus one.")
 
@@ -174,7 +174,7 @@ class JobPage(WireModel):
 
     jobs: list[JobSummary]
     total: int = Field(
-        description=f"How many match; counted up to {JOBS_COUNTED:,}, so {JOBS_COUNTED:,} means at least so many."
+        description=f"Number of matching jobs, counted up to {JOBS_COUNTED:,}: that number means at least as many."
     )
     next_cursor: str | None = None
 
@@ -184,7 +184,7 @@ class Job(JobSummary):
 
     spec: JobSpec
     plan: list[Run]
-    plan_reason: str = Field(description="Why these runs, or why profiling stopped.")
+    plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
 
 
 class JobCreated(WireModel):

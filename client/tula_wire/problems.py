@@ -12,7 +12,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class ProblemType:
-    """Stable `type` members; clients branch on these and never on a sentence."""
+    """Values of `type`, which are stable: clients branch on them, not on messages."""
 
     INVALID: Final = "urn:tula:problem:invalid-input"
     NOT_FOUND: Final = "urn:tula:problem:not-found"
@@ -27,19 +27,19 @@ class ProblemType:
 
 
 class FieldError(WireModel):
-    """One field at fault, in dotted notation, with what is wrong."""
+    """An invalid field, in dotted notation, with the remedy."""
 
     field: str
     message: str
 
 
 class Problem(WireModel):
-    """The body of every error; `detail` says what to do."""
+    """The body of every error; `detail` contains the remedy."""
 
     type: str
     title: str
     status: int
     detail: str
-    field: str | None = Field(None, description="The first field at fault.")
+    field: str | None = Field(None, description="The first invalid field.")
     errors: list[FieldError] = []
     request_id: str | None = None

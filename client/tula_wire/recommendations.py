@@ -1,4 +1,4 @@
-"""What Tula answers: candidates with honest predictions, and the choice among them."""
+"""Recommendations and predictions: candidates, their predictions, and the choice among them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Estimate(WireModel):
 
 
 class Terms(WireModel):
-    """Where the step's time goes, s; the parts add up to the predicted step time."""
+    """Parts of the predicted step time, in seconds; they add up to it."""
 
     compute_time_s: float
     exposed_comm_time_s: float
@@ -30,7 +30,7 @@ class Terms(WireModel):
 
 
 class Candidate(WireModel):
-    """One configuration and what is expected of it."""
+    """One configuration with its predictions."""
 
     configuration: Configuration
     global_batch_size: int
@@ -45,13 +45,13 @@ class Candidate(WireModel):
     profiled: bool = False
     extrapolated: bool = False
     dominated: bool = False
-    excluded_by: str | None = Field(None, description="The limit that rules it out, in one sentence.")
+    excluded_by: str | None = Field(None, description="The limit that excludes it, in one sentence.")
     statistical_efficiency: float | None = None
     measured_step_time_s: float | None = None
 
 
 class Knee(WireModel):
-    """Where more batch stops paying, or why no such point exists."""
+    """The knee of time against batch size, or why there is none."""
 
     found: bool
     configuration: Configuration | None = None
@@ -60,7 +60,7 @@ class Knee(WireModel):
 
 
 class ModelReport(WireModel):
-    """Which model spoke, and how far to trust it."""
+    """The model behind the predictions, its data and its error."""
 
     form: str
     version: str
@@ -71,7 +71,7 @@ class ModelReport(WireModel):
 
 
 class Recommendation(WireModel):
-    """A choice with everything needed to check it."""
+    """The recommended configuration with all candidates and reasons."""
 
     id: str
     job_id: str
@@ -83,16 +83,16 @@ class Recommendation(WireModel):
     least_time: Candidate | None = None
     least_cost: Candidate | None = None
     knee: Knee
-    why: str = Field(description="One or two sentences: why this one, what the runner-up lacks, what a limit excluded.")
+    why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
     candidates: list[Candidate]
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
     max_local_batch_size: dict[str, int] = Field({}, description="By instance type, from the memory model.")
-    max_sensible_batch_size: int | None = Field(None, description="Beyond it, extra examples hardly help a step.")
+    max_sensible_batch_size: int | None = Field(None, description="A larger batch hardly improves a step.")
     model: ModelReport
 
 
 class Predictions(WireModel):
-    """Answers to a what-if."""
+    """Predictions for a what-if."""
 
     job_id: str
     basis: Basis
@@ -101,7 +101,7 @@ class Predictions(WireModel):
 
 
 class LedgerEntry(WireModel):
-    """A past recommendation with the prices of its day, beside what then happened."""
+    """A past recommendation with the prices of that time, and the measurement that followed."""
 
     recommendation_id: str
     created_at: Timestamp
@@ -119,6 +119,6 @@ class LedgerEntry(WireModel):
 
 
 class Ledger(WireModel):
-    """Predicted against measured, newest first."""
+    """Recommendations with their measurements, newest first."""
 
     entries: list[LedgerEntry]

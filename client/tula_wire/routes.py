@@ -1,4 +1,4 @@
-"""Every path of the API, once, so that neither side can misspell one."""
+"""Every path of the API, shared by service, agent and client."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory"
 
 
 class Instruction(WireModel):
-    """What the agent of a profiling run does: discard, measure, then end."""
+    """How many steps the agent of a profiling run discards and measures, and its precision."""
 
     profiling_warmup_steps: int
     measuring_steps: int
@@ -22,7 +22,7 @@ class Instruction(WireModel):
 
 
 class Run(WireModel):
-    """A run as the service knows it."""
+    """A run and its state."""
 
     id: str
     job_id: str
@@ -30,7 +30,7 @@ class Run(WireModel):
     state: RunState
     configuration: Configuration
     origin: Literal["plan", "user"] = Field("plan", description="Who asked for it: the profiling plan or the user.")
-    purpose: str = Field("", description="Why the plan wants it.")
+    purpose: str = Field("", description="Why the plan contains it.")
     instruction: Instruction | None = Field(None, description="Only for profiling runs.")
     message: str | None = Field(None, description="Why it failed, in one sentence.")
     end_cause: Literal["vanished", "superseded", "no_samples"] | None = Field(
@@ -62,15 +62,15 @@ class RunList(WireModel):
 
 
 class ClaimRequest(WireModel):
-    """Who asks for work and how long it will hold it without renewing."""
+    """A request to lease the next run of the plan for `lease_s`."""
 
     holder: Name
     lease_s: Annotated[float, Field(ge=5, le=86_400)] = 120.0
-    max_nodes: Count | None = Field(None, description="Claim only runs that need at most so many nodes.")
+    max_nodes: Count | None = Field(None, description="Claim only runs that need at most this many nodes.")
 
 
 class RunClaimed(WireModel):
-    """The leased run, or None with the reason: all done, or all at work elsewhere."""
+    """The leased run, or None with the reason: all runs are done, or leased by others."""
 
     run: Run | None
     reason: str
@@ -78,22 +78,22 @@ class RunClaimed(WireModel):
 
 
 class RunCreate(WireModel):
-    """Registers a run outside the plan: training, or a measurement of the user's own choice."""
+    """A run outside the plan: a training, or a profiling run of a chosen configuration."""
 
     kind: RunKind
     configuration: Configuration
     method: Name | None = None
-    continues: Name | None = Field(None, description="The training run that this one goes on from.")
+    continues: Name | None = Field(None, description="The training run that this one resumes.")
     holder: Name | None = None
     lease_s: Annotated[float, Field(ge=5, le=86_400)] = 120.0
 
 
 class RunPatch(WireModel):
-    """Moves a run on. `running` again renews the lease; a final state ends it."""
+    """A change of state. A repeated `running` renews the lease; a final state ends the run."""
 
     state: RunState
     message: Annotated[str, Field(max_length=2000)] | None = None
     failed_local_batch_size: Count | None = Field(None, description="The batch that ran out of memory.")
-    holder: Name | None = Field(None, description="As given when claiming; another holder's patch is refused.")
+    holder: Name | None = Field(None, description="The holder of the lease; a patch of another holder is rejected.")
     lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = None
     dropped: Annotated[int, Field(ge=0)] | None = None

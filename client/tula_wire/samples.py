@@ -1,4 +1,4 @@
-"""What agents measure, step by step, as columns."""
+"""Samples of steps, as columns, and memory readings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Number = Annotated[int, Field(ge=0, le=2**53)]
 
 T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
-"""One entry a step. A wrong one is told of at once: a report of every wrong one would take hundreds of times the memory
-of the body."""
+"""One entry per step. Validation stops at the first error: reporting all would take hundreds of times the memory of the
+body."""
 
 
 class MemoryBreakdown(WireModel):
-    """Memory of one rank by component (equation 3), each part optional, labelled with how it was read."""
+    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read."""
 
     method: MemoryMethod
     peak_bytes: Bytes
@@ -45,13 +45,13 @@ class SampleBatch(WireModel):
     rank: Annotated[int, Field(ge=0, le=2**20)]
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
     world_size: Count | None = Field(None, description="As the process saw it.")
-    local_batch_size: Count | None = Field(None, description="As the process saw it; differs when a script ignores it.")
+    local_batch_size: Count | None = Field(None, description="As the process saw it, which may ignore the plan.")
     grad_accum_steps: Count | None = None
     timing_method: TimingMethod = "wall"
     memory: MemoryBreakdown | None = None
     warmup: bool = Field(False, description="True: discarded by the fit.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
-        None, description="Passes over the data that training had behind it when this process began; null: not known."
+        None, description="Epochs that the training had finished when this process started; null: unknown."
     )
     sequence: Annotated[Column[Number], Field(min_length=1)]
     step: Column[Number]

@@ -16,7 +16,7 @@ COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
     "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s",
 )  # fmt: skip
-"""Names with a meaning to the service; other columns are stored and shown all the same."""
+"""Columns that the service interprets; it stores and charts any other column too."""
 
 
 class ChunkIdentity(WireModel):
@@ -38,7 +38,7 @@ class TelemetryChunk(ChunkIdentity):
         for name, column in self.columns.items():
             if len(column) != len(self.steps):
                 raise ValueError(
-                    f"columns.{name} has {len(column)} values but steps has {len(self.steps)}: send one value a step"
+                    f"columns.{name} has {len(column)} values but steps has {len(self.steps)}: send one value per step"
                 )
         return self
 
@@ -51,7 +51,7 @@ class TelemetryAccepted(WireModel):
 
 
 class TelemetrySeries(WireModel):
-    """One column read back, down-sampled when it is longer than asked for."""
+    """One column, down-sampled if it is longer than requested."""
 
     run_id: str
     column: str

@@ -204,7 +204,7 @@ def test_an_event_is_told_by_its_sentence() -> None:
         ("run", {"state": "out_of_memory"}, "run: out of memory"),
     ):
         event = Event.model_validate({"id": 1, "kind": kind, "job_id": "j", "at": "2026-01-01T00:00:00Z", "data": data})
-        assert watch._sentence(event).endswith(told)
+        assert watch.event_line(event).endswith(told)
 
 
 def test_version_is_told(tula: Tula) -> None:

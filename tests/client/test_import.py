@@ -22,7 +22,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
     assert (first["rows"], first["new"], len(first["runs"])) == (48, 48, 4)
     again = answer(tula("import", job, str(csv_file), "--json"))
     assert (again["runs"], again["new"], again["known"]) == (first["runs"], 0, 48)
-    assert tula("import", job, str(csv_file))[1].startswith("0 new, 48 known before: steps of 4 configurations: ")
+    assert tula("import", job, str(csv_file))[1].startswith("0 new steps, 48 known before, of 4 configurations: ")
     found = answer(tula("recommend", job, "--json"))
     assert (found["basis"], found["model"]["num_samples"]) == ("profiled", 48)
 
@@ -38,7 +38,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ("num_nodes,local_batch_size,step_time_s\n0,32,1\n", "line 2: num_nodes"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: 'nan'"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s must be above 0"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is no number"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is not a number"),
         ("num_nodes,local_batch_size,step_time\n1,32,1\n", "'step_time' (did you mean step_time_s?)"),
         ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "has twice 'num_nodes'"),
         (
@@ -61,11 +61,11 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ("num_nodes,local_batch_size,step_time_s\n3000000000,32,1\n", "line 2: num_nodes: must be at most 2147483647;"),
         (
             "num_nodes,local_batch_size,step_time_s\n1,32,1\n1,32,1\n8,32,1\n",
-            "line 4: num_nodes: 8 is more than the job's max_nodes of 4: mend the line or remove it",
+            "line 4: num_nodes: 8 is more than the job's max_nodes of 4: correct the line or remove it",
         ),
         (
             "num_nodes,local_batch_size,step_time_s\n1,512,1\n",
-            "line 2: local_batch_size: 512 is above the job's maximum of 256: mend the line or remove it",
+            "line 2: local_batch_size: 512 is above the job's maximum of 256: correct the line or remove it",
         ),
         (
             "num_nodes,local_batch_size,step_time_s,instance_type\n1,32,1,g5\n",

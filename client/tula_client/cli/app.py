@@ -1,4 +1,4 @@
-"""The entry point of `tula`: runs the command and turns every failure into one sentence and an exit code."""
+"""Entry point of `tula`: runs the command; every failure becomes one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; the extra `cli` is looked for here, so that its absence is one sentence."""
+    """Run the command line and exit; without the extra `cli`, prints how to install it."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line; its exit code. Sentences about failures go to standard error."""
+    """Run the command line and return its exit code; failures are printed to standard error."""
     from pydantic import ValidationError
 
     from tula_client._errors import TulaError
@@ -32,8 +32,8 @@ def run(arguments: list[str]) -> int:
     except TulaError as error:
         return _fail(str(error), exit_code(error))
     except ValidationError as error:
-        place, said = faults(error)[0]
-        return _fail(f"{'.'.join(map(str, place)) or error.title}: {said}", ExitCode.USAGE)
+        place, remedy = faults(error)[0]
+        return _fail(f"{'.'.join(map(str, place)) or error.title}: {remedy}", ExitCode.USAGE)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(error: Exception) -> str:
-    """The sentence of a command line that the parser refused, with the command that explains it."""
+    """The message for a command line that the parser rejects, with the command that prints help."""
     sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
     if not sentence:
         return ""
@@ -58,7 +58,7 @@ def _usage(error: Exception) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    """Say what went wrong; help that was shown instead needs no sentence."""
+    """Print the message, if any, and return the exit code; after help was printed, there is none."""
     if sentence:
         print(f"tula: {sentence}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Puts the command together: our own sub-commands, and those that other packages bring as `tula.commands`."""
+"""Builds the command from our sub-commands and those that other packages register as `tula.commands`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
 EPILOG: Final = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 service unreachable, 4 not allowed, 5 not found, "
-    "130 interrupted. TULA_URL names the service, TULA_TOKEN holds the token."
+    "130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token."
 )
 
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """The whole command; of the other packages' commands only the one that `arguments` name is imported."""
+    """The whole command; of other packages, imports only the sub-command that `arguments` name."""
     from tula_client.cli import data, jobs, launch, recommend, watch
 
     app = typer.Typer(
@@ -65,7 +65,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """The sub-command's name, or None when there is none and help will list them all."""
+    """The name of the sub-command; None if there is none, for which the help lists all."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":
@@ -79,7 +79,7 @@ def _add(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
     settings: dict[str, Any] | None = None
     try:
         found: Any = point.load() if load else _unloaded
-    except Exception as error:  # whatever another package does wrong, the other commands go on
+    except Exception as error:  # a broken package must not break the other commands
         found, settings = _broken(name, point, error), {"ignore_unknown_options": True, "allow_extra_args": True}
     if isinstance(found, typer.Typer):
         app.add_typer(found, name=name)
@@ -88,7 +88,7 @@ def _add(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
 
 
 def _unloaded() -> None:
-    """Comes with another package."""
+    """Belongs to another package."""
 
 
 def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., None]:
@@ -96,9 +96,9 @@ def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., Non
     remedy = f"run pip install 'tula[{extra}]'" if extra else f"reinstall {point.value.partition(':')[0]}"
 
     def missing() -> None:
-        raise MissingPartError(f"{name} cannot be used here ({error}): {remedy}")
+        raise MissingPartError(f"{name} is not available ({error}): {remedy}")
 
-    missing.__doc__ = f"Not usable here: {remedy}."
+    missing.__doc__ = f"Not available: {remedy}."
     return missing
 
 

@@ -1,4 +1,4 @@
-"""Reads a CSV file of steps measured elsewhere, and says exactly what is wrong with one that cannot be read: pure."""
+"""Parses and checks a CSV file of steps that were measured without the agent. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUIRED: Final = {
 OPTIONAL: Final = {
     "ranks_per_node": "processes per node (1)",
     "grad_accum_steps": "micro-steps per step (1)",
-    "instance_type": f"name of the kind of node ({DEFAULT_INSTANCE_TYPE})",
+    "instance_type": f"instance type of the nodes ({DEFAULT_INSTANCE_TYPE})",
     "compute_time_s": "forward, backward and optimizer, in seconds",
     "exposed_comm_time_s": "communication not hidden behind compute, in seconds",
     "input_time_s": "waiting for data, in seconds",
@@ -31,7 +31,7 @@ OPTIONAL: Final = {
 }
 COLUMNS: Final = REQUIRED | OPTIONAL
 _FIELDS: Final = [one.name for one in fields(Configuration)]
-_REMEDY: Final = ": mend the line or remove it"
+_REMEDY: Final = ": correct the line or remove it"
 TIMES: Final = ("compute_time_s", "exposed_comm_time_s", "input_time_s")
 
 
@@ -44,15 +44,15 @@ class Measured:
     parts_s: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in TIMES})
     peak_bytes: int | None = None
     lines: list[int] = field(default_factory=list)
-    """Where each step stands in the file, from 1."""
+    """Line number of each step in the file, from 1."""
     peak_line: int = 0
 
     def batches(self, boot_id: str) -> list[SampleBatch]:
-        """What to send; the same `boot_id` makes a repetition harmless."""
+        """The batches to send; with the same `boot_id`, a repetition stores nothing twice."""
         return [self.batch(boot_id, start) for start in range(0, len(self.step_time_s), MAX_STEPS)]
 
     def batch(self, boot_id: str, start: int) -> SampleBatch:
-        """The steps from `start` on, as many as go at once; raises `pydantic.ValidationError` for one out of range."""
+        """The batch that starts at row `start`; raises `pydantic.ValidationError` if a value is out of range."""
         rows = slice(start, start + MAX_STEPS)
         sequence = list(range(len(self.step_time_s)))[rows]
         memory = None if self.peak_bytes is None else {"method": "reported", "peak_bytes": self.peak_bytes}
@@ -75,7 +75,7 @@ class Measured:
 
 
 def parse(lines: Iterable[str]) -> list[Measured]:
-    """The measurements of a CSV text, by configuration; raises `UsageError` naming line and column at fault."""
+    """The measurements of a CSV text, by configuration; raises `UsageError` with the line and column of an error."""
     reader = csv.DictReader(lines, skipinitialspace=True)
     names = [name.strip().lstrip("\ufeff") for name in reader.fieldnames or []]
     _check_header(names)
@@ -83,7 +83,7 @@ def parse(lines: Iterable[str]) -> list[Measured]:
     found: dict[Configuration, Measured] = {}
     for row in reader:
         if None in row or None in row.values():
-            raise UsageError(f"line {reader.line_num}: give {len(names)} values, as the heading has names")
+            raise UsageError(f"line {reader.line_num}: give {len(names)} values, one for each name of the heading")
         configuration = _configuration(row, reader.line_num)
         measured = found.setdefault(configuration, Measured(configuration))
         step_time_s = _number(row, "step_time_s", reader.line_num)
@@ -97,42 +97,42 @@ def parse(lines: Iterable[str]) -> list[Measured]:
         if peak is not None and (measured.peak_bytes is None or peak > measured.peak_bytes):
             measured.peak_bytes, measured.peak_line = int(peak), reader.line_num
     if not found:
-        raise UsageError("the file has a heading but no measurements: add one line a step")
+        raise UsageError("the file has a heading but no measurements: add one line per step")
     for measured in found.values():
         _check_ranges(measured)
     return list(found.values())
 
 
 def check(found: Iterable[Measured], spec: JobSpec) -> None:
-    """Refuse what lies outside of the job, where no recommendation can use it; raises `UsageError` naming the line."""
+    """Raise `UsageError` with the line of a configuration outside the job, which no recommendation can use."""
     clusters = {cluster.instance_type: cluster for cluster in spec.cluster}
     most_local = spec.batch.max_local_batch_size
     for one in found:
         line, configuration = one.lines[0], one.configuration
         cluster = clusters.get(configuration.instance_type)
         if cluster is None:
-            said = f"instance_type: the job has no {configuration.instance_type!r}: use {' or '.join(clusters)}"
+            problem = f"instance_type: the job has no {configuration.instance_type!r}: use {' or '.join(clusters)}"
         elif configuration.num_nodes > cluster.max_nodes:
-            said = f"num_nodes: {configuration.num_nodes} is more than the job's max_nodes of {cluster.max_nodes}"
+            problem = f"num_nodes: {configuration.num_nodes} is more than the job's max_nodes of {cluster.max_nodes}"
         elif most_local is not None and configuration.local_batch_size > most_local:
-            said = f"local_batch_size: {configuration.local_batch_size} is above the job's maximum of {most_local}"
+            problem = f"local_batch_size: {configuration.local_batch_size} is above the job's maximum of {most_local}"
         else:
             continue
-        raise UsageError(f"line {line}: {said}{_REMEDY if cluster else ''}")
+        raise UsageError(f"line {line}: {problem}{_REMEDY if cluster else ''}")
 
 
 def _check_ranges(measured: Measured) -> None:
-    """Raise `UsageError` for the first value beyond what the wire takes, with its line."""
+    """Raise `UsageError` with the line of the first value that the wire does not accept."""
     start = 0
     try:
         for start in range(0, len(measured.step_time_s), MAX_STEPS):
             measured.batch("check", start)
     except ValidationError as error:
-        place, said = faults(error)[0]
+        place, remedy = faults(error)[0]
         *_, name = (str(part) for part in place if isinstance(part, str))
         row = next((part for part in place if isinstance(part, int)), 0)
         line = measured.peak_line if name == "peak_bytes" else measured.lines[start + row]
-        raise UsageError(f"line {line}: {name}: {said.rstrip('.')}, or remove the line") from None
+        raise UsageError(f"line {line}: {name}: {remedy.rstrip('.')}, or remove the line") from None
 
 
 def _check_header(names: list[str]) -> None:
@@ -144,19 +144,19 @@ def _check_header(names: list[str]) -> None:
             f"{what} {', '.join(which)}"
             for what, which in (
                 ("lacks", [repr(name) for name in missing]),
-                ("does not know", [_meant(name) for name in unknown]),
+                ("does not know", [_suggest(name) for name in unknown]),
                 ("has twice", [repr(name) for name in twice]),
             )
             if which
         ]
         explained = "\n".join(
-            f"  {name:<20} {told}{'' if name in REQUIRED else ', may be left out'}" for name, told in COLUMNS.items()
+            f"  {name:<20} {meaning}{'' if name in REQUIRED else ', optional'}" for name, meaning in COLUMNS.items()
         )
-        raise UsageError(f"the heading {' and '.join(wrong)}: the first line must name columns of these\n{explained}")
+        raise UsageError(f"the heading {' and '.join(wrong)}: the first line must name these columns\n{explained}")
 
 
-def _meant(name: str) -> str:
-    """An unknown column, with the one that it resembles."""
+def _suggest(name: str) -> str:
+    """An unknown column, with a similar known one."""
     near = difflib.get_close_matches(name.lower().replace(" ", "_"), COLUMNS, n=1)
     return f"{name!r}" + (f" (did you mean {near[0]}?)" if near else "")
 
@@ -166,8 +166,8 @@ def _configuration(row: Mapping[str, str], line: int) -> Configuration:
     try:
         return TypeAdapter(Configuration).validate_strings(given)
     except ValidationError as error:
-        place, said = faults(error)[0]
-        raise UsageError(f"line {line}: {place[0]}: {said.rstrip('.')}, or remove the line") from None
+        place, remedy = faults(error)[0]
+        raise UsageError(f"line {line}: {place[0]}: {remedy.rstrip('.')}, or remove the line") from None
 
 
 def _number(row: Mapping[str, str], name: str, line: int) -> float | None:
@@ -177,7 +177,7 @@ def _number(row: Mapping[str, str], name: str, line: int) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        raise UsageError(f"line {line}: {name}: {text!r} is no number{_REMEDY}") from None
+        raise UsageError(f"line {line}: {name}: {text!r} is not a number{_REMEDY}") from None
     if not math.isfinite(value) or value < 0:
         raise UsageError(f"line {line}: {name}: {text!r} must be a finite number, 0 or above{_REMEDY}")
     return value

@@ -41,10 +41,10 @@ def plot(
     chart: Annotated[
         str, typer.Option(help="tradeoff, cost_surface, memory, step_breakdown, accuracy or quality.")
     ] = "tradeoff",
-    quantity: Annotated[Literal["time", "cost"], typer.Option(help="What tradeoff draws against the batch.")] = "time",
+    quantity: Annotated[Literal["time", "cost"], typer.Option(help="Quantity that the chart tradeoff draws.")] = "time",
     as_json: Json = False,
 ) -> None:
-    """Draw a job's chart into a file, without a browser."""
+    """Draw a chart of a job into a file."""
     if output.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"--output: {output.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
     with connect() as client:
@@ -73,18 +73,18 @@ def export(
         output.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
-    told = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."
-    emit({"written": str(output), "rows": len(rows)}, told, as_json)
+    text = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."
+    emit({"written": str(output), "rows": len(rows)}, text, as_json)
 
 
 def import_(
     job: JobName,
-    file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="One line a step, with a heading; - reads input.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="One line per step; - reads standard input.")],
     as_json: Json = False,
 ) -> None:
-    """Give the service steps that were measured elsewhere; a file sent twice is stored once.
+    """Store steps that were measured without the agent; a repeated import stores nothing twice.
 
-    Columns: num_nodes, local_batch_size, step_time_s; and if known ranks_per_node, grad_accum_steps,
+    Columns: num_nodes, local_batch_size, step_time_s; optional: ranks_per_node, grad_accum_steps,
     instance_type, compute_time_s, exposed_comm_time_s, input_time_s, peak_bytes.
     """
     try:
@@ -92,11 +92,11 @@ def import_(
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{file} is no UTF-8 text: save it as CSV in UTF-8") from None
+        raise UsageError(f"{file} is not UTF-8 text: save it as CSV in UTF-8") from None
     try:
         measured = csv_samples.parse(io.StringIO(text))
     except csv.Error as error:
-        raise UsageError(f"{file} is no CSV file ({error})") from None
+        raise UsageError(f"{file} is not a CSV file ({error})") from None
     boot_id = "csv-" + hashlib.sha256(text.encode()).hexdigest()[:16]
     with connect() as client:
         found = client.job(find_job(client, job))
@@ -104,19 +104,18 @@ def import_(
         sent = [_send(client, found.id, one, boot_id) for one in measured]
     rows, new = sum(len(one.step_time_s) for one in measured), sum(stored for _, stored in sent)
     configurations = "; ".join(format.configuration(one.configuration) for one in measured)
-    told = (
-        f"{new} new, {rows - new} known before: steps of {len(sent)} configuration{'s' if len(sent) != 1 else ''}: "
+    text = (
+        f"{new} new steps, {rows - new} known before, of {len(sent)} configuration{'s' if len(sent) != 1 else ''}: "
         f"{configurations}."
     )
     plain = {"job_id": found.id, "rows": rows, "new": new, "known": rows - new, "runs": [run.id for run, _ in sent]}
-    emit(plain, told, as_json)
+    emit(plain, text, as_json)
 
 
 def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) -> tuple[Run, int]:
-    """Store one configuration's steps as a profiling run; the run, and how many of them are new.
+    """Store the steps of one configuration as a profiling run; (the run, the number of new steps).
 
-    A run that an earlier import left is found and finished. One that cannot be sent whole is cancelled, so that nobody
-    waits for it.
+    Continues the run of an earlier import of the same file. If not all steps can be stored, cancels the run.
     """
     mark = f"import:{boot_id}"
     earlier = [run for run in all_runs(client, job_id) if run.method == mark and run.configuration == one.configuration]
@@ -131,7 +130,7 @@ def _send(client: Client, job_id: str, one: csv_samples.Measured, boot_id: str) 
         return client.patch_run(run.id, RunPatch(state="succeeded", holder=mark)), stored
     except BaseException:
         with contextlib.suppress(TulaError):
-            client.patch_run(run.id, RunPatch(state="cancelled", holder=mark, message="Its import did not end."))
+            client.patch_run(run.id, RunPatch(state="cancelled", holder=mark, message="Its import did not finish."))
         raise
 
 
@@ -146,7 +145,7 @@ def _format(output: Path | None, as_json: bool) -> Format:
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """As RFC 4180, with plain line feeds; an empty table has no heading."""
+    """RFC 4180 with line feeds only; an empty table has no heading."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""How long the rest of a plan may take: what runs cost beside their steps, and the steps that the service predicts."""
+"""Estimates how long the remaining runs of a plan take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tula_wire import Job, Run
 
 
 def seconds_left(job: Job, took_s: Mapping[str, float], elapsed_s: Mapping[str, float]) -> float | None:
-    """Seconds until every run of the plan has ended; None before any has.
+    """Seconds until every run of the plan has ended; None before the first has.
 
-    took_s: what the runs took that this `tula` has seen end; elapsed_s: how long each that goes now has been going, all
-    at once. A run takes its start and end, as long as those of the median run so far, and its steps, as many of those
-    planned as runs have needed until now. Where no step time is predicted it takes what runs took on average.
+    took_s: durations of the runs that this `tula` has seen end. elapsed_s: seconds since the start of each active run;
+    as many runs are assumed active until the end. Estimates start-up time by the median so far, and steps by the
+    fraction of planned steps that earlier runs needed. Without a predicted step time, a run takes the average duration.
     """
     ended = [run for run in job.plan if run.id in took_s]
     measured = [run for run in ended if run.step_time_s is not None and _steps(run)]
@@ -38,5 +38,5 @@ def seconds_left(job: Job, took_s: Mapping[str, float], elapsed_s: Mapping[str, 
 
 
 def _steps(run: Run) -> int:
-    told = run.instruction
-    return 0 if told is None else told.profiling_warmup_steps + told.measuring_steps
+    plan = run.instruction
+    return 0 if plan is None else plan.profiling_warmup_steps + plan.measuring_steps

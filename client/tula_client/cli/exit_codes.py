@@ -1,4 +1,4 @@
-"""Exit codes of the `tula` command, and which failure has which."""
+"""Exit codes of the `tula` command, and the code of each exception."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tula_client.handle import JobNotFoundError
 
 
 class ExitCode(IntEnum):
-    """What a script may rely on."""
+    """Exit codes; scripts may rely on them."""
 
     OK = 0
     FAILED = 1
-    """It was tried and did not work."""
+    """The command failed."""
     USAGE = 2
-    """A flag, a file or a field is wrong; nothing was tried."""
+    """An option, a file or a field is wrong; nothing was done."""
     UNREACHABLE = 3
-    """No service answered, or it cannot serve now."""
+    """The service is unreachable or unavailable."""
     DENIED = 4
-    """The token is missing, wrong, or not for this."""
+    """The token is missing, wrong, or lacks permission."""
     NOT_FOUND = 5
     """No such job, run or chart."""
     INTERRUPTED = 130
@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
 
 
 class UsageError(TulaError):
-    """What a person gave on the command line, or in a file named there, is wrong."""
+    """The command line, or a file named there, is wrong."""
 
 
 _CODES: tuple[tuple[type[TulaError], ExitCode], ...] = (
@@ -57,7 +57,7 @@ _CODES: tuple[tuple[type[TulaError], ExitCode], ...] = (
 
 
 def exit_code(error: TulaError) -> int:
-    """The exit code of a failure; a class may bring its own as `exit_code`."""
+    """The exit code of an exception; its class may define `exit_code`."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own

@@ -1,4 +1,4 @@
-"""Numbers as people read them: pure."""
+"""Formats numbers and configurations for the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bytes_(value: float | None) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """A price with as many places as it needs to differ from nothing."""
+    """A price, with enough decimal places that a small one is not printed as zero."""
     if value is None:
         return "-"
     return f"${value:,.2f}" if value >= 1 or value == 0 else f"${value:.3g}" if value >= 1e-4 else f"${value:.1e}"
@@ -53,7 +53,7 @@ def percent(value: float | None, *, signed: bool = False) -> str:
 
 
 def saving(value: float) -> str:
-    """A share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
+    """A saved share of time in words; a negative share means a longer time."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:
@@ -82,7 +82,7 @@ def configuration(value: Configuration | None) -> str:
 
 
 def brief(value: Configuration | None) -> str:
-    """The same in a table's cell, short enough never to be broken over lines."""
+    """A configuration for a table cell, short enough for one line."""
     if value is None:
         return "-"
     kind = f" {value.instance_type}" if value.instance_type != "default" else ""

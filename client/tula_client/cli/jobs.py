@@ -34,22 +34,22 @@ def add_to(app: typer.Typer) -> None:
 def add(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")], as_json: Json = False
 ) -> None:
-    """Register a job without running anything, and print what is recommended as of now; again, it finds the job."""
+    """Register a job without running it and print its recommendation; the same file finds the same job."""
     described = load_spec(spec)
     with connect() as client:
         found = register(client, described)
         answer = client.recommendation(found.job.id)
-    for told in found.notes:
-        note(told)
+    for text in found.notes:
+        note(text)
     title = Text.assemble((found.job.name, "bold"), f"  {found.job.id}")
     emit(answer, Group(title, recommendation_view(answer)), as_json)
 
 
 def list_jobs(
-    search: Annotated[str | None, typer.Option(help="Only jobs whose name holds this.")] = None,
+    search: Annotated[str | None, typer.Option(help="Only jobs whose name contains this text.")] = None,
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
-    archived: Annotated[bool, typer.Option("--archived", help="Archived jobs too.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 20,
+    archived: Annotated[bool, typer.Option("--archived", help="Include archived jobs.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Largest number of jobs.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
@@ -59,7 +59,7 @@ def list_jobs(
 
 
 def show(job: JobName, as_json: Json = False) -> None:
-    """Show a job: its plan, what ran, what is recommended, and what was promised beside what came."""
+    """Show a job with its plan, its runs, its recommendation, and predictions beside measurements."""
     with connect() as client:
         job_id = find_job(client, job)
         found = client.job(job_id)
@@ -70,7 +70,7 @@ def show(job: JobName, as_json: Json = False) -> None:
 
 
 def archive(job: JobName, as_json: Json = False) -> None:
-    """Take a job out of the lists; nothing measured is lost."""
+    """Hide a job from lists; its measurements are kept."""
     with connect() as client:
         found = client.archive_job(find_job(client, job))
     emit(found, f"Archived {found.name} ({found.id}).", as_json)
@@ -78,16 +78,16 @@ def archive(job: JobName, as_json: Json = False) -> None:
 
 def delete(
     job: JobName,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete a job with everything measured for it; this cannot be undone."""
+    """Delete a job with its measurements; this cannot be undone."""
     with connect() as client:
         found = client.job(find_job(client, job))
         if not yes:
             if as_json:
-                raise UsageError("--json asks nothing: add --yes to delete")
-            question = f"Delete {found.name} ({found.id}) with everything measured for it?"
+                raise UsageError("--json cannot ask: add --yes to delete")
+            question = f"Delete {found.name} ({found.id}) and its measurements?"
             if not typer.confirm(question, err=True):
                 raise typer.Exit(1)
         client.delete_job(found.id)
@@ -95,12 +95,12 @@ def delete(
 
 
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
-    """A job, its runs, and the recommendations that a training followed, for a person."""
+    """A job, its runs, and the predictions of trainings beside their measurements."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
-    of_them = f", {failed} of them failed" if failed else ""
+    suffix = f", {failed} of them failed" if failed else ""
     facts = [
         ["model", job.model_name],
-        ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{of_them}"],
+        ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{suffix}"],
         ["objective", job.objective],
         ["recommended", format.configuration(job.recommended)],
     ]
@@ -111,15 +111,15 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
         facts.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
         facts.append(["measured", f"{format.percent(job.prediction_error, signed=True)} against the prediction"])
-    shown = table(["", ""], facts)
-    shown.show_header = False
+    summary = table(["", ""], facts)
+    summary.show_header = False
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
-    parts: list[RenderableType] = [title, shown, Text(job.plan_reason, style="dim")]
+    parts: list[RenderableType] = [title, summary, Text(job.plan_reason, style="dim")]
     if runs:
         parts += [Text(), _runs_view(runs)]
     kept = [entry for entry in ledger.entries if entry.run_id is not None] if ledger is not None else []
     if kept:
-        parts += [Text(), _promises_view(kept)]
+        parts += [Text(), _predictions_view(kept)]
     return Group(*parts)
 
 
@@ -137,9 +137,9 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         for run in runs
     ]
     heads = ["run", "=state", f"={format.BRIEF}", ">step time", ">predicted", ">error", "=kind"]
-    # Sentences go below: beside the numbers they would be broken into words.
-    told = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
-    return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in told if note))
+    # Sentences stand below the table: a narrow column would break them into words.
+    notes = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
+    return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in notes if note))
 
 
 def _error(run: Run) -> str:
@@ -148,7 +148,7 @@ def _error(run: Run) -> str:
     return format.percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
 
 
-def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
+def _predictions_view(entries: list[LedgerEntry]) -> RenderableType:
     inside = {True: "yes", False: "no", None: "-"}
     rows = [
         [
@@ -162,7 +162,7 @@ def _promises_view(entries: list[LedgerEntry]) -> RenderableType:
         ]
         for entry in entries
     ]
-    return table(["promised", "training", "for", ">step time", ">measured", ">error", "inside"], rows)
+    return table(["recommended", "training", "for", ">predicted", ">measured", ">error", "inside"], rows)
 
 
 def list_view(page: JobPage) -> RenderableType:
@@ -180,9 +180,9 @@ def list_view(page: JobPage) -> RenderableType:
         ]
         for job in page.jobs
     ]
-    shown = table(["id", "name", "=state", ">runs", f"={format.BRIEF}", ">training", ">cost"], rows)
+    listed = table(["id", "name", "=state", ">runs", f"={format.BRIEF}", ">training", ">cost"], rows)
     if page.next_cursor is None:
-        return shown
+        return listed
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"
     rest = f"{len(page.jobs)} of {total} jobs: give --limit (at most 500) or --search"
-    return Group(shown, Text(rest, style="dim"))
+    return Group(listed, Text(rest, style="dim"))

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, so that they read alike everywhere."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]

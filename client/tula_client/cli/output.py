@@ -1,4 +1,4 @@
-"""What commands print, to a person or as JSON, and the client that they ask."""
+"""Prints results of commands, as text or JSON, and connects to the service."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tula_wire import Configuration
 
 
 def connect() -> Client:
-    """A client of the service that `--url` or TULA_URL names."""
+    """A client of the service at `--url` or TULA_URL."""
     return Client()
 
 
 def set_url(url: str) -> None:
-    """Make `url` the service of this process and of every command that it starts."""
+    """Use the service at `url` in this process and in every command that it starts."""
     os.environ["TULA_URL"] = url
 
 
 def console() -> Console:
-    """Standard output; as wide as a table needs when it is no terminal, so that nothing is cut in a file."""
+    """Standard output; 160 columns wide if it is no terminal, so that tables in a file are not cut."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return Console(width=wide, highlight=False, soft_wrap=False)
 
 
 def emit(value: Any, human: RenderableType, as_json: bool) -> None:
-    """Print `value` as one JSON document, or `human` for a person."""
+    """Print `value` as one JSON document, or `human` as text."""
     if as_json:
         print(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
     elif isinstance(human, str):
@@ -44,7 +44,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 
 def note(sentence: str) -> None:
-    """Tell a person something that is no result."""
+    """Print a message that is no result, on standard error."""
     print(sentence, file=sys.stderr)
 
 
@@ -62,10 +62,10 @@ def plain(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
-    """A plain table; a column whose heading starts with `>` is set flush right, one with `=` is kept on one line."""
+    """A plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
     drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        # Where it is narrow, words are broken over lines; the first column, which people copy, and numbers never are.
+        # A narrow terminal wraps cells, except numbers and the first column, which users copy.
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         keep = column.startswith((">", "=")) or (index == 0 and bool(column))
         drawn.add_column(column.lstrip(">="), justify=justify, no_wrap=keep, overflow="fold")

@@ -1,4 +1,4 @@
-"""The progress of a plan in a terminal: what runs, what is left, how long it may take."""
+"""Progress of a plan in the terminal: active runs, remaining runs, and the estimated time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "
 
 
 class ProgressReporter:
-    """Draws a bar of done and remaining runs on a terminal, and plain lines elsewhere."""
+    """Draws a progress bar on a terminal; prints plain lines to a file."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,7 +38,7 @@ class ProgressReporter:
         self._job: Job | None = None
         self._began: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
-        self._said = ""
+        self._last_reason = ""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -50,7 +50,7 @@ class ProgressReporter:
         self._progress.stop()
 
     def job(self, job: Job) -> None:
-        """Draw how much of the plan is done."""
+        """Update the bar."""
         self._job = job
         if self._task is None:
             self._task = self._progress.add_task("", total=None)
@@ -58,7 +58,7 @@ class ProgressReporter:
         self._describe()
 
     def started(self, run: Run, log: Path) -> None:
-        """Name the run that is going."""
+        """Print the run that starts."""
         self._running[run.id] = run.configuration
         self._began[run.id] = time.monotonic()
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
@@ -69,7 +69,7 @@ class ProgressReporter:
         self._describe()
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """One line per run; a failed one with its log and the last lines that matter."""
+        """Print one line per run; for a failed one also its log and the last lines with an error."""
         self._running.pop(run.id, None)
         self._took_s[run.id] = took_s
         word = _WORDS.get(outcome.state, outcome.state)
@@ -86,13 +86,13 @@ class ProgressReporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Say once why nothing goes on."""
-        if reason != self._said:
-            self._said = reason
+        """Print the reason, unless it is the last one printed."""
+        if reason != self._last_reason:
+            self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
 
     def note(self, text: str) -> None:
-        """Say it."""
+        """Print the message."""
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
@@ -107,6 +107,6 @@ class ProgressReporter:
 
     def _remaining(self, left: int) -> str:
         clock = time.monotonic()
-        going = {run_id: clock - self._began[run_id] for run_id in self._running}
-        seconds = None if self._job is None else seconds_left(self._job, self._took_s, going)
+        elapsed_s = {run_id: clock - self._began[run_id] for run_id in self._running}
+        seconds = None if self._job is None else seconds_left(self._job, self._took_s, elapsed_s)
         return f"; {left} left" + ("" if seconds is None else f", about {format.seconds(seconds)}")

@@ -1,4 +1,4 @@
-"""`tula recommend`: the configuration to use, what it promises, and why."""
+"""`tula recommend`: the recommended configuration, its predictions and the reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tula_client.handle import find_job
 from tula_wire import Candidate, Configuration, Objective, Recommendation
 
 BASIS = {
-    "prior": "a first guess from hardware figures; nothing of this job is measured yet",
-    "transfer": "measurements of similar jobs; nothing of this one is measured yet",
+    "prior": "hardware data only; nothing is measured for this job yet",
+    "transfer": "measurements of similar jobs; nothing is measured for this job yet",
     "profiled": "measurements of this job",
 }
 
@@ -31,20 +31,18 @@ def add_to(app: typer.Typer) -> None:
 
 def recommend(
     job: JobName,
-    objective: Annotated[
-        Objective | None, typer.Option(help="What to optimise, instead of the job's own objective.")
-    ] = None,
-    candidates: Annotated[bool, typer.Option("--candidates", help="Also list every candidate.")] = False,
+    objective: Annotated[Objective | None, typer.Option(help="Objective, instead of the job's.")] = None,
+    candidates: Annotated[bool, typer.Option("--candidates", help="Print all candidates too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the configuration to use, with its predictions and the reason."""
+    """Print the recommended configuration with its predictions and the reason."""
     with connect() as client:
         answer = client.recommendation(find_job(client, job), objective=objective)
     emit(answer, recommendation_view(answer, candidates=candidates), as_json)
 
 
 def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
-    """A recommendation for a person, with the table of all candidates when asked."""
+    """A recommendation for the terminal, with the table of all candidates on request."""
     lines: list[RenderableType] = []
     if candidates:
         lines += [candidates_table(answer), Text()]
@@ -52,7 +50,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
         lines.append(Text.assemble(("Recommended: ", "bold"), format.configuration(answer.chosen.configuration)))
-        lines.append(Padding(_promises(answer.chosen), (0, 0, 0, 2), expand=False))
+        lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
     others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
     chosen = answer.chosen.configuration if answer.chosen else None
@@ -78,22 +76,22 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     if answer.max_sensible_batch_size is not None:
         lines.append(
             Text(
-                f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; beyond it more examples "
-                "hardly help a step."
+                f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; a larger batch "
+                "hardly improves a step."
             )
         )
-    rests = f"Rests on {BASIS[answer.basis]}"
+    basis = f"Based on {BASIS[answer.basis]}"
     if answer.basis == "profiled":
         error = answer.model.cross_validated_error
         checked = f", cross-validated error {format.percent(error)}" if error is not None else ""
-        rests += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
-    lines.append(Text(f"{rests}; intervals hold 90 %.", style="dim"))
+        basis += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
+    lines.append(Text(f"{basis}; intervals are 90 % prediction intervals.", style="dim"))
     lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
     return Group(*lines)
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """Every candidate, with intervals, and marks for the part that it plays; its instance type where there are more."""
+    """All candidates with intervals and marks; with the instance type if the job has several."""
     several = len({one.configuration.instance_type for one in answer.candidates}) > 1
     rows = []
     for one in answer.candidates:
@@ -116,7 +114,7 @@ def candidates_table(answer: Recommendation) -> RenderableType:
     return table([*(["=type"] if several else []), *COLUMNS], rows)
 
 
-def _promises(one: Candidate) -> RenderableType:
+def _predictions(one: Candidate) -> RenderableType:
     rows = [
         ["step", format.estimate(one.step_time_s)],
         ["epoch", format.estimate(one.epoch_time_s)],
@@ -128,10 +126,10 @@ def _promises(one: Candidate) -> RenderableType:
         fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
         rows.append(["memory", format.estimate(one.memory_bytes, "bytes") + fits])
     if one.extrapolated:
-        rows.append(["", "beyond what was measured"])
-    shown = table(["", ""], rows)
-    shown.show_header = False
-    return shown
+        rows.append(["", "extrapolated: outside the measured range"])
+    predictions = table(["", ""], rows)
+    predictions.show_header = False
+    return predictions
 
 
 def _cost(one: Candidate) -> str:
@@ -139,13 +137,13 @@ def _cost(one: Candidate) -> str:
 
 
 def _marks(one: Candidate, answer: Recommendation) -> list[str]:
-    def plays(other: Candidate | None) -> bool:
+    def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (one.configuration, one.spot)
 
     marks = [
-        ("recommended", plays(answer.chosen)),
-        ("least time", plays(answer.least_time)),
-        ("least cost", plays(answer.least_cost)),
+        ("recommended", is_same(answer.chosen)),
+        ("least time", is_same(answer.least_time)),
+        ("least cost", is_same(answer.least_cost)),
         ("knee", answer.knee.found and answer.knee.configuration == one.configuration),
         ("spot", one.spot),
         ("measured", one.profiled),

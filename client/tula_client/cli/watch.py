@@ -1,4 +1,4 @@
-"""`tula watch`: a job's live view in a terminal, or its events as JSON lines."""
+"""`tula watch`: a live view of a job in the terminal, or its events as JSON lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = ("step_time_s", "loss", "grad_norm", "gradient_variability", "validation_accuracy")
 RUNS = 8
 QUIET_S = 5.0
-"""Without any event the view is drawn anew after this long, since leases and rates change by themselves."""
+"""Seconds without an event after which the view is redrawn, as leases and rates change without events."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,12 +36,12 @@ def add_to(app: typer.Typer) -> None:
 
 def watch(
     job: JobName,
-    once: Annotated[bool, typer.Option("--once", help="Print the view once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Follow a job live: its plan, its runs, the newest run's series; ends when the job does, or with Ctrl-C.
+    """Show a job live: its plan, its runs, and series of the newest run; ends with the job or with Ctrl-C.
 
-    With --json every event is one line, from the job's first on.
+    With --json, prints every event of the job as one line.
     """
     with connect() as client:
         job_id = find_job(client, job)
@@ -56,7 +56,7 @@ def watch(
 
 
 def view(client: Client, job_id: str, events: Sequence[Event]) -> RenderableType:
-    """The job as it stands, the newest active run's series, and the last events."""
+    """The job, series of its newest active run, and the last events."""
     job = client.job(job_id)
     runs = client.runs(job_id, limit=RUNS).runs
     parts: list[RenderableType] = [job_view(job, runs)]
@@ -65,7 +65,7 @@ def view(client: Client, job_id: str, events: Sequence[Event]) -> RenderableType
         parts += _series_view(client, active)
     if events:
         parts.append(Text())
-        parts += [Text(_sentence(event), style="dim") for event in events[-5:]]
+        parts += [Text(event_line(event), style="dim") for event in events[-5:]]
     return Group(*parts)
 
 
@@ -83,9 +83,9 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 def _live(client: Client, job_id: str, *, quiet_s: float = QUIET_S) -> None:
     seen: list[Event] = []
-    news = threading.Event()
-    # A thread of its own, because a stream blocks until something happens; it dies with the command.
-    threading.Thread(target=_listen, args=(client, job_id, seen, news), daemon=True).start()
+    arrived = threading.Event()
+    # The stream blocks until an event arrives, so a daemon thread reads it.
+    threading.Thread(target=_listen, args=(client, job_id, seen, arrived), daemon=True).start()
     last = view(client, job_id, ())
     with Live(last, console=console(), refresh_per_second=4) as live:
         while True:
@@ -98,20 +98,20 @@ def _live(client: Client, job_id: str, *, quiet_s: float = QUIET_S) -> None:
             except NotFoundError:
                 return
             except (ServiceUnreachableError, ServiceUnavailableError) as error:
-                # The view stays, and says why it stands still, until the service is back.
-                live.update(Group(last, Text(f"{error}; trying again", style="yellow")))
-            news.wait(quiet_s)
-            news.clear()
-            time.sleep(min(0.5, quiet_s))  # a burst of events is one drawing
+                # Keep the last view, with the reason, until the service is back.
+                live.update(Group(last, Text(f"{error}; retrying", style="yellow")))
+            arrived.wait(quiet_s)
+            arrived.clear()
+            time.sleep(min(0.5, quiet_s))  # draw a burst of events once
 
 
-def _listen(client: Client, job_id: str, seen: list[Event], news: threading.Event) -> None:
-    # The view goes on by asking when the stream is refused, and closes the client when it ends.
+def _listen(client: Client, job_id: str, seen: list[Event], arrived: threading.Event) -> None:
+    # Without the stream the view still polls; when the view ends, it closes the client.
     with contextlib.suppress(TulaError, RuntimeError, OSError):
         for event in client.events(job_id):
             seen.append(event)
             del seen[:-50]
-            news.set()
+            arrived.set()
 
 
 def _series_view(client: Client, run: Run) -> list[RenderableType]:
@@ -128,16 +128,16 @@ def _last(series: TelemetrySeries) -> str:
     last = next((value for value in reversed(series.values) if value is not None), None)
     if last is None:
         return ""
-    shown = format.seconds(last) if series.column.endswith("_s") else f"{last:.4g}"
-    return f"{shown} at step {series.steps[-1]}"
+    text = format.seconds(last) if series.column.endswith("_s") else f"{last:.4g}"
+    return f"{text} at step {series.steps[-1]}"
 
 
-def _sentence(event: Event) -> str:
+def event_line(event: Event) -> str:
     """An event in one line."""
     data, run = event.data, f" {event.run_id}" if event.run_id else ""
-    told = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
+    text = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
     state = str(data.get("state", "")).replace("_", " ")
-    if not told and not state:
+    if not text and not state:
         plain = {name: value for name, value in data.items() if isinstance(value, (str, int, float))}
-        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items()) or "changed"
-    return f"{event.at.astimezone():%H:%M:%S} {event.kind}{run}: {': '.join(part for part in (state, told) if part)}"
+        text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items()) or "changed"
+    return f"{event.at.astimezone():%H:%M:%S} {event.kind}{run}: {': '.join(part for part in (state, text) if part)}"
