@@ -58,7 +58,7 @@ class ThresholdedPolicy:
             self._due = True
 
     def wants(self, step: int) -> Granularity | None:
-        """The squares of parts at a refresh."""
+        """The squares of parts that the taps must sum during step number `step`: at a refresh, else None."""
         thresholds = self._context.thresholds
         if thresholds.policy != "ags":
             return None

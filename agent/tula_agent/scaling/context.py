@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from tula_agent.scaling.gradient_tap import GradientTap
 from tula_agent.scaling.probe import LossFunction, batch_length, probe_gradients, sub_batch
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.thresholds import Granularity, ScalingThresholds
+from tula_agent.scaling.thresholds import ScalingThresholds
 
 Source = Literal["auto", "parts", "probe"]
 
@@ -130,25 +129,3 @@ class ScalingContext:
             return numbers
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return [float(x) for x in self.ranks.sum_(vector).tolist()]
-
-
-class Policy(Protocol):
-    """One rule of scaling; `run` performs the wrapped optimizer's step, scaled."""
-
-    def reset(self) -> None:
-        """The policy comes into force: drop what was measured before."""
-
-    def wants(self, step: int) -> Granularity | None:
-        """The squares that the taps must sum during step number `step`; None: none."""
-
-    def run(self, step: int, inner_step: Callable[[], None]) -> None:
-        """Scale and take step number `step`."""
-
-    def telemetry(self) -> dict[str, float]:
-        """Values that are on the host already; NaN for unknown ones."""
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: everything that decides the next steps."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""

@@ -78,7 +78,7 @@ class GainPolicy:
         return self._context.thresholds.policy != "none"
 
     def wants(self, step: int) -> Granularity | None:
-        """The squares of whole gradients at every measured step."""
+        """The squares that the taps must sum during step number `step`: by tensor where it is measured, else None."""
         dense = DENSE_STEPS if self._scales else 0
         return "tensor" if self._context.source != "probe" and self._due(step, dense) else None
 
@@ -171,7 +171,7 @@ class GainPolicy:
         }
 
     def state(self) -> dict[str, Any]:
-        """Averages, and the measurement in flight (waited for here)."""
+        """For a checkpoint: averages, and the measurement in flight (waited for here)."""
         arrival = None if self._arrival is None else self._arrival.values()
         last = None if self._last is None else [*vars(self._last).values()]
         return {

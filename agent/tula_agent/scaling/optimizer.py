@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tula_agent.scaling.ags import ThresholdedPolicy
-from tula_agent.scaling.context import Policy, ScalingContext, Source
+from tula_agent.scaling.context import ScalingContext, Source
 from tula_agent.scaling.gain import GainPolicy, GainRule
 from tula_agent.scaling.gradient_tap import GradientTap
 from tula_agent.scaling.probe import LossFunction
@@ -280,11 +280,10 @@ class TulaOptimizer(torch.optim.Optimizer):
         return f"TulaOptimizer(policy={self.thresholds.policy!r}, {self._inner!r})"
 
     @property
-    def _policy(self) -> Policy | None:
+    def _policy(self) -> GainPolicy | ThresholdedPolicy | None:
         if self._closed:
             return None
-        policies: dict[str, Policy] = {"gain": self._gain, "none": self._gain}
-        return policies.get(self._context.thresholds.policy, self._thresholded)
+        return self._gain if self._context.thresholds.policy in ("gain", "none") else self._thresholded
 
     def _inner_step(self) -> None:
         self._inner.step()

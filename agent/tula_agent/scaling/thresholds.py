@@ -32,6 +32,7 @@ _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 _STORED_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "tensor", "element")
 """By their number in vectors and checkpoints; number 1 stood for granularity by channel, which is by tensor now."""
+_INTEGERS = {"version", "policy", "granularity", "small_batch_size", "refresh_steps", "restore_step"}
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""
 
@@ -91,33 +92,22 @@ class ScalingThresholds:
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
-        slots: list[float] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "policy":
-                value = _POLICIES.index(value)
-            elif field.name == "granularity":
-                value = _STORED_GRANULARITIES.index(value)
-            slots.append(_NONE if value is None else float(value))
-        return slots
+        numbers = {
+            **vars(self),
+            "policy": _POLICIES.index(self.policy),
+            "granularity": _STORED_GRANULARITIES.index(self.granularity),
+        }
+        return [_NONE if value is None else float(value) for value in numbers.values()]
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
         """Inverse of `to_vector`; a vector from an older checkpoint may lack the last slots."""
-        missing = [_NONE] * (VECTOR_LENGTH - len(slots))
-        version, policy, granularity, delta, small, static, s_min, s_max, refresh, restore = [*slots, *missing]
-        return cls(
-            version=int(version),
-            policy=_POLICIES[int(policy)],
-            granularity=_STORED_GRANULARITIES[int(granularity)],
-            delta=delta,
-            small_batch_size=None if small == _NONE else int(small),
-            static_scale=static,
-            s_min=s_min,
-            s_max=None if s_max == _NONE else s_max,
-            refresh_steps=None if refresh == _NONE else int(refresh),
-            restore_step=None if restore == _NONE else int(restore),
-        )
+        names = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
+        values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
+        values["policy"] = _POLICIES[values["policy"]]
+        values["granularity"] = _STORED_GRANULARITIES[values["granularity"]]
+        return cls(**values)
 
 
 VECTOR_LENGTH = len(fields(ScalingThresholds))
@@ -191,7 +181,6 @@ class ThresholdPoller:
     def __init__(
         self, path: str, optimizer: TulaOptimizer, run_id: str | None = None, *, every_s: float | None = None
     ) -> None:
-        self.version: int | None = None
         self._path = path
         self._run_id = run_id
         self._start, self._scripted = optimizer.scripted_thresholds, optimizer.scripted_names
@@ -219,6 +208,5 @@ class ThresholdPoller:
             thresholds = replace(thresholds, restore_step=None)
         self._etag = reply.etag
         apply = self._apply()
-        if apply is not None and thresholds.version != self.version:
-            self.version = thresholds.version
+        if apply is not None:
             apply(thresholds)
