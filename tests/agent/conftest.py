@@ -145,7 +145,7 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launch:
-    """Run a script of `scripts/` in a process of its own, or in several as ranks; its output comes back.
+    """Run a script of `scripts/` in a new process, or in several as ranks; returns its output.
 
     `torchrun`: ranks are started by it, which takes seconds and ends one for another, and are forked without it.
     """
@@ -170,7 +170,7 @@ def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launc
 
 @pytest.fixture(scope="session")
 def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """Run a script to which no service is told, in a process of its own, or in several as ranks; all must succeed."""
+    """Run a script without a service, in a new process or in several as ranks; all must succeed."""
 
     def run(script: Path, *arguments: str, ranks: int = 0, **variables: str) -> Done:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}

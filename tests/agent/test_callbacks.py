@@ -1,4 +1,4 @@
-"""The callbacks against the real frameworks, each in a process of its own."""
+"""The callbacks against the real frameworks, each in its process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_training_reports_steps_of_two_micro_steps_and_its_loss(sink: Sink, la
     assert not sink.invalid
     assert sink.states == ["running", "succeeded"]
     assert sink.steps()[-1] >= steps - 2
-    later = [body for body in sink.samples if not body["warmup"]]
-    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in later} == {(FRAMEWORKS[script], 2)}
+    measured = [body for body in sink.samples if not body["warmup"]]
+    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in measured} == {(FRAMEWORKS[script], 2)}
     assert sink.column("loss")
     assert sink.column("grad_norm")
     if script != "accelerate_train.py":
@@ -45,7 +45,7 @@ def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, scr
 
 
 @pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])
-def test_a_training_that_the_framework_resumes_says_what_it_had_behind_it(
+def test_a_training_that_the_framework_resumes_reports_its_earlier_epochs(
     sink: Sink, launch: Launch, tmp_path: Path, script: str
 ) -> None:
     checkpoint = tmp_path / "saved"

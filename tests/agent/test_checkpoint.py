@@ -79,7 +79,7 @@ def asked_to_restore(inner: torch.optim.Optimizer, step: int) -> TulaOptimizer:
     return optimizer
 
 
-def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
+def test_old_checkpoints_are_deleted_and_incomplete_ones_are_not_read(tmp_path):
     model, optimizer = small()
     run = init()
     for _ in run.steps([0, 1, 2, 3]):
@@ -90,7 +90,7 @@ def test_old_checkpoints_go_and_incomplete_ones_are_not_read(tmp_path):
     assert init().resume(model, optimizer, directory=tmp_path).step == 3
 
 
-def test_weights_go_back_to_before_a_step_counted_from_the_start_of_a_resumed_run(tmp_path):
+def test_roll_back_counts_the_services_step_from_the_start_of_a_resumed_run(tmp_path):
     model, inner = small()
     optimizer = asked_to_restore(inner, 2)
     run = init()
@@ -124,7 +124,7 @@ def test_a_copy_beside_the_checkpoints_is_neither_read_nor_deleted(tmp_path):
     assert kept == ["step-0000000002-backup", "step-0000000003", "step-0000000004", "step-best"]
 
 
-def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_waits_for_ever(train, tmp_path):
+def test_no_rank_rolls_back_where_one_cannot_read_the_checkpoint(train, tmp_path):
     script = SCRIPT.with_name("roll_back_apart.py")
     lines = train(tmp_path / "unused", str(tmp_path / "a"), str(tmp_path / "b"), ranks=2, script=script).splitlines()
     refused = sorted(line for line in lines if line.startswith("refused"))
@@ -141,7 +141,7 @@ def test_where_one_rank_cannot_read_a_checkpoint_no_rank_goes_back_and_none_wait
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
 def apart(request, train, tmp_path_factory):
-    """By attempt what the two ranks of `checkpoint_apart.py` said: weights, folders on disk, what they were told."""
+    """By attempt, what the two ranks of `checkpoint_apart.py` printed: weights, folders on disk, and errors."""
     shared, elsewhere = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "a-file").touch()
     arguments = [str(shared), str(elsewhere), *(["--sharded"] if request.param else [])]
@@ -165,9 +165,9 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_and_leaves_th
         **({"full on the second": "rank 1"} if sharded else {}),  # of a whole checkpoint it writes nothing large
     }
     for attempt, culprit in culprits.items():
-        told = said[attempt]
-        assert told["rank 0"] == told["rank 1"]  # one sentence
-        weights, on_disk, sentence = told["rank 0"]
+        results = said[attempt]
+        assert results["rank 0"] == results["rank 1"]  # one sentence
+        weights, on_disk, sentence = results["rank 0"]
         assert weights == "kept"
         assert sentence.startswith("refused: no checkpoint of step ")
         assert culprit in sentence
@@ -187,9 +187,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_or_that_does_not_fit_it_is_resum
         ),
     }
     for attempt, error in failures.items():
-        told = said[attempt]
-        assert told["rank 0"] == told["rank 1"]
-        weights, _, sentence = told["rank 0"]
+        results = said[attempt]
+        assert results["rank 0"] == results["rank 1"]
+        weights, _, sentence = results["rank 0"]
         assert weights == "kept"
         assert re.match(rf"refused: the checkpoint .* {error}.*\): delete it", sentence)
 
@@ -197,8 +197,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_or_that_does_not_fit_it_is_resum
 def test_after_failures_on_one_rank_all_resume_the_newest_checkpoint_that_was_completed(apart):
     sharded, said = apart
     assert said["first"]["rank 0"][2].startswith("went well")
-    for told in said["resume"].values():
-        assert told[2] == f"went well: {1 if sharded else 2}"
+    for results in said["resume"].values():
+        assert results[2] == f"went well: {1 if sharded else 2}"
 
 
 def test_a_second_checkpoint_of_a_step_replaces_the_first_only_once_it_is_complete(tmp_path):
@@ -227,7 +227,7 @@ def test_the_newest_of_many_checkpoints_of_one_step_is_the_last_that_was_made(tm
     assert model.weight.tolist() == [[saves, saves]]
 
 
-def test_what_crashes_left_unfinished_goes_with_the_next_checkpoint(tmp_path):
+def test_the_next_checkpoint_deletes_folders_that_crashes_left_unfinished(tmp_path):
     model, optimizer = small()
     run = init()
     for number in run.steps([1, 2, 3]):
@@ -263,7 +263,7 @@ def test_after_a_smaller_batch_the_place_in_the_data_is_kept_in_examples(tmp_pat
     assert run.position.epochs_before == 0.5  # as it was at the other batch
 
 
-def test_what_is_behind_a_training_is_told_in_passes(tmp_path):
+def test_progress_before_a_resume_is_counted_in_epochs(tmp_path):
     model, optimizer = small()
     run = init()
     assert run.position.epochs_before == 0.0
@@ -287,7 +287,7 @@ def test_what_is_behind_a_training_is_told_in_passes(tmp_path):
     assert run.position.epochs_before == 2.0
 
 
-def test_a_loader_that_cannot_say_its_length_raises_nothing_of_ours(tmp_path):
+def test_a_loader_without_a_length_raises_nothing(tmp_path):
     class Endless:
         def __iter__(self):
             return iter([0, 1, 2])
@@ -307,7 +307,7 @@ def test_a_loader_that_cannot_say_its_length_raises_nothing_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "kept"), [(2.5, 2.5), (-1, 0.0), (float("nan"), 0.0), ("none", 0.0), (1e9, 1e6)])
-def test_a_script_with_checkpoints_of_its_own_says_where_it_goes_on(said, kept):
+def test_a_script_with_its_own_checkpoints_reports_its_epoch_by_begin_at(said, kept):
     run = init()
     run.begin_at(said)
     assert run.position.epochs_before == kept
@@ -366,7 +366,7 @@ def test_a_model_that_translates_older_names_is_not_refused(tmp_path):
     assert torch.equal(renamed["head"].weight, model.weight)
 
 
-def test_without_a_directory_or_a_checkpoint_it_says_so(tmp_path, monkeypatch):
+def test_a_missing_directory_raises_and_a_missing_checkpoint_is_reported(tmp_path, monkeypatch):
     monkeypatch.delenv("TULA_CHECKPOINT_DIR", raising=False)
     model, optimizer = small()
     with pytest.raises(CheckpointError, match="set TULA_CHECKPOINT_DIR"):

@@ -25,13 +25,13 @@ def test_no_environment_raises(environ: dict[str, str]) -> None:
     "change",
     [{"TULA_URL": ""}, {"TULA_DISABLED": "1"}, {"TULA_RUN_ID": ""}, {"TULA_URL": "ftp://x"}, {"TULA_RUN_ID": "../x"}],
 )
-def test_without_a_place_to_report_to_there_is_no_agent(change: dict[str, str]) -> None:
+def test_without_a_valid_url_and_run_there_is_no_agent(change: dict[str, str]) -> None:
     assert read_config({**BASE, **change}) is None
 
 
-def test_a_profile_instruction_is_read() -> None:
-    told = {"TULA_WARMUP_STEPS": "0", "TULA_MEASURE_STEPS": "30", "TULA_PRECISION": "0.02"}
-    config = read_config({**BASE, **told})
+def test_a_profiling_plan_is_read_from_the_environment() -> None:
+    variables = {"TULA_WARMUP_STEPS": "0", "TULA_MEASURE_STEPS": "30", "TULA_PRECISION": "0.02"}
+    config = read_config({**BASE, **variables})
     assert config is not None
     assert config.url == "http://service:8321"
     assert config.plan is not None
@@ -48,7 +48,7 @@ def test_ranks_come_from_torchrun_or_else_from_slurm() -> None:
     assert (config.rank, config.world_size) == (1, 2)
 
 
-def test_a_step_of_one_process_is_not_taken_for_the_allocation_around_it() -> None:
+def test_one_process_in_a_slurm_allocation_was_not_launched_as_a_rank() -> None:
     salloc = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
     assert not is_launched(salloc)
     assert not is_launched({**salloc, "SLURM_STEP_NUM_TASKS": "1"})
@@ -58,7 +58,7 @@ def test_a_step_of_one_process_is_not_taken_for_the_allocation_around_it() -> No
     assert is_launched({"WORLD_SIZE": "2"})
 
 
-def test_a_start_in_the_place_of_another_is_known_as_such() -> None:
+def test_a_restart_by_tula_or_torchrun_is_recognised() -> None:
     starts = [{}, {"TULA_RESTART": "0"}, {"TULA_RESTART": "1"}, {"TORCHELASTIC_RESTART_COUNT": "2"}]
-    configs = [read_config({**BASE, **told}) for told in starts]
+    configs = [read_config({**BASE, **variables}) for variables in starts]
     assert [config is not None and config.restarted for config in configs] == [False, False, True, True]

@@ -1,4 +1,4 @@
-"""Every code block of docs/embed.md runs as it stands, in a process of its own, and reports what the page says."""
+"""Every code block of docs/embed.md runs unchanged, in its process, and reports what the page says."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def blocks() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_embedding_has_its_block() -> None:
+def test_the_page_has_a_block_for_every_way_to_embed() -> None:
     assert len(blocks()) == len({heading for heading, _ in blocks()}) == 9
 
 
 @pytest.mark.parametrize(("heading", "code"), blocks(), ids=[heading for heading, _ in blocks()])
-def test_the_block_runs_as_it_stands(
+def test_every_block_of_the_page_runs_unchanged(
     sink: Sink, environment: dict[str, str], zygote: Zygote, tmp_path: Path, heading: str, code: str
 ) -> None:
     script = tmp_path / "block.py"

@@ -47,7 +47,7 @@ def test_a_service_that_is_not_there_changes_nothing(launch: Launch, plain: Plai
     assert "/v1/runs/run1/samples" in spooled(environment)
 
 
-def test_what_waited_on_disk_is_sent_once_the_service_is_back(sink: Sink, launch: Launch, tmp_path: Path) -> None:
+def test_spooled_requests_are_sent_when_the_service_is_back(sink: Sink, launch: Launch, tmp_path: Path) -> None:
     sink.behaviour = "error"
 
     def recover() -> None:
@@ -65,7 +65,9 @@ def test_what_waited_on_disk_is_sent_once_the_service_is_back(sink: Sink, launch
     assert not list((tmp_path / "spool").glob("*"))
 
 
-def test_a_refusal_is_kept_aside_and_not_tried_again(sink: Sink, launch: Launch, plain: Plain, tmp_path: Path) -> None:
+def test_a_refused_request_goes_to_a_file_and_is_not_retried(
+    sink: Sink, launch: Launch, plain: Plain, tmp_path: Path
+) -> None:
     sink.behaviour = "refuse"
     done = launch("train.py")
     assert done.printed("weights") == plain()
@@ -108,7 +110,7 @@ def test_a_job_that_ends_badly_ends_as_it_would_without_the_agent(
         assert sink.states == ["running", "out_of_memory"]
         assert sink.bodies("/run1")[-1]["failed_local_batch_size"] == 8
     else:
-        # Nobody is asked before such an end: what was sent by then is what there is, within a second or so.
+        # No hook runs before such an end: everything until about a second before it was sent.
         assert sink.states == ["running"]
         assert sink.steps()[:10] == list(range(10))
 

@@ -1,4 +1,4 @@
-"""A rank that hangs shows where, by itself and in time."""
+"""A rank that hangs dumps its stacks near the time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stuck_on_purpose()
 """
 
 
-def test_a_rank_that_hangs_shows_its_stack_at_the_time_it_was_told(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_dumps_its_stack_at_the_given_time(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "TULA_URL": "http://127.0.0.1:9",
@@ -29,11 +29,11 @@ def test_a_rank_that_hangs_shows_its_stack_at_the_time_it_was_told(tmp_path: Pat
     }
     with subprocess.Popen([sys.executable, "-c", HANG], env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        shown = ""
+        printed = ""
         for line in process.stderr:
-            shown += line
+            printed += line
             if "in <module>" in line:  # the last of the main thread, which comes last
                 break
         process.kill()
-    assert f"tula: stack of rank 3 (process {process.pid} on " in shown
-    assert "in stuck_on_purpose" in shown
+    assert f"tula: stack of rank 3 (process {process.pid} on " in printed
+    assert "in stuck_on_purpose" in printed

@@ -94,10 +94,10 @@ def test_a_run_started_by_hand_learns_from_the_service_that_it_profiles(sink: Si
     assert sink.states == ["running", "succeeded"]
 
 
-def test_accumulation_is_seen_without_being_told(sink: Sink, launch: Launch) -> None:
+def test_accumulation_is_observed_without_being_configured(sink: Sink, launch: Launch) -> None:
     launch("train.py", "--accumulate", "4")
-    later = [body for body in sink.samples if not body["warmup"]]
-    assert {body["grad_accum_steps"] for body in later} == {4}
+    measured = [body for body in sink.samples if not body["warmup"]]
+    assert {body["grad_accum_steps"] for body in measured} == {4}
     assert sink.steps() == list(range(16))
 
 
@@ -120,7 +120,7 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
 
 
 @pytest.mark.parametrize("ends", ["finish", "leave"])
-def test_nothing_of_the_job_is_held_whether_the_run_is_over_or_not(sink: Sink, launch: Launch, ends: str) -> None:
+def test_the_agent_keeps_no_object_of_the_job_alive(sink: Sink, launch: Launch, ends: str) -> None:
     """A model that we kept would keep its process group and gloo's threads, which abort the process at its end."""
     done = launch("lets_go.py", ends, ranks=2)
     assert sink.column("gradient_noise_scale")
@@ -129,9 +129,7 @@ def test_nothing_of_the_job_is_held_whether_the_run_is_over_or_not(sink: Sink, l
     assert sorted(done.printed("alive at exit")) == ["alive at exit 0 ", "alive at exit 1 "]
 
 
-def test_a_second_process_group_at_the_same_address_needs_no_word_of_ours(
-    sink: Sink, launch: Launch, tmp_path: Path
-) -> None:
+def test_a_second_process_group_at_the_same_address_is_measured(sink: Sink, launch: Launch, tmp_path: Path) -> None:
     """A model or a store that we kept would keep the first group's address open, with what it left there."""
     said = []
     for url in ("", sink.url):
@@ -145,15 +143,15 @@ def test_a_second_process_group_at_the_same_address_needs_no_word_of_ours(
     assert not sink.invalid
     assert sink.states == ["running", "succeeded"]
     assert sink.steps() == list(range(40))
-    told = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
-    assert told >= {*range(2, 9), *range(22, 29)}  # DDP's clock is read in its first ten steps, and then seldom
+    joined = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
+    assert joined >= {*range(2, 9), *range(22, 29)}  # DDP's clock is read in its first ten steps, and then seldom
 
 
-def test_what_ranks_saw_until_the_group_went_is_heard_after_it(sink: Sink, launch: Launch) -> None:
+def test_times_measured_before_a_group_was_destroyed_are_joined_after_it(sink: Sink, launch: Launch) -> None:
     """The first rank hosts the group's store here: its end takes nothing of ours along."""
     launch("train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
-    told = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
-    assert told >= set(range(2, 31))
+    joined = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
+    assert joined >= set(range(2, 31))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +172,7 @@ def test_ranks_end_with_the_same_bits_whatever_the_loop_does(
     assert {body["rank"] for body in sink.telemetry if "step_time_s" in body["columns"]} == {0}
 
 
-def test_a_run_that_ends_within_a_step_takes_no_hook_from_under_the_optimizer(sink: Sink, launch: Launch) -> None:
+def test_a_run_that_ends_within_a_step_leaves_the_optimizers_hooks_in_place(sink: Sink, launch: Launch) -> None:
     done = launch("finishes_within_a_step.py")
     assert done.printed("weight") == ["weight 0.0"]
     assert sink.states == ["running", "succeeded"]
@@ -213,7 +211,7 @@ def test_the_first_version_of_fsdp_has_step_time_and_memory_too(sink: Sink, laun
     assert not sink.column("grad_norm")  # a rank's share of it is no norm of the gradient
 
 
-def test_ranks_are_told_apart_by_their_group_where_no_variable_tells(sink: Sink, launch: Launch, plain: Plain) -> None:
+def test_ranks_come_from_the_process_group_where_no_variable_is_set(sink: Sink, launch: Launch, plain: Plain) -> None:
     """As under `torch.multiprocessing.spawn`: only the first rank speaks for the run."""
     done = launch("train.py", "--spawned", ranks=2)
     assert done.printed("weights") == plain(ranks=2)
@@ -233,22 +231,22 @@ def test_one_process_in_an_allocation_of_eight_is_one_rank(sink: Sink, launch: L
     assert sink.states == ["running", "succeeded"]
 
 
-def test_what_is_behind_a_training_is_told_only_where_it_is_known(sink: Sink, tmp_path: Path) -> None:
+def test_epochs_before_a_run_are_reported_only_where_known(sink: Sink, tmp_path: Path) -> None:
     environ = {"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path)}
-    for run_id, restart, told in (("fresh", "0", None), ("again", "1", None), ("said", "1", 0.0)):
+    for run_id, restart, epoch in (("fresh", "0", None), ("again", "1", None), ("said", "1", 0.0)):
         run = Run(read_config({**environ, "TULA_RUN_ID": run_id, "TULA_RESTART": restart}))
-        if told is not None:
-            run.begin_at(told)
+        if epoch is not None:
+            run.begin_at(epoch)
         for _ in run.steps([torch.zeros(2)] * 3):
             run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
         run.finish()
     bodies = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
-    told_by = {run_id: body.get("epochs_before") for run_id, body in bodies}
-    assert told_by == {"fresh": 0.0, "again": None, "said": 0.0}
+    reported = {run_id: body.get("epochs_before") for run_id, body in bodies}
+    assert reported == {"fresh": 0.0, "again": None, "said": 0.0}
     assert not sink.invalid
 
 
-def test_a_framework_that_fetches_a_whole_step_at_once_shows_all_of_it(sink: Sink, tmp_path: Path) -> None:
+def test_a_framework_that_fetches_a_whole_step_at_once_counts_all_its_batches(sink: Sink, tmp_path: Path) -> None:
     run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
     model = torch.nn.Linear(3, 1)
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -266,7 +264,7 @@ def test_a_framework_that_fetches_a_whole_step_at_once_shows_all_of_it(sink: Sin
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_a_batch_is_held_by_the_loop_alone(sink: Sink, tmp_path: Path, active: bool) -> None:
+def test_the_agent_keeps_no_reference_to_a_batch(sink: Sink, tmp_path: Path, active: bool) -> None:
     """A script that frees its input in the middle of a step counts on the memory."""
     environ = {"TULA_URL": sink.url if active else "", "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}
     run = Run(read_config(environ))
@@ -281,7 +279,7 @@ def test_a_batch_is_held_by_the_loop_alone(sink: Sink, tmp_path: Path, active: b
     assert run.config is None or sink.states == ["running", "succeeded"]
 
 
-def test_random_numbers_that_cannot_be_kept_raise_nothing() -> None:
+def test_random_states_that_cannot_be_captured_raise_nothing() -> None:
     usual = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))
     try:

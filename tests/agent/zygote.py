@@ -1,4 +1,4 @@
-"""Starts Python scripts as processes of their own within milliseconds: a parent that has imported torch forks them.
+"""Starts Python scripts as processes within milliseconds: a parent that has imported torch forks them.
 
 Reads one JSON object a line: argv, and for each process to start its env, stdout, stderr (files). Answers the process
 ids, in one line, and their wait statuses, in another, once all have ended. Modules named on the command line are

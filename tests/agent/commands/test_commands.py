@@ -81,7 +81,7 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
     assert [envelope.path for envelope in read_records(kept[0])] == ["/v1/runs/r/samples"]
 
 
-def test_upload_to_nobody_loses_nothing(sink: Sink, tmp_path: Path) -> None:
+def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -> None:
     Spool(tmp_path / "r-0-boot.spool", 2**20).append(SpooledRequest("PATCH", "/v1/runs/r", b'{"state": "succeeded"}'))
     result = CliRunner().invoke(command(upload), [str(tmp_path), "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 1
@@ -96,7 +96,7 @@ def test_upload_of_no_directory_is_refused_in_one_sentence(tmp_path: Path) -> No
     assert "is not a directory" in result.output
 
 
-def test_both_are_offered_to_the_command() -> None:
+def test_doctor_and_upload_are_sub_commands_of_tula() -> None:
     offered = {point.name: point.value for point in entry_points(group="tula.commands")}
     assert offered["doctor"] == "tula_agent.commands.doctor:doctor"
     assert offered["upload"] == "tula_agent.commands.upload:upload"

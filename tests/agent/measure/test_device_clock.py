@@ -1,4 +1,4 @@
-"""Times by the device's clock: events are lent and come back, nobody waits, and without them wall time stands.
+"""Times by the device's clock: events are reused, nothing waits, and wall time remains without them.
 
 No CUDA device is at hand here: `Event` below is a small hand-written stand-in for `torch.cuda.Event` on a device
 whose progress the test moves by hand. `clock_for` with a real device is not run by these tests.

@@ -35,7 +35,7 @@ def test_norms_come_in_pairs_and_stay_within_the_budget() -> None:
             sampler.read(step, 0.1, gradients)
             spent += time.thread_time() - began if step > 20 else 0.0
             steps.append(step)
-    assert all(later - earlier == 1 for earlier, later in zip(steps[::2], steps[1::2], strict=False))
+    assert all(second - first == 1 for first, second in zip(steps[::2], steps[1::2], strict=False))
     assert 4 <= len(steps) < 1500
     assert spent / 2980 <= 4 * MAX_COST_S  # a cost is known only once it has been paid
 

@@ -80,7 +80,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
     ],
 )
-def test_optimizer_state_is_measured_on_a_small_like(optimizer, ratio) -> None:
+def test_optimizer_state_is_measured_on_a_small_parameter(optimizer, ratio) -> None:
     assert state_ratio(optimizer([nn.Parameter(torch.zeros(3))])) == ratio
 
 

@@ -56,7 +56,7 @@ def test_a_watched_optimizer_ends_steps_and_teaches_the_accumulation() -> None:
     assert micro_steps == [3, 3, 3, 3]
 
 
-def test_what_happens_between_two_loops_is_nobody_s_step() -> None:
+def test_time_between_two_loops_belongs_to_no_step() -> None:
     clock = Clock()
     timer = StepTimer(1, clock)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Two ranks of which one cannot write or read: what each is told, and what is left on disk and in the weights."""
+"""Two ranks of which one cannot write or read: what each raises, and what is left on disk and in the weights."""
 
 import argparse
 import hashlib

@@ -1,6 +1,6 @@
 """Trains under everything that the agent hooks into, and tells what is still alive once the script has let it go.
 
-lets_go.py finish|leave: `run.finish()` is called by the script, or by nobody before the process ends.
+lets_go.py finish|leave: `run.finish()` is called by the script, or not before the process ends.
 """
 
 import atexit
@@ -37,7 +37,7 @@ def train(finish: bool) -> list[weakref.ref]:
     return [weakref.ref(thing) for thing in (model, optimizer, inner, loader)]
 
 
-def tell(alive: list[weakref.ref], when: str) -> None:
+def print_alive(alive: list[weakref.ref], when: str) -> None:
     names = [type(thing()).__name__ for thing in alive if thing() is not None]
     os.write(1, f"alive {when} {os.environ['RANK']} {' '.join(names)}\n".encode())
 
@@ -46,9 +46,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     gc.disable()  # who needs a collection may get none before the interpreter is torn down
     alive: list[weakref.ref] = []
-    atexit.register(tell, alive, "at exit")  # registered before the agent's own, hence called after it
+    atexit.register(print_alive, alive, "at exit")  # registered before the agent's own, hence called after it
     alive += train(sys.argv[1] == "finish")
-    tell(alive, "after")
+    print_alive(alive, "after")
     leave_group()
 
 

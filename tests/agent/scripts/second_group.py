@@ -32,7 +32,7 @@ def train(bare: nn.Module, run: tula_agent.Run) -> None:
         time.sleep(0.01)
 
 
-def wait_until_told(run: tula_agent.Run) -> None:
+def wait_until_joined(run: tula_agent.Run) -> None:
     """What ranks have to tell each other goes by way of the first rank's store, which ends with the stretch."""
     if run.recorder is not None:
         while run.recorder.joiner.waiting or not run.recorder.readings.empty:
@@ -44,7 +44,7 @@ def port_is_open() -> bool:
         return probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0
 
 
-def all_here(folder: Path, when: str) -> None:
+def all_ranks_at(folder: Path, when: str) -> None:
     (folder / f"{when}-{RANK}").touch()
     while not all((folder / f"{when}-{rank}").exists() for rank in range(2)):
         time.sleep(0.001)
@@ -59,14 +59,14 @@ def main() -> None:
         dist.init_process_group("gloo")
         run = run or tula_agent.init()
         train(bare, run)
-        wait_until_told(run)
-        all_here(folder, f"told {stretch}")
+        wait_until_joined(run)
+        all_ranks_at(folder, f"joined {stretch}")
         leave_group()
-        all_here(folder, f"left {stretch}")
+        all_ranks_at(folder, f"left {stretch}")
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in bare.parameters())).hexdigest()
         # In one write: ranks may share a pipe.
         os.write(1, f"{stretch} {RANK} {digest} {'open' if port_is_open() else 'closed'}\n".encode())
-        all_here(folder, f"looked after {stretch}")
+        all_ranks_at(folder, f"looked after {stretch}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def written(path: Path, items: list[SpooledRequest]) -> list[int]:
 
 
 @given(items=st.lists(envelopes, max_size=6))
-def test_what_was_written_is_read_back_in_order(
+def test_spooled_requests_are_read_back_in_order(
     tmp_path_factory: pytest.TempPathFactory, items: list[SpooledRequest]
 ) -> None:
     path = tmp_path_factory.mktemp("spool") / "a.spool"
@@ -69,7 +69,7 @@ def test_appending_after_a_torn_tail_loses_only_the_torn_record(tmp_path: Path) 
     assert list(read_records(path)) == [items[0], items[2]]
 
 
-def test_a_write_waits_for_no_lock_that_another_keeps(tmp_path: Path) -> None:
+def test_a_write_gives_up_a_lock_that_another_process_keeps(tmp_path: Path) -> None:
     path = tmp_path / "a.spool"
     item = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     with path.open("wb") as other:
