@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
-DATA = HERE.parent / "tests" / "data"
+FOLDER = Path(__file__).parent
+DATA = FOLDER.parent / "tests" / "data"
 
 ARGUMENTS: dict[str, list[str]] = {
     "black_box": ["--grids", str(DATA / "grids" / "step_time.csv")],
@@ -29,14 +29,14 @@ ARGUMENTS: dict[str, list[str]] = {
 
 def names() -> list[str]:
     """Benchmarks by module name: every public module of this package."""
-    return sorted(path.stem for path in HERE.glob("[a-z]*.py"))
+    return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named on the command line, or all; answers the number that failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark; all without it")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the JSON files")
+    parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder for the JSON files")
     parser.add_argument("--smoke", action="store_true", help="run each for seconds and keep nothing")
     options = parser.parse_args(arguments)
     today = datetime.date.today().isoformat()

@@ -102,10 +102,10 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Import what ranks import late, in an optimizer's first step and on the shipping thread: here, before the fork.
+    """Import before the fork what ranks would import in an optimizer's first step and on the shipping thread.
 
-    On nodes with cores of their own that is over within the warm-up. Eight times on the few cores of one machine it
-    takes longer than a profiling run measures, and its steps come out slow.
+    On separate nodes that ends within the warm-up. Eight ranks on the few cores of one machine would import for longer
+    than a profiling run measures, and its steps would come out slow.
     """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

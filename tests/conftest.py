@@ -20,7 +20,7 @@ from tests.support.clock import ManualClock
 from tula_service.store import Store
 from tula_service.store.migrations import upgrade_schema
 
-os.environ.pop("COLUMNS", None)  # commands would print for the width of whose terminal runs the tests
+os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
 LONG_FIRST = (
     "test_crash.py",
@@ -83,7 +83,7 @@ def migrate(url: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measurements that find no service are spooled below the tests' folder, not in the home of who runs them."""
+    """Measurements that find no service are spooled below the tests' folder, not in the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -91,7 +91,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing here speaks TLS: to load all certificate authorities takes each client of each process 30 ms."""
+    """No test speaks TLS: loading all certificate authorities costs each client of each process 30 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-authorities")))
@@ -100,7 +100,7 @@ def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """Tensors are drawn alike in every run and any order of tests: one that fails can be run again."""
+    """Seed torch before each test, so that a failing test can be repeated alone."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
 
@@ -152,7 +152,7 @@ def database_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance`."""
     return ManualClock()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the tests need beyond Python: SLURM and munge (launchers), iproute2 (cluster), Chromium (pages), strace (service), binutils (image).
-# Quick when all is there; installs with apt as root on Debian and its kin; elsewhere says what is missing.
+# Quick when nothing is missing; installs with apt as root on Debian-like systems; elsewhere lists what is missing.
 set -euo pipefail
 declare -A package_of=(
   [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client [munged]=munge
@@ -19,7 +19,7 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-# policy-rc.d: the tests start what they need themselves, with settings of their own.
+# policy-rc.d: the tests start what they need, with their settings.
 if [ ! -e /usr/sbin/policy-rc.d ]; then
   trap 'rm -f /usr/sbin/policy-rc.d' EXIT
   printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d && chmod +x /usr/sbin/policy-rc.d

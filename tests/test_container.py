@@ -155,7 +155,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @dataclass
 class Stack:
-    """The processes of the compose file, in the image's environment and on a Postgres of the test's own."""
+    """The processes of the compose file, in the image's environment and on a separate Postgres."""
 
     image: Image
     database: str
@@ -208,17 +208,19 @@ def stack(image: Image, postgres_server: PostgresServer) -> Iterator[Stack]:
 
 
 def files(image: Image) -> set[Path]:
-    """Everything below the folder but what lies where the container may write."""
+    """Every path except those where the container may write."""
     return {path for path in image.root.rglob("*") if path.parts[len(image.root.parts)] not in ("tmp", "data")}
 
 
-def test_every_step_of_the_dockerfile_is_carried_out_but_those_that_change_the_system(image: Image) -> None:
+def test_every_dockerfile_step_runs_except_those_that_change_the_system(image: Image) -> None:
     assert image.left_out == ["apt-get", "groupadd"]
     inside = image.path("/opt/tula")
     (site,) = inside.glob("lib/python*/site-packages")
     assert (site / "tula_service" / "migrations" / "env.py").is_file()
     assert not list(site.rglob("tests")) + list(site.rglob("*.pyi")), "what no service needs is taken out"
-    assert list((site / "tula_service" / "__pycache__").glob("app.*.pyc")), "nobody could write byte code later"
+    assert list((site / "tula_service" / "__pycache__").glob("app.*.pyc")), (
+        "the container's user cannot write byte code"
+    )
     assert not (inside / "bin" / "pip").exists()
 
 
@@ -226,7 +228,7 @@ def test_compose_migrates_makes_a_token_and_serves_with_two_workers(stack: Stack
     image = stack.image
     before = files(image)
     refused = stack.run("service")
-    assert refused.returncode != 0, "without a token it listens to nobody but itself"
+    assert refused.returncode != 0, "without a token it listens on the loopback only"
     assert "token create" in refused.stderr
     assert compose()["services"]["service"]["depends_on"]["migrate"]["condition"] == "service_completed_successfully"
     migrated = stack.run("migrate")

@@ -5,8 +5,8 @@ anything, and so do ids, times and measured numbers. `tula` and the service are 
 srun, ray, mpirun, ...) are stand-ins that report what an agent in the job would: `tests/e2e` runs the real ones.
 
 A block may be preceded by a mark: `<!-- save as: NAME -->` writes it into the folder where the document's other blocks
-run, `<!-- covered by: PATH -->` names the test that runs it, and `<!-- needs NEED, checked by: PATH -->` says what is
-not at hand here and what looks at the block instead: `NEEDS` lists these, and no other block stays unrun.
+run, `<!-- covered by: PATH -->` names the test that runs it, and `<!-- needs NEED, checked by: PATH -->` says what
+this machine lacks and what checks the block instead: `NEEDS` lists these, and every other block is run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ dataset = { size = 10000 }
 cluster = { max_nodes = 2, price = { usd_per_node_hour = 1.0 } }
 batch = { min_local_batch_size = 32, max_local_batch_size = 64 }
 """
-"""`job.toml` of a document that shows none; each `tula tune` of it is of a job of its own."""
+"""`job.toml` of a document that shows none; each `tula tune` registers another job."""
 OTHER_JOB = """\
 tula() {
   if [ "$1" = tune ]; then JOBS=$((JOBS + 1)); sed -i "s/size = 1..../size = $((10000 + JOBS))/" job.toml; fi
@@ -101,7 +101,7 @@ RUN = list(dict.fromkeys(b.document for b in ALL if not b.mark and b.kind in ("b
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The service that a document talks to, fresh: what one tells it, another must not hear."""
+    """The service that a document talks to, on a new database: documents do not see each other's jobs."""
     with Server(str(tmp_path_factory.mktemp("documents") / "tula.db")) as running:
         yield running
 
@@ -117,7 +117,7 @@ def two_databases(postgres_server: PostgresServer) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
-def test_a_block_is_of_a_kind_that_is_checked_and_what_covers_it_exists(block: Block) -> None:
+def test_a_block_has_a_checked_language_and_an_existing_test(block: Block) -> None:
     assert block.kind, f"{block}: name the block's language"
     if block.mark and block.mark[0] != "save as":
         path = block.mark[1].split("::")[0].strip()
@@ -139,7 +139,7 @@ def test_a_block_is_of_a_kind_that_is_checked_and_what_covers_it_exists(block: B
         assert block.kind in {"python", "console", "bash"}, f"{block}: nothing here runs a {block.kind} block"
 
 
-def test_what_is_not_run_is_no_more_than_what_is_said() -> None:
+def test_only_the_listed_blocks_are_not_run() -> None:
     unrun = [(block.mark[0], block) for block in ALL if block.mark and block.mark[0].startswith("needs ")]
     for need, where in NEEDS.items():
         found = [str(b.document.relative_to(ROOT)) for mark, b in unrun if mark == f"needs {need}, checked by"]
@@ -172,28 +172,28 @@ def test_every_job_specification_is_valid(block: Block) -> None:
 
 
 @pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
-def test_the_commands_and_programs_of_a_document_do_what_it_says(
+def test_the_commands_and_programs_of_a_document_print_what_it_states(
     document: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue("server")
     run = [block for block in blocks(document) if not block.mark or block.mark[0] == "save as"]
-    shown = [block for block in run if block.kind in ("console", "bash")]
+    typed = [block for block in run if block.kind in ("console", "bash")]
     for block in run:
         if block.mark:
             (tmp_path / block.mark[1]).write_text(block.body)
-    if shown:
-        asked = any("$DATABASE" in block.body for block in shown)
-        check_shell(shown, server, tmp_path, request.getfixturevalue("two_databases") if asked else {})
+    if typed:
+        asked = any("$DATABASE" in block.body for block in typed)
+        check_shell(typed, server, tmp_path, request.getfixturevalue("two_databases") if asked else {})
     programs = [block.body for block in run if block.kind == "python" and not block.mark]
     if programs:
         check_programs(document, programs, server, tmp_path)
 
 
-def check_shell(shown: list[Block], server: Server, folder: Path, databases: dict[str, str]) -> None:
+def check_shell(typed: list[Block], server: Server, folder: Path, databases: dict[str, str]) -> None:
     """All console and bash blocks of a document in one shell, as a reader would type them."""
     script = ['exec 2>&1 </dev/null; PATH="${PG_BIN:+$PG_BIN:}$PATH"\n', stand_ins(folder)]
     expected: list[tuple[Block, str | None]] = []
-    for block in shown:
+    for block in typed:
         whole = [(f"( set -e\n{block.body}echo DONE )", None)]  # `&&` would switch `set -e` off
         for command, output in commands(block.body) if block.kind == "console" else whole:
             command = command.replace("http://127.0.0.1:8321", server.url)
@@ -219,7 +219,7 @@ def check_shell(shown: list[Block], server: Server, folder: Path, databases: dic
 
 
 def stand_ins(folder: Path) -> str:
-    """Put launchers, a script to launch and a job into the folder; what the shell has to know of them."""
+    """Put launchers, a script to launch and a job into the folder; the shell functions that they need."""
     for name in LAUNCHERS:
         program = folder / name if name.startswith("./") else folder / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -258,7 +258,7 @@ def pattern(wanted: str) -> re.Pattern[str]:
 
 
 def check_programs(document: Path, programs: list[str], server: Server, folder: Path) -> None:
-    """All Python blocks of a document in one process, each in a namespace of its own."""
+    """All Python blocks of a document in one process, each in a separate namespace."""
     runner = folder / "run_blocks.py"
     runner.write_text(
         "import json, sys\n"
@@ -293,12 +293,12 @@ def assert_changes_the_example(block: Block) -> None:
     added = {line.removesuffix("  # tula").rstrip() for line in source if line.endswith("  # tula")}
     for hunk in re.split(r"^@@.*$\n", block.body, flags=re.MULTILINE):
         lines = hunk.rstrip("\n").splitlines()
-        shown = [line[1:].rstrip() for line in lines if not line.startswith("-")]
-        assert any(after[at : at + len(shown)] == shown for at in range(len(after))), f"{block}: not in the example"
+        typed = [line[1:].rstrip() for line in lines if not line.startswith("-")]
+        assert any(after[at : at + len(typed)] == typed for at in range(len(after))), f"{block}: not in the example"
         marked = {line[1:].rstrip() for line in lines if line.startswith("+")} - {""}
         assert marked <= added, f"{block}: {marked - added} is not marked in the example"
 
 
 @pytest.mark.parametrize(("document", "test"), ELSEWHERE.items())
-def test_a_document_said_to_be_run_elsewhere_is_named_there(document: str, test: str) -> None:
+def test_a_document_that_another_test_runs_is_named_in_that_test(document: str, test: str) -> None:
     assert Path(document).name in (ROOT / test).read_text()

@@ -1,4 +1,4 @@
-"""Wheel and source archive: they build, hold what runs and nothing else, and each extra brings only its own."""
+"""Wheel and source archive: they build, hold what runs and nothing else, and each extra brings only what it needs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def requirements(metadata: Message, extra: str | None) -> set[str]:
-    """Names of the distributions that `tula[extra]` needs itself, its own extras followed."""
+    """Names of the distributions that `tula[extra]` needs, extras of `tula` included."""
     found: set[str] = set()
     for line in metadata.get_all("Requires-Dist", []):
         wanted = Requirement(line)
@@ -85,7 +85,7 @@ def requirements(metadata: Message, extra: str | None) -> set[str]:
 
 
 def alone(bin: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment, with nothing of ours in the variables."""
+    """Run a program of an environment, without Tula's variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TULA_", "PYTHON"))}
     return subprocess.run(
         [str(bin / command[0]), *command[1:]],
@@ -127,8 +127,8 @@ def test_the_version_comes_from_git_and_is_the_same_everywhere(
     environments: dict[str, Path], metadata: Message, tmp_path: Path
 ) -> None:
     served = alone(environments["service"], tmp_path, "python", "-c", "import tula_service as s; print(s.__version__)")
-    told = alone(environments["cli"], tmp_path, "tula", "version")
-    assert served.stdout.split() == told.stdout.split()[-1:] == [metadata["Version"]], served.stderr + told.stderr
+    printed = alone(environments["cli"], tmp_path, "tula", "version")
+    assert served.stdout.split() == printed.stdout.split()[-1:] == [metadata["Version"]], served.stderr + printed.stderr
     configured = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert configured["tool"]["hatch"]["version"]["source"] == "vcs"
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -155,7 +155,7 @@ def test_a_tag_is_the_version_and_a_checkout_without_tags_or_git_has_one_too(tmp
     assert version().strip() == "7.8.9"
 
 
-def test_each_extra_asks_only_for_its_own(metadata: Message) -> None:
+def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
     assert requirements(metadata, None) == {"httpx", "pydantic"}
     agent, service = requirements(metadata, "agent"), requirements(metadata, "service")
     assert "torch" in agent
@@ -166,10 +166,10 @@ def test_each_extra_asks_only_for_its_own(metadata: Message) -> None:
 
 RUNTIME = ("agent", "cli", "service", "postgres", "otel", "notebook")
 FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow"}
-"""What a library of ours looks for by its name: uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet."""
+"""Loaded by name: uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet."""
 
 
-def test_nobody_installs_what_no_module_imports() -> None:
+def test_a_module_imports_every_required_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = project["dependencies"] + [line for each in RUNTIME for line in project["optional-dependencies"][each]]
     code = "\n".join(
@@ -215,7 +215,7 @@ def environments(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_environment_of_its_own_has_what_it_needs_and_not_what_belongs_to_others(
+def test_the_environment_of_an_extra_has_what_it_needs_and_nothing_of_other_extras(
     environments: dict[str, Path], extra: str, tmp_path: Path
 ) -> None:
     packages, absent = EXTRAS[extra]
@@ -225,9 +225,7 @@ def test_an_environment_of_its_own_has_what_it_needs_and_not_what_belongs_to_oth
     assert done.stdout.strip() == str([None] * len(absent))
 
 
-def test_the_command_of_an_environment_without_it_is_one_sentence(
-    environments: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_reported_in_one_sentence(environments: dict[str, Path], tmp_path: Path) -> None:
     done = alone(environments[""], tmp_path, "tula", "--help")
     assert done.returncode == 1
     assert done.stderr == "tula: the command needs an extra that is not installed: run pip install 'tula[cli]'\n"

@@ -65,7 +65,7 @@ def test_every_figure_beside_the_papers_claims_stands_in_a_report(site: Path) ->
     rows = re.findall(row, page)
     kept = list((ROOT / "benchmarks" / "results").glob("*.json"))
     assert bool(rows) == bool(kept)
-    for about, shown, key, name in rows:
+    for about, printed, key, name in rows:
         value = json.loads((ROOT / name).read_text(encoding="utf-8"))[key]
-        number = float(re.sub(r"[^0-9.+-]", "", shown))
+        number = float(re.sub(r"[^0-9.+-]", "", printed))
         assert number == pytest.approx(value if "(points)" in about else 100 * value, abs=0.051), key

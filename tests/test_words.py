@@ -34,7 +34,7 @@ PHRASES = re.compile(
 )
 """Phrases that stand in no docstring, comment, message or document."""
 SUFFIXES = (".py", ".md", ".html", ".js", ".css", ".toml", ".yml", ".yaml", ".sh")
-VAGUE = re.compile(r"test_(nor|but|and|what)_")
+VAGUE = re.compile(r"test_(nor|but|and|what(?!_if))_")
 """Beginnings of a test's name that need the test before it to be understood."""
 
 

@@ -30,7 +30,7 @@ class PostgresServer:
 
     @property
     def programs(self) -> Path:
-        """Where `pg_dump` and its kin of the server's own version lie."""
+        """The folder with `pg_dump` and the other programs of the server's version."""
         return Path(self._server.bin_path)
 
     @classmethod
@@ -46,7 +46,7 @@ class PostgresServer:
         return self._url.set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:
-        """Remove it, whoever is still connected."""
+        """Remove it and close its connections."""
         self._execute(f'DROP DATABASE IF EXISTS "{sa.make_url(url).database}" WITH (FORCE)')
 
     def stop(self, mode: str = "fast") -> None:

@@ -17,13 +17,13 @@ ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts" / "screenshots"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder drives a browser."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if folder in item.path.parents:
             item.add_marker(pytest.mark.browser)
 
 
-@pytest.fixture(scope="module")  # Playwright's loop runs in this thread: no later test could start one of its own
+@pytest.fixture(scope="module")  # Playwright's loop occupies this thread: no other test could start one
 def chromium() -> Iterator[Browser]:
     """The system's Chromium, started once."""
     path = chromium_path()

@@ -37,7 +37,9 @@ def check(page: Page, name: str) -> None:
     assert picture(page, name).stat().st_size > 5000
 
 
-def test_with_nothing_every_page_is_designed(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_page_of_an_empty_service_is_designed(
+    chromium: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with Server(str(tmp_path_factory.mktemp("empty") / "tula.db")) as empty:
         context = chromium.new_context(viewport={"width": 1280, "height": 900})
         page = context.new_page()
@@ -101,7 +103,7 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
         expect(rows).to_have_count(1)
 
 
-def test_what_if_answers_as_one_types(visit: Visit, seeded: Seeded) -> None:
+def test_the_what_if_form_answers_while_one_types(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/jobs/{seeded.job_id}")
     answer = page.locator("#whatif-answer")
     expect(answer.locator("tbody tr")).to_have_text(re.compile("same"))  # the recommendation, before anything is typed
@@ -116,7 +118,7 @@ def test_what_if_answers_as_one_types(visit: Visit, seeded: Seeded) -> None:
     check(page, "what-if")
 
 
-def test_what_if_explains_a_wrong_value(chromium: Browser, server: Server, seeded: Seeded) -> None:
+def test_the_what_if_form_explains_a_wrong_value(chromium: Browser, server: Server, seeded: Seeded) -> None:
     context = chromium.new_context()
     page = context.new_page()
     page.goto(f"{server.url}/jobs/{seeded.job_id}")
@@ -236,7 +238,7 @@ def test_a_failing_chart_says_so_and_can_be_tried_again(visit: Visit, seeded: Se
     again = figure.get_by_role("button", name="Try again")
     expect(again).to_be_visible()
     unread = "node => Boolean(node.closest('[role=img]'))"
-    assert not again.evaluate(unread), "what stands inside of an image is read out to nobody"
+    assert not again.evaluate(unread), "screen readers skip what is inside an image"
     page.unroute("**/charts/memory")
     again.click()
     expect(figure.locator("svg.marks")).to_be_visible()
@@ -244,16 +246,18 @@ def test_a_failing_chart_says_so_and_can_be_tried_again(visit: Visit, seeded: Se
 
 
 def test_a_million_steps_are_thinned_before_they_reach_the_page(visit: Visit, seeded: Seeded) -> None:
-    """How fast that is, `python -m benchmarks.dashboard` measures."""
+    """`python -m benchmarks.dashboard` measures how fast that is."""
     figure = visit(f"/runs/{a_million_steps(seeded)}").locator("[data-chart$='/loss']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator(".subtitle")).to_contain_text("of 1,000,000 points")
-    told = re.search(r"([\d,]+) of 1,000,000 points", figure.locator(".subtitle").inner_text())
-    assert told is not None
-    assert 100 <= int(told[1].replace(",", "")) <= 5_000
+    subtitle = re.search(r"([\d,]+) of 1,000,000 points", figure.locator(".subtitle").inner_text())
+    assert subtitle is not None
+    assert 100 <= int(subtitle[1].replace(",", "")) <= 5_000
 
 
-def test_tokens_are_made_shown_once_and_revoked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_token_is_created_displayed_once_and_revoked(
+    chromium: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with Server(str(tmp_path_factory.mktemp("access") / "tula.db")) as own:
         context = chromium.new_context()
         page = context.new_page()

@@ -44,11 +44,11 @@ measuring_steps = {steps}
 """
 
 started: list[subprocess.Popen[str]] = []
-"""What is to be ended when a test is over."""
+"""Processes to end after a test."""
 
 
 class Tula:
-    """The command, as a person runs it in a folder of their own."""
+    """The command, as a person runs it in a separate folder."""
 
     def __init__(self, server: Server, folder: Path, **environment: str) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
@@ -87,12 +87,12 @@ class Tula:
         return str(path)
 
     def register(self, name: str, **options: int) -> None:
-        """Make the job known without measuring it, to train with what the prior says of its one candidate."""
+        """Register the job without measuring it, to train with the prior's answer for its one candidate."""
         with Client(self.environment["TULA_URL"], token="") as client:
             client.register(load_spec(Path(self.spec(name, **options))))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start the command in a session of its own."""
+        """Start the command in a separate session."""
         process = subprocess.Popen(
             [str(FOLDER / "tula"), *words],
             env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -120,8 +120,8 @@ class Tula:
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and script.encode() in (entry / "cmdline").read_bytes():
-                    told = (entry / "environ").read_bytes().split(b"\0")
-                    found += [int(entry.name)] if service in told else []
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                    found += [int(entry.name)] if service in variables else []
         return found
 
     def logs(self) -> str:

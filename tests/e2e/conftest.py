@@ -12,7 +12,7 @@ from tests.support.server import Server, serving
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One service for all of these; each has a job of its own."""
+    """One service for all tests of a file; each registers another job."""
     folder = tmp_path_factory.mktemp("service")
     with serving(f"sqlite:///{folder}/tula.db") as one:
         yield one
@@ -20,7 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """What a failed test leaves behind is ended."""
+    """End what a failed test leaves behind."""
     yield
     while started:
         process = started.pop()

@@ -1,4 +1,4 @@
-"""A SLURM cluster of one node on the loopback, with keys, ports and files of its own; needs root."""
+"""A SLURM cluster of one node on the loopback, with separate keys, ports and files; needs root."""
 
 from __future__ import annotations
 

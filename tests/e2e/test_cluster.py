@@ -138,9 +138,9 @@ def test_a_torchrun_on_each_node_finds_the_other_over_the_links(tmp_path: Path) 
         hosts = ["--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"]  # all nodes have this machine's name
         nodes = []
         for node in range(2):
-            here = [hosts[node], f"--local-addr={cluster.address(node)}", "--nproc-per-node=1", str(script)]
+            options = [hosts[node], f"--local-addr={cluster.address(node)}", "--nproc-per-node=1", str(script)]
             process = subprocess.Popen(
-                cluster.command(node, [sys.executable, "-m", "torch.distributed.run", *meeting, *here]),
+                cluster.command(node, [sys.executable, "-m", "torch.distributed.run", *meeting, *options]),
                 env={**environment, "GLOO_SOCKET_IFNAME": cluster.interface}, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             running.callback(process.kill)

@@ -1,4 +1,4 @@
-"""Every example trains as it stands without a service, and the first one also without Tula's lines."""
+"""Every example trains without a service, and the first one also without Tula's lines."""
 
 from __future__ import annotations
 

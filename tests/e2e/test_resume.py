@@ -1,4 +1,4 @@
-"""A training that goes on after its launcher was killed, and what the service then says is left of it."""
+"""A training that resumes after its launcher was killed, and the remaining steps that the service then reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_wire import JobPatch, Limits
 STEPS = 200
 
 
-def test_what_is_left_is_counted_from_the_checkpoint(server: Server, tmp_path: Path) -> None:
+def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     tula.register("goes-on", nodes=1, dataset=STEPS * 8)
     command = ["run", "goes-on", *ALONE, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class InProcess(httpx.BaseTransport):
-    """Drives an ASGI application on an event loop of its own."""
+    """Drives an ASGI application on a separate event loop."""
 
     def __init__(self, app: FastAPI, *, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
         self._loop = asyncio.new_event_loop()

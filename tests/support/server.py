@@ -21,7 +21,7 @@ def fork_server() -> ForkServer:
 
 
 class Server(server.Server):
-    """A service in a process of its own; forked, unless it has several workers or another interpreter."""
+    """A service in a separate process; forked, unless it has several workers or another interpreter."""
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
         """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
