@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
+from typer.testing import CliRunner
 
-from benchmarks.support.server import command
 from tests.service.api.conftest import SPEC, Service, Tenant
+from tula_service.__main__ import app
 from tula_service.api.scopes import AGENT_MAY, OPEN
 from tula_service.store import Store
 from tula_service.store.auth import Tokens
@@ -308,8 +309,8 @@ class TestLoopback:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "myhost"])
 def test_any_other_address_is_refused_until_a_token_exists(host: str, sqlite_url: str) -> None:
     """The service does not start, and says which command to run."""
-    done = command("serve", "--database", sqlite_url, "--host", host, "--port", "0")
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["serve", "--database", sqlite_url, "--host", host, "--port", "0"])
+    assert done.exit_code == 2
     assert "tula token create" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
@@ -384,7 +385,7 @@ def test_a_taken_port_is_refused_in_one_sentence(sqlite_url: str) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        done = command("serve", "--database", sqlite_url, "--port", port)
-    assert done.returncode == 2
+        done = CliRunner().invoke(app, ["serve", "--database", sqlite_url, "--port", port])
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"tula: Cannot listen on 127.0.0.1:{port}")
     assert len(done.stderr.splitlines()) == 1
