@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.quality import method_name
+from tula_service.dashboard.charts.catalog import method_name
 from tula_wire import Configuration, Estimate
 
 NOTHING = "–"

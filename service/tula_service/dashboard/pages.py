@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import quality_runs
-from tula_service.dashboard.charts.quality import method_name
+from tula_service.dashboard.charts.catalog import method_name
 from tula_service.dashboard.current_user import CurrentUser, User
 from tula_service.dashboard.templating import render
 from tula_service.usecases import events, jobs, ledger, recommendations, runs

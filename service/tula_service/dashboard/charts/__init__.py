@@ -7,12 +7,18 @@ database or a clock; `api` answers `GET .../charts/{name}` from `dashboard.chart
 from __future__ import annotations
 
 from tula_service.dashboard.charts.candidates import landmarks
-from tula_service.dashboard.charts.jobs import JOB_CHARTS, job_chart
-from tula_service.dashboard.charts.quality import QualityRun, quality_chart
-from tula_service.dashboard.charts.rank_memory import rank_memory
+from tula_service.dashboard.charts.catalog import (
+    JOB_CHARTS,
+    RUN_CHARTS,
+    QualityRun,
+    columns_of,
+    job_chart,
+    quality_chart,
+    rank_memory,
+    run_chart,
+)
 from tula_service.dashboard.charts.render import javascript, png, svg
-from tula_service.dashboard.charts.series import RUN_CHARTS, columns_of, run_chart
-from tula_service.dashboard.charts.spec import PALETTE, Spec
+from tula_service.dashboard.charts.style import PALETTE, Spec
 
 __all__ = [
     "JOB_CHARTS",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import altair as alt
+
 from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import FAINT, HEIGHT, PALETTE, Row, Spec, finish, message, time_unit
+from tula_service.dashboard.charts.drawing import finish, message
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
 from tula_wire import Job, Ledger, Run
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import altair as alt
+
 from tula_service.dashboard.charts.candidates import configuration_name, landmarks
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, finish, message, outlined, time_unit
-from tula_service.dashboard.charts.stacked import stacked
+from tula_service.dashboard.charts.drawing import finish, message, outlined, stacked
+from tula_service.dashboard.charts.style import WIDTH, Row, Spec, time_unit
 from tula_wire import Candidate, Job, Recommendation
 
 MOST = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from tula_service.dashboard.charts.spec import DASHES, PALETTE
+from tula_service.dashboard.charts.style import DASHES, PALETTE
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
 
 Quantity = Literal["time", "cost"]

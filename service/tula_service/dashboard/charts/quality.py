@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
 
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import (
-    DASHES,
-    HEIGHT,
-    PALETTE,
-    WIDTH,
-    Row,
-    Spec,
-    finish,
-    legend,
-    message,
-    one_at_a_time,
-)
-from tula_wire import Job, Run, TelemetrySeries
+import altair as alt
 
-METHOD_NAMES: Final = {
-    "lbt": "LBT (plain large batch)",
-    "lrs": "LRS (linear learning rate)",
-    "lars": "LARS",
-    "post_local_sgd": "post-local SGD",
-    "ags": "AGS",
-    "gain": "gain scaling",
-}
+from tula_service.dashboard.charts.catalog import QualityRun, method_name
+from tula_service.dashboard.charts.drawing import finish, legend, message
+from tula_service.dashboard.charts.style import DASHES, HEIGHT, PALETTE, WIDTH, Row, Spec
+from tula_wire import Job
 
 
-@dataclass(frozen=True)
-class QualityRun:
-    """A training run and the series by which it is judged."""
-
-    run: Run
-    series: TelemetrySeries
-
-
-def method_name(run: Run) -> str:
-    """What people call the run's method."""
-    return METHOD_NAMES.get(run.method or "", run.method or "no method named")
-
-
-@one_at_a_time
 def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
     """The runs' accuracy (or loss, where none reports accuracy) over epochs, a colour per method."""
     title = f"{job.name}: training quality"
-    shown = [each for each in runs if any(value is not None for value in each.series.values)]
-    if not shown:
+    drawn = [each for each in runs if any(value is not None for value in each.series.values)]
+    if not drawn:
         return message(title, "No training run has reported accuracy or loss yet.")
-    column = shown[0].series.column
+    column = drawn[0].series.column
     rows: list[Row] = []
-    for each in shown:
+    for each in drawn:
         examples = each.run.configuration.global_batch_size
         for step, value in zip(each.series.steps, each.series.values, strict=True):
             if value is not None:
@@ -83,6 +50,6 @@ def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
             ],
         )
     )
-    count = "1 training run" if len(shown) == 1 else f"{len(shown)} training runs"
-    smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in shown) else ""
+    count = "1 training run" if len(drawn) == 1 else f"{len(drawn)} training runs"
+    smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in drawn) else ""
     return finish(lines, title, f"{column.replace('_', ' ').capitalize()} of {count}{smooth}", {"runs": rows})

@@ -1,4 +1,4 @@
-"""The charts of a run: its telemetry over steps, already thinned by whoever read it."""
+"""The charts of a run: downsampled telemetry over steps."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import altair as alt
+
 from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import (
-    FAINT,
-    HEIGHT,
-    PALETTE,
-    WIDTH,
-    Row,
-    Spec,
-    Unit,
-    bytes_unit,
-    finish,
-    legend,
-    message,
-    one_at_a_time,
-    outlined,
-    time_unit,
-)
+from tula_service.dashboard.charts.catalog import PANELS, SOURCES, Panel, columns_of
+from tula_service.dashboard.charts.drawing import finish, legend, message, outlined
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, bytes_unit, time_unit
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
 
 _BRUSH: Final = "brush"
@@ -34,60 +22,13 @@ _BRUSH: Final = "brush"
 _SHARE: Final[dict[str, Any]] = {"domain": [0, 1]}
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One drawing area: its columns share a y axis titled `title`."""
-
-    columns: tuple[str, ...]
-    title: str
-    logarithmic: bool = False
-
-
-_PANELS: Final[dict[str, tuple[str, tuple[_Panel, ...]]]] = {
-    "step_time": (
-        "step time",
-        (_Panel(("step_time_s",), "Step time"), _Panel(("skew_s",), "Wait for the slowest rank")),
-    ),
-    "memory": ("memory of a rank", (_Panel(("memory_bytes",), "Memory"),)),
-    "gradient": (
-        "gradient",
-        (
-            _Panel(("grad_norm",), "Norm"),
-            _Panel(("gradient_variability",), "Variability Δ(G)", logarithmic=True),
-        ),
-    ),
-    "scale": (
-        "gradient scaling",
-        (_Panel(("scale",), "Scale factor"), _Panel(("scaled_share",), "Share of scaled steps")),
-    ),
-    "loss": ("loss", (_Panel(("loss",), "Loss"),)),
-    "accuracy": ("accuracy", (_Panel(("accuracy", "validation_accuracy"), "Accuracy"),)),
-}
-RUN_CHARTS: Final = tuple(_PANELS)
-
-_FROM: Final = {
-    "step_time": "The agent reports every step once training runs.",
-    "memory": "The agent reports each rank's peak within the first steps.",
-    "gradient": "run.watch(model, optimizer) lets the agent measure it.",
-    "scale": "A TulaOptimizer reports it.",
-    "loss": "run.log(loss=...) in the training script reports it.",
-    "accuracy": "run.log(validation_accuracy=...) in the training script reports it.",
-}
-"""Where a chart's columns come from, told while there are none."""
-
 _DELTA: Final = 0.5
-"""What the agent takes where neither the service nor the script names one (section 5 of the paper)."""
+"""The agent's default when neither the service nor the script sets one (section 5 of the paper)."""
 _TREND: Final = "_trend"
 _STEP_LABEL: Final = "format(datum.value, '~s')"
-"""For each tick by itself: the axis' own format would write 0 as 0k beside 200k."""
+"""Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
 
 
-def columns_of(name: str) -> tuple[str, ...]:
-    """The telemetry columns that a chart draws. Raises KeyError for an unknown chart."""
-    return tuple(column for panel in _PANELS[name][1] for column in panel.columns)
-
-
-@one_at_a_time
 def run_chart(
     name: str,
     run: Run,
@@ -100,7 +41,7 @@ def run_chart(
     A column with a trend is drawn pale, the trend over it.
     """
     trends = trends or {}
-    noun, panels = _PANELS[name]
+    noun, panels = PANELS[name]
     title = f"{run.id}, {configuration_name(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
@@ -113,8 +54,8 @@ def run_chart(
         unit = _unit(panel, [series[column] for column in columns])
         for column in columns:
             datasets[column] = _rows(series[column], unit)
-            told = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
-            read.append({"column": column, "name": told, "unit": unit.name})
+            label = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+            read.append({"column": column, "name": label, "unit": unit.name})
             if column in trends:
                 datasets[column + _TREND] = _rows(trends[column], unit)
         few = max(len(datasets[column]) for column in columns) < 80
@@ -126,9 +67,9 @@ def run_chart(
 
 @dataclass(frozen=True)
 class _Area:
-    """All that the drawing of a panel depends on, but for its points."""
+    """Everything that the drawing of a panel depends on, except its points."""
 
-    panel: _Panel
+    panel: Panel
     columns: tuple[str, ...]
     trended: tuple[str, ...]
     unit: Unit
@@ -138,9 +79,9 @@ class _Area:
 
 @functools.lru_cache(maxsize=256)
 def _drawing(areas: tuple[_Area, ...]) -> Spec:
-    """The specification without its points, kept: building and validating it takes longer than reading a million steps.
+    """The specification without its points, cached: to build and validate it takes longer than to read a million steps.
 
-    Shared by all who ask, so nobody may change what lies inside of it.
+    Callers share the result and must not change it.
     """
     height = HEIGHT - 80 if len(areas) == 1 else 130
     drawn = [_area(each).properties(width=WIDTH, height=height) for each in areas]
@@ -195,7 +136,7 @@ def _area(area: _Area) -> alt.LayerChart:
     return alt.layer(*layers)
 
 
-def _levels(panel: _Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> tuple[tuple[str, float], ...]:
+def _levels(panel: Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> tuple[tuple[str, float], ...]:
     if "step_time_s" in panel.columns and run.predicted_step_time_s:
         predicted = run.predicted_step_time_s / unit.size
         return ((f"predicted {predicted:.3g} {unit.name}", predicted),)
@@ -206,7 +147,7 @@ def _levels(panel: _Panel, unit: Unit, run: Run, thresholds: ScalingThresholds |
     return ()
 
 
-def _unit(panel: _Panel, found: Sequence[TelemetrySeries]) -> Unit:
+def _unit(panel: Panel, found: Sequence[TelemetrySeries]) -> Unit:
     values = [value for each in found for value in each.values if value is not None]
     if panel.columns in (("step_time_s",), ("skew_s",)):
         return time_unit(values)
@@ -229,16 +170,16 @@ def _has(series: Mapping[str, TelemetrySeries], column: str) -> bool:
 
 
 def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
-    thinned = [each for each in found if each.downsampled]
-    told = []
-    if thinned:
-        told.append(f"{len(thinned[0].steps):,} of {thinned[0].total_points:,} points, peaks and dips kept")
+    reduced = [each for each in found if each.downsampled]
+    notes = []
+    if reduced:
+        notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, peaks and dips kept")
     if trends:
-        told.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,}")
-    text = "; ".join(told)
+        notes.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,}")
+    text = "; ".join(notes)
     return text[:1].upper() + text[1:]
 
 
 def _nothing(name: str) -> str:
     wanted = " or ".join(columns_of(name))
-    return f"Nothing received yet. {_FROM[name]}\nThis chart draws {wanted}."
+    return f"Nothing received yet. {SOURCES[name]}\nThis chart draws {wanted}."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import altair as alt
+
 from tula_service.dashboard.charts.candidates import cluster_name, clusters, configuration_name, estimate_of, points
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import WIDTH, Row, Spec, Unit, finish, message, time_unit
+from tula_service.dashboard.charts.drawing import finish, message
+from tula_service.dashboard.charts.style import WIDTH, Row, Spec, Unit, time_unit
 from tula_wire import Job, Recommendation
 
 _NUMBER = 27

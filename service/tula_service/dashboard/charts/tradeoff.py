@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import altair as alt
+
 from tula_service.dashboard.charts.candidates import (
     Quantity,
     cluster_name,
@@ -16,21 +18,8 @@ from tula_service.dashboard.charts.candidates import (
     line_styles,
     points,
 )
-from tula_service.dashboard.charts.grammar import alt
-from tula_service.dashboard.charts.spec import (
-    FAINT,
-    HEIGHT,
-    WIDTH,
-    Row,
-    Spec,
-    Unit,
-    finish,
-    legend,
-    log_ticks,
-    message,
-    outlined,
-    time_unit,
-)
+from tula_service.dashboard.charts.drawing import finish, legend, message, outlined
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, Unit, log_ticks, time_unit
 from tula_wire import Candidate, Job, Recommendation
 
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"

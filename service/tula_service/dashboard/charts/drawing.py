@@ -1,0 +1,78 @@
+"""Parts that several charts draw: legends, outlined text, stacked bars, and the finished specification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec
+
+
+def legend(names: Sequence[str]) -> alt.Legend:
+    """A legend above the chart whose samples are lines, in as many columns as such names leave room for."""
+    longest = max((len(name) for name in names), default=0)
+    columns = max(1, min(6, 75 // (longest + 7)))
+    return alt.Legend(
+        title=None,
+        orient="top",
+        columns=columns,
+        symbolType="stroke",
+        symbolSize=400,
+        symbolStrokeWidth=2.5,
+        symbolOpacity=1,
+    )
+
+
+def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
+    """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
+    return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]
+
+
+def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> dict[str, Any]:
+    """Length, colour and order for rows of `part`, `order` and `value`, with parts that none of the rows has left out.
+
+    A part has the same colour in every chart, whichever other parts are present.
+    """
+    found = {row["part"] for row in rows if row["value"] > 0}
+    present = [(part, PALETTE[place % len(PALETTE)]) for place, part in enumerate(parts) if part in found]
+    names, colours = [part for part, _ in present], [colour for _, colour in present]
+    return {
+        "x": alt.X("value:Q").stack("zero").title(axis).axis(tickCount=6),
+        "color": alt.Color("part:N")
+        .scale(domain=names, range=colours)
+        .legend(title=None, orient="top", columns=min(len(names), 3)),
+        "order": alt.Order("order:Q"),
+    }
+
+
+def finish(chart: alt.TopLevelMixin | Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
+    """The chart, or the result of its `to_dict`, as a validated specification with its data.
+
+    Altair validates the drawing once; rows are attached afterwards, since validating thousands of numbers against a
+    JSON schema costs seconds and proves nothing. Raises altair's SchemaValidationError for an invalid chart.
+    """
+    spec: Spec = dict(chart) if isinstance(chart, dict) else chart.to_dict()
+    spec["title"] = {"text": title, "subtitle": subtitle, "anchor": "start"}
+    spec["description"] = f"{title}. {subtitle}".strip()
+    spec["datasets"] = {name: list(rows) for name, rows in datasets.items()}
+    spec["config"] = {
+        "view": {"continuousWidth": WIDTH, "continuousHeight": HEIGHT, "stroke": None},
+        # A flushed label stands beside its tick: at both ends of the axis, 32 would be read as 40.
+        "axis": {"labelLimit": 260, "labelFlush": False},
+        "style": {"halo": {"fill": "white", "stroke": "white", "strokeWidth": 4, "strokeJoin": "round"}},
+    }
+    return spec
+
+
+def message(title: str, sentence: str) -> Spec:
+    """A specification that says in words why there is nothing to draw."""
+    chart = (
+        alt.Chart(alt.NamedData("message"), width=WIDTH, height=120)
+        .mark_text(fontSize=15, lineBreak="\n", color=FAINT)
+        .encode(text="sentence:N")
+    )
+    spec = finish(chart, title, "", {"message": [{"sentence": sentence}]})
+    spec["usermeta"] = {"empty": True, "message": sentence}
+    return spec
