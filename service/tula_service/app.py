@@ -124,9 +124,9 @@ def _set_on_stop_signal(stopping: threading.Event) -> Iterator[None]:
                 replaced[number] = previous
                 signal.signal(number, stop)
     yield
-    for number, previous in replaced.items():
-        if signal.getsignal(number) is stop:  # a server may have restored its own
-            signal.signal(number, previous)
+    for replaced_number, handler in replaced.items():
+        if signal.getsignal(replaced_number) is stop:  # a server may have restored its own
+            signal.signal(replaced_number, handler)
 
 
 def _routers() -> list[APIRouter]:
