@@ -17,8 +17,8 @@ from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobRecord, NewJob, RunRecord, Store, Transaction
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import spec_of
 from tula_service.usecases.planning import replan
+from tula_service.usecases.recommendations import spec_of
 
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26

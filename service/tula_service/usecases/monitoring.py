@@ -11,8 +11,7 @@ from tula_service.analysis.answer import Answer, analyse
 from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.domain import RunKind
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
-from tula_service.usecases.job_data import load, spec_of
-from tula_service.usecases.recommendations import Expectation
+from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
 
 _RECENT_STEPS = 8
 """The level after a change is the median of the newest steps; the detector fires after six of them at the earliest."""
@@ -103,7 +102,7 @@ def _announce_cause(store: Store, run_id: str) -> None:
             alarm = monitor.alarm
             if alarm is None or alarm.explained:
                 return
-            data = load(tx, tx.jobs.get(run.job_id))
+            data = load_job_data(tx, tx.jobs.get(run.job_id))
         answer = analyse(data.ignoring(run_id))
     if isinstance(answer, Answer):
         found = monitoring.diagnose(answer.model, run.configuration, monitor, alarm)
@@ -128,7 +127,7 @@ def _announce_advice(store: Store, run_id: str) -> None:
             alarm = monitor.alarm
             if alarm is None or not alarm.explained:
                 return
-            data = load(tx, tx.jobs.get(run.job_id))
+            data = load_job_data(tx, tx.jobs.get(run.job_id))
         advice = None
         if alarm.examples_left is not None:
             answer = analyse(data.since(run_id, alarm.level_s, alarm.compute_s))

@@ -14,7 +14,7 @@ from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
 from tula_service.domain import PlanState, RunKind
 from tula_service.store import JobRecord, NewRun, Store, Transaction
 from tula_service.usecases import recommendations
-from tula_service.usecases.job_data import load, spec_of
+from tula_service.usecases.recommendations import load_job_data, spec_of
 
 ATTEMPTS = 4
 _STATES_KEPT = ("archived", "training")
@@ -42,7 +42,7 @@ def _replan(store: Store, job_id: str) -> str:
         with store.compute_slot():
             with store.reading() as tx:
                 job = tx.jobs.get(job_id)
-                facts, data = _facts(tx, job), load(tx, job)
+                facts, data = _facts(tx, job), load_job_data(tx, job)
             analysis = analyse(data)
             decision = plan_of(analysis)
         with store.transaction() as tx:
@@ -51,7 +51,7 @@ def _replan(store: Store, job_id: str) -> str:
                 return _store(tx, now, analysis, decision)
     with store.transaction() as tx:
         job = tx.jobs.lock(job_id)
-        data = load(tx, job)
+        data = load_job_data(tx, job)
         analysis = analyse(data)
         return _store(tx, job, analysis, plan_of(analysis))
 

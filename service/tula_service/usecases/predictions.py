@@ -13,7 +13,7 @@ from tula_service.errors import InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import load
+from tula_service.usecases.recommendations import load_job_data
 from tula_wire import Configuration
 
 MOST_CONFIGURATIONS = 1024
@@ -39,7 +39,7 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
     """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
     with store.compute_slot():
         with store.reading() as tx:
-            data = load(tx, visible_job(tx, principal, job_id))
+            data = load_job_data(tx, visible_job(tx, principal, job_id))
         answer = analyse(replace(data, spec=_at(data.spec, question)))
     if not isinstance(answer, Answer):
         raise ObservationError(answer.reason)

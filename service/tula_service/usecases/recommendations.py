@@ -1,4 +1,7 @@
-"""Recommendations: computed once per version of a job's data, cached, and entered in the ledger when they change."""
+"""Recommendations: loaded, computed and cached once per version of a job's data, and entered in the ledger.
+
+`load_job_data` alone reads what an analysis of a job needs; planning, predictions and monitoring use it too.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,42 @@ from typing import Any
 import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
-from tula_service.domain import Objective
+from tula_service.analysis.job_data import EarlierJob, JobData, JobRun, Posterior, PredictionPair
+from tula_service.domain import Objective, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import JobRecord, Store, Transaction
+from tula_service.store import EarlierLessons, JobRecord, RunRecord, Store, Transaction
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import load
 from tula_wire import Configuration
+
+_MAX_RUNS = 10_000
+_MAX_EARLIER_JOBS = 200
+
+
+def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
+    """Everything that an analysis of this version of the job reads; bounded, however many jobs the project has."""
+    runs = tx.runs.list(job.id, limit=_MAX_RUNS, plan_order=True)
+    thresholds = tx.scaling.latest(job.id)
+    earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
+    return JobData(
+        spec=spec_of(job),
+        objective=job.objective,
+        data_version=job.data_version,
+        runs=[_job_run(run) for run in runs],
+        summaries=tx.samples.summaries(job.id),
+        earlier_jobs=[_earlier_job(each) for each in earlier],
+        prediction_pairs=[PredictionPair(*pair) for pair in tx.lessons.prediction_pairs(job.id)],
+        gradient_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
+        retried_up_to_key=job.retried_up_to_key,
+        drift=_drift(runs),
+        ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
+    )
+
+
+def spec_of(job: JobRecord) -> wire.JobSpec:
+    """The job's specification. It was valid when it was stored, and readers ignore unknown fields."""
+    return wire.read(wire.JobSpec, job.spec)
 
 
 def get(
@@ -47,7 +78,7 @@ def get(
                     body = cached(tx, job, wanted)
                     if body is not None:  # the thread before this one in the queue computed it
                         return body
-                    data = load(tx, job)
+                    data = load_job_data(tx, job)
                 analysis = analyse(data, wanted)
             with store.transaction() as tx:
                 now = tx.jobs.lock(job_id)
@@ -99,7 +130,7 @@ class Expectation:
 
 def expectation(tx: Transaction, job: JobRecord, configuration: Configuration) -> Expectation:
     """What is expected of a run about to start; empty where no model can predict it."""
-    answer = analyse(load(tx, job))
+    answer = analyse(load_job_data(tx, job))
     if not isinstance(answer, Answer):
         return Expectation()
     return Expectation(
@@ -142,3 +173,36 @@ def _update_job(tx: Transaction, job: JobRecord, recommendation: wire.Recommenda
         "saving_vs_largest_batch": largest,
     }
     tx.jobs.update(job.id, **values)
+
+
+def _job_run(run: RunRecord) -> JobRun:
+    duration_s = None
+    if run.started_at is not None and run.finished_at is not None:
+        duration_s = (run.finished_at - run.started_at).total_seconds()
+    return JobRun(run.id, run.key, run.kind, run.state, run.configuration, run.position, duration_s)
+
+
+def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
+    spec: dict[str, Any] = earlier.spec
+    return EarlierJob(
+        model=wire.read(wire.ModelSpec, spec["model"]),
+        clusters=tuple(wire.read(wire.ClusterSpec, each) for each in spec["cluster"]),
+        posteriors={
+            name: Posterior(tuple(each["mean"]), tuple(each["sd"]), float(each["reference_batch_size"]))
+            for name, each in earlier.posteriors.items()
+        },
+        prediction_pairs=tuple(PredictionPair(*pair) for pair in earlier.prediction_pairs),
+    )
+
+
+def _drift(runs: list[RunRecord]) -> str | None:
+    """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
+    newest = max((run for run in runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
+    if newest is None or not newest.drifted:
+        return None
+    return (newest.drift_state or {}).get("sentence")
+
+
+def _unsteady(run: RunRecord) -> bool:
+    """True if the run's speed changed while it ran; runs from before this was stored have only `drifted`."""
+    return bool((run.drift_state or {}).get("unsteady", run.drifted))

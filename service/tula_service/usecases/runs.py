@@ -20,8 +20,8 @@ from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
-from tula_service.usecases.job_data import spec_of
 from tula_service.usecases.planning import replan
+from tula_service.usecases.recommendations import spec_of
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0

@@ -15,7 +15,7 @@ from tula_service.analysis.priors import device_of, hardware_of, same_hardware
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.usecases.job_data import load
+from tula_service.usecases.recommendations import load_job_data
 
 MODEL = fit_step_time(
     StepTimeObservations.at(
@@ -40,7 +40,7 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
 def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
-        return priors.lessons_of(load(tx, tx.jobs.get(job_id)))
+        return priors.lessons_of(load_job_data(tx, tx.jobs.get(job_id)))
 
 
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from tula_service.errors import InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
-from tula_service.usecases.job_data import load
+from tula_service.usecases.recommendations import load_job_data
 
 
 def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
@@ -29,7 +29,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = recommendations.store_answer(tx, job, analyse(load(tx, job), "time"), job.data_version)
+        second = recommendations.store_answer(tx, job, analyse(load_job_data(tx, job), "time"), job.data_version)
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 
