@@ -16,15 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-DATA = FOLDER.parent / "tests" / "data"
-
-ARGUMENTS: dict[str, list[str]] = {
-    "black_box": ["--grids", str(DATA / "grids" / "step_time.csv")],
-    "cold_start": ["--steps", str(DATA / "single_device.csv")],
-    "memory": ["--grids", str(DATA / "grids" / "memory.csv")],
-    "neighbours": ["--grids", str(DATA / "grids" / "step_time.csv")],
-    "step_time": ["--grids", str(DATA / "grids" / "step_time.csv")],
-}
 
 
 def names() -> list[str]:
@@ -44,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as discarded:
         folder = Path(discarded) if options.smoke else options.out
         for name in options.names or names():
-            words = [*ARGUMENTS.get(name, []), "--json", str(folder / f"{today}-{name}.json")]
+            words = ["--json", str(folder / f"{today}-{name}.json")]
             words += ["--smoke"] if options.smoke else []
             print(f"== {name}", flush=True)
             if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], check=False).returncode:

@@ -13,9 +13,10 @@ from typing import TypeVar
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_wire import Configuration
 
-__all__ = ["MemoryWorkload", "Placement", "Workload", "over_workloads", "read_memory", "read_rows", "read_step_time"]
-
 Found = TypeVar("Found")
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+STEP_TIME_TABLE, MEMORY_TABLE = DATA / "grids" / "step_time.csv", DATA / "grids" / "memory.csv"
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -110,20 +111,40 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-def over_workloads(
-    name: str, description: str | None, measure: Callable[[Workload], Found], arguments: Sequence[str] | None
-) -> tuple[Path | None, list[tuple[Workload, Found]]]:
-    """What a benchmark of this name does with `--grids`, `--json` and `--jobs`.
+def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
+    """The workload with the fewest configurations of each kind of grid: what a smoke run measures."""
+    ordered = sorted(workloads, key=lambda workload: (len(workload.candidates), workload.name))
+    return list({workload.grid: workload for workload in reversed(ordered)}.values())
 
-    Answers where the figures go, and each workload with what `measure` made of it.
-    """
+
+def options_of(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
+    """The options that benchmarks over a table have in common."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
+    parser.add_argument("--grids", type=Path, default=table, help=f"table of measured grids (CSV; {table.name})")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--smoke", action="store_true", help="few workloads: only shows that the benchmark works")
+    return parser
+
+
+def over_workloads(
+    name: str,
+    description: str | None,
+    measure: Callable[[Workload], Found],
+    arguments: Sequence[str] | None,
+    *,
+    smoke: Callable[[Workload], Found] | None = None,
+) -> tuple[Path | None, list[tuple[Workload, Found]]]:
+    """Run `measure` on each workload of `--grids`, in `--jobs` processes; with `--smoke`, `smoke` on few of them.
+
+    Returns the path of `--json`, and each workload with its result.
+    """
+    parser = options_of(name, description, STEP_TIME_TABLE)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)
     workloads = read_step_time(options.grids)
     if not workloads:
         parser.error("the table has no workload; check --grids.")
+    if options.smoke:
+        workloads, measure = smallest_of_each_grid(workloads), smoke or measure
     with ProcessPoolExecutor(options.jobs) as pool:
         return options.json, list(zip(workloads, pool.map(measure, workloads), strict=True))

@@ -1,6 +1,6 @@
 """Choosing by six runs: our search beside searches that know nothing of training, on the same measured workloads.
 
-    python -m benchmarks.black_box --grids FILE [--json OUT] [--jobs N]
+    python -m benchmarks.black_box [--grids FILE] [--json OUT] [--jobs N] [--smoke]
 
 `random` runs six configurations and takes the best; `bayes` is Bayesian optimisation as CherryPick does it
 (Alipourfard et al., NSDI 2017): a Gaussian process (Matern 5/2, fitted by scikit-learn) over the logarithms of nodes,
@@ -16,6 +16,7 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from scipy import special
@@ -87,7 +88,7 @@ def _best(ran: Sequence[Placement], times: Measured, paid: Measured, deadline_s:
     return min(kept, key=lambda c: paid[c]) if kept else min(ran, key=lambda c: times[c])
 
 
-def compare(workload: Workload) -> dict[tuple[str, str], list[tuple[float, bool]]]:
+def compare(workload: Workload, seeds: int = SEEDS) -> dict[tuple[str, str], list[tuple[float, bool]]]:
     """By goal and search: (regret, whether the deadline was broken) of each seed."""
     times: Measured = {c: workload.step_time_s[c] * _EXAMPLES / c.global_batch_size for c in workload.candidates}
     spent: Measured = {c: times[c] * c.world_size for c in workload.candidates}
@@ -100,8 +101,8 @@ def compare(workload: Workload) -> dict[tuple[str, str], list[tuple[float, bool]
         objective = Objective.TIME if name == "time" else Objective.COST
         goal = Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)}, limits)
         chosen = {
-            "random": [drawn(times, paid, deadline_s, random.Random(seed)) for seed in range(SEEDS)],
-            "bayes": [bayes(times, paid, deadline_s, random.Random(seed)) for seed in range(SEEDS)],
+            "random": [drawn(times, paid, deadline_s, random.Random(seed)) for seed in range(seeds)],
+            "bayes": [bayes(times, paid, deadline_s, random.Random(seed)) for seed in range(seeds)],
             "tula": [ours(workload, goal)],
         }
         for search, choices in chosen.items():
@@ -111,7 +112,7 @@ def compare(workload: Workload) -> dict[tuple[str, str], list[tuple[float, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    out, pairs = over_workloads("black_box", __doc__, compare, arguments)
+    out, pairs = over_workloads("black_box", __doc__, compare, arguments, smoke=partial(compare, seeds=1))
     results = [found for _, found in pairs]
     figures: dict[str, float] = {}
     rows = []

@@ -1,6 +1,6 @@
 """How far the first guess of a step time is off, before any run: from hardware figures alone, and after earlier jobs.
 
-    python -m benchmarks.cold_start --steps FILE [--json OUT] [--draws 20]
+    python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
 FILE has single-device step times (columns as tests/data/single_device.csv). Every row is guessed by the product's own
 prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tula_wire as wire
-from benchmarks._grids import read_rows
+from benchmarks._grids import DATA, read_rows
 from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.analysis.priors import hardware_of
 from tula_service.perfmodel.priors import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
 
+TABLE = DATA / "single_device.csv"
 SEED = 7
 HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # (here, elsewhere)
 _NORMAL_90 = 1.645
@@ -103,11 +104,13 @@ def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draw
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_start", description=__doc__)
-    parser.add_argument("--steps", type=Path, required=True, help="table of single-device step times (CSV)")
+    parser.add_argument("--steps", type=Path, default=TABLE, help="table of single-device step times (CSV)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", action="append", default=[], help="only rows of this source")
     parser.add_argument("--draws", type=int, default=20, help="histories drawn for each row (20)")
+    parser.add_argument("--smoke", action="store_true", help="one history a row: only shows that the benchmark works")
     options = parser.parse_args(arguments)
+    draws = 1 if options.smoke else options.draws
     timings = [each for each in read(options.steps) if not options.only or each.source in options.only]
     if not timings:
         parser.error("no row is left; check --steps and --only.")
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for same in (True, False):
         for here, elsewhere in HISTORIES:
-            found = score(timings, here, elsewhere, same, options.draws)
+            found = score(timings, here, elsewhere, same, draws)
             if not found:
                 continue
             figures |= found

@@ -1,6 +1,6 @@
 """Predicts the memory of the largest batch from readings at the two smallest, on measured workloads.
 
-    python -m benchmarks.memory --grids FILE [--json OUT]
+    python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
 Which readings count is decided by the readings alone, never by the model: a device that runs out of memory reports
 whatever it had reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the
@@ -18,12 +18,10 @@ over the other. All figures are fractions.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks._grids import MemoryWorkload, read_memory
+from benchmarks._grids import MEMORY_TABLE, MemoryWorkload, options_of, read_memory
 from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory
 from tula_service.perfmodel.points import MemoryObservations
@@ -31,6 +29,7 @@ from tula_service.perfmodel.points import MemoryObservations
 _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
 _SAFETY = 0.95
+_SMOKE = 4  # workloads of a smoke run
 
 
 def capacity_bytes(gpu: str) -> float:
@@ -122,11 +121,9 @@ def safety(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = options_of("memory", __doc__, MEMORY_TABLE)
     options = parser.parse_args(arguments)
-    workloads = read_memory(options.grids)
+    workloads = read_memory(options.grids)[: _SMOKE if options.smoke else None]
     if not workloads:
         parser.error("the table has no workload; check --grids.")
     figures = score(workloads, "memory") | score(workloads, "memory.raw", near_capacity=False)

@@ -1,6 +1,6 @@
 """The step-time model of Pollux beside ours, fitted to the same runs of the same measured workloads.
 
-    python -m benchmarks.neighbours --grids FILE [--json OUT] [--jobs N]
+    python -m benchmarks.neighbours [--grids FILE] [--json OUT] [--jobs N] [--smoke]
 
 Pollux (Qiao et al., OSDI 2021, section 3.2) describes a step as
 

@@ -1,24 +1,23 @@
 """Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
 
-    python -m benchmarks.step_time --grids FILE [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE] [--by-source]
+    python -m benchmarks.step_time [--grids FILE] [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE]
+                                   [--by-source] [--smoke]
 
-`--by-source` also gives the figures of each source beside those of all other sources together, so that nothing that was
-settled on some sources is judged by them alone.
+`--by-source` also gives the figures of each source beside those of all other sources, so that no constant that was
+chosen on some sources is judged by them alone.
 All figures are fractions (0.04 = 4 %) except `fit_ms`.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks._grids import Placement, Workload, read_step_time
+from benchmarks._grids import STEP_TIME_TABLE, Placement, Workload, options_of, read_step_time, smallest_of_each_grid
 from benchmarks._report import mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
@@ -278,9 +277,7 @@ def show(figures: dict[str, float]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__)
-    parser.add_argument("--grids", type=Path, required=True, help="table of measured grids (CSV)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = options_of("step_time", __doc__, STEP_TIME_TABLE)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
     parser.add_argument("--without", action="append", default=[], help="leave this source out")
@@ -294,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not workloads:
         parser.error("no workload is left; check --grids, --only and --without.")
+    if options.smoke:
+        workloads = smallest_of_each_grid(workloads)
     if options.jobs > 1:
         with ProcessPoolExecutor(options.jobs) as pool:
             results = list(pool.map(replay, workloads))
