@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/amp.py --batch-size 64
 
-On CUDA it computes in half precision over NCCL, without it in bfloat16 over gloo; both go through the same lines.
+On CUDA it computes in half precision over NCCL, else in bfloat16 over gloo, with the same code.
 """
 
 import argparse

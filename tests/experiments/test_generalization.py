@@ -1,4 +1,4 @@
-"""The generalization experiment: its figures mean what they say, its data never changes, and every method trains."""
+"""The generalization experiment: its figures, its data sets, and that every method trains."""
 
 from __future__ import annotations
 
