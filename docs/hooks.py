@@ -63,7 +63,7 @@ def measured(root: Path) -> str:
             if isinstance(value, float) and value == value:
                 found[key] = (value, report.relative_to(root).as_posix())
     rows = [
-        f"| {about} | {_shown(about, found[key][0])} | {paper} | `{key}` in `{found[key][1]}` |"
+        f"| {about} | {_formatted(about, found[key][0])} | {paper} | `{key}` in `{found[key][1]}` |"
         for about, key, paper in FIGURES
         if key in found
     ]
@@ -91,9 +91,9 @@ def routes() -> str:
     by_tag: dict[str, list[str]] = {}
     for path, operations in paths.items():
         for method, operation in operations.items():
-            told = " ".join(str(operation.get("description", "")).split())
-            asked = ", ".join(f"`{each['name']}`" for each in operation.get("parameters", []) if each["in"] == "query")
-            row = f"| `{method.upper()} {path}` | {told} | {asked} |"
+            description = " ".join(str(operation.get("description", "")).split())
+            query = ", ".join(f"`{each['name']}`" for each in operation.get("parameters", []) if each["in"] == "query")
+            row = f"| `{method.upper()} {path}` | {description} | {query} |"
             by_tag.setdefault(operation.get("tags", ["other"])[0], []).append(row)
     head = "| route | does | query |\n|---|---|---|"
     return "\n\n".join(f"## {tag.capitalize()}\n\n{head}\n" + "\n".join(rows) for tag, rows in sorted(by_tag.items()))
@@ -106,13 +106,13 @@ def methods() -> str:
     rows = []
     for name, build in vars(_calls).items():
         if inspect.isfunction(build) and hasattr(Client, name):
-            asked = inspect.signature(build)
-            arguments = re.sub(r"['\"]", "", str(asked.replace(return_annotation=asked.empty)))
-            answer = re.sub(r"^Call\[(.*)\]$", r"\1", str(asked.return_annotation).strip("'\""))
-            told = " ".join((build.__doc__ or "").split())
-            rows.append(f"| `{name}{arguments}` | {told} | `{answer}` |")
+            signature = inspect.signature(build)
+            arguments = re.sub(r"['\"]", "", str(signature.replace(return_annotation=signature.empty)))
+            answer = re.sub(r"^Call\[(.*)\]$", r"\1", str(signature.return_annotation).strip("'\""))
+            description = " ".join((build.__doc__ or "").split())
+            rows.append(f"| `{name}{arguments}` | {description} | `{answer}` |")
     return "| call | does | answers |\n|---|---|---|\n" + "\n".join(rows)
 
 
-def _shown(about: str, value: float) -> str:
+def _formatted(about: str, value: float) -> str:
     return f"{value:+.1f}" if "(points)" in about else f"{100 * value:.1f} %"
