@@ -72,8 +72,8 @@ def measure_mlflow(python: str, load: Load, columns: np.ndarray) -> Measured:
         finally:
             watchdog.cancel()
         if found.failed or not found.requests:
-            told = f"{found.requests} requests and failed {found.failed}; its log ends: {_tail(log)}"
-            raise RuntimeError(f"MLflow answered {told}")
+            answer = f"{found.requests} requests and failed {found.failed}; its log ends: {_tail(log)}"
+            raise RuntimeError(f"MLflow answered {answer}")
         return found
 
 

@@ -1,7 +1,7 @@
 """How long a run of a million steps takes to be opened, asked for again, and zoomed into, in a headless Chromium.
 
 `open` is from asking for the page to its chart being drawn, with what the browser keeps of earlier pages; `again` the
-same steps asked for anew, as when values arrive; `zoom` a stretch of ten thousand steps.
+same steps requested again, as when values arrive; `zoom` a stretch of ten thousand steps.
 
     python -m benchmarks.dashboard [--json OUT] [--smoke]
 

@@ -233,7 +233,7 @@ def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tup
     figures["mlflow.p50_ms"], figures["mlflow.p99_ms"] = found.p50_ms, found.p99_ms
     if "sqlite.step_values_per_s" in figures:
         figures["sqlite.over_mlflow"] = figures["sqlite.step_values_per_s"] / per_s
-    shown = (
+    cells = (
         f"{found.per_s:,.0f}",
         f"{per_s:,.0f}",
         f"{found.p50_ms:.2f}",
@@ -241,7 +241,7 @@ def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tup
         str(found.failed),
         "",
     )
-    rows.append((f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", *shown))
+    rows.append((f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", *cells))
     print(" ", rows[-1], flush=True)
 
 

@@ -68,7 +68,7 @@ def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarra
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
     """Jobs with profiled runs and their samples; (job, one of its runs) each.
 
-    The first is made as the service makes them; the others are copies of its rows with names and times of their own,
+    The first is made as the service makes them; the others are copies of its rows with different names and times,
     many in a transaction, since a transaction for each would take longer than all that is measured.
     """
     made = [made_by_the_service(store, jobs[0], samples_per_run)]

@@ -1,4 +1,4 @@
-"""`/openapi.json` and a page of routes at `/docs` that loads nothing from elsewhere."""
+"""`/openapi.json` and a page of routes at `/docs` that loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def get_docs(request: Request) -> HTMLResponse:
     rows = []
     for path, operations in document(request.app)["paths"].items():
         for method, operation in operations.items():
-            told = operation.get("description") or operation.get("summary", "")
-            cells = (f"<code>{method.upper()}</code>", f"<code>{html.escape(path)}</code>", html.escape(told))
+            text = operation.get("description") or operation.get("summary", "")
+            cells = (f"<code>{method.upper()}</code>", f"<code>{html.escape(path)}</code>", html.escape(text))
             rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return HTMLResponse(
         "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
@@ -43,7 +43,7 @@ def get_docs(request: Request) -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document with the schemas of bodies that are read by hand, and of problem documents."""
+    """The document, with schemas of problem documents and of bodies that FastAPI does not parse."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         components = made.setdefault("components", {})

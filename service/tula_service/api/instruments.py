@@ -1,4 +1,4 @@
-"""What each worker counts, as Prometheus instruments in a registry of their own."""
+"""Prometheus instruments of a worker, in a registry per application."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Set by `tula serve --workers N` before the workers start: a folder that they share, so that any answers for all."""
+"""Set by `tula serve --workers N` before the workers start: a folder through which any worker reports for all."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ERRORS: Final = (-0.5, -0.25, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -24,9 +24,9 @@ class Metrics:
         own = self._registry
         self.requests = Counter("tula_requests", "Requests answered.", ["method", "route", "status"], registry=own)
         self.request_s = Histogram("tula_request_seconds", "Time to answer.", ["route"], buckets=_SECONDS, registry=own)
-        self.in_flight = Gauge("tula_requests_in_flight", "In work now.", multiprocess_mode="livesum", registry=own)
-        self.refused = Counter("tula_requests_refused", "Turned away because too many were in work.", registry=own)
-        self.limited = Counter("tula_requests_limited", "Turned away by a token's limit.", registry=own)
+        self.in_flight = Gauge("tula_requests_in_flight", "In progress.", multiprocess_mode="livesum", registry=own)
+        self.refused = Counter("tula_requests_refused", "Refused because too many were in progress.", registry=own)
+        self.limited = Counter("tula_requests_limited", "Refused by a token's limit.", registry=own)
         self.samples = Counter("tula_samples_stored", "Step samples stored.", registry=own)
         self.step_values = Counter("tula_step_values_stored", "Telemetry values stored.", registry=own)
         self.duplicates = Counter("tula_ingest_duplicates", "Rows or chunks that were stored before.", registry=own)

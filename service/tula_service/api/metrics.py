@@ -1,4 +1,4 @@
-"""`/metrics`: what the workers counted, and what the database says at that moment."""
+"""`/metrics`: counters of the workers, and gauges read from the database."""
 
 from __future__ import annotations
 

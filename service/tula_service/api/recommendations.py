@@ -19,7 +19,7 @@ def get_recommendation(
 ) -> Response:
     """The recommendation as of now, for the job's own objective unless another is asked for."""
     missed: list[float] = []
-    # Rendered when it was computed: a cached answer is sent as it lies in the store.
+    # The store caches the rendered JSON, which is sent unchanged.
     body = recommendations.get(
         services.store, caller, job_id, objective, on_miss=lambda: missed.append(time.perf_counter())
     )

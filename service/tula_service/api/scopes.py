@@ -1,4 +1,4 @@
-"""Which scope may use which route: what stands here is allowed, everything else is not."""
+"""Which scope may use which route: what is not listed is forbidden."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from tula_wire import routes
 
 OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
-"""Probes alone are answered without authentication; they tell nothing but yes or no."""
+"""Probes alone are answered without authentication; they reveal only yes or no."""
 
 AGENT_MAY: Final = frozenset(
     {
@@ -33,5 +33,5 @@ def required_scopes(method: str, route: str) -> frozenset[str]:
 
 
 def is_ingest(method: str, route: str) -> bool:
-    """True for the two routes that agents call all the time, which have a limit of their own."""
+    """True for the two routes that agents call constantly, which have a separate limit."""
     return (method, route) in _INGEST

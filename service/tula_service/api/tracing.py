@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, for those who installed the extra `otel` and asked for them."""
+"""OpenTelemetry traces, if the extra `otel` is installed and `TULA_TRACE` set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tula_service.settings import SettingsError
 
 
 def trace(app: FastAPI) -> Callable[[], None]:
-    """A span for each request, sent as the `OTEL_` variables say; the answer sends what is left, at shutdown.
+    """A span for each request, sent as the `OTEL_` variables say; returns a function that flushes them at shutdown.
 
     Raises SettingsError without the extra.
     """

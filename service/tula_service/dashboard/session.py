@@ -1,4 +1,4 @@
-"""A browser's session: a token kept in a cookie no script can read, and errors shown as pages."""
+"""A browser's session: a token in a cookie that no script can read, and errors as pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tula_service.errors import Busy, Unauthenticated
 COOKIE: Final = "tula_token"
 LIFETIME_S: Final = 12 * 3600
 _SAFE: Final = frozenset({"GET", "HEAD"})
-_LONGEST_TOKEN: Final = 512
+_MAX_TOKEN_LENGTH: Final = 512
 
 router = APIRouter(include_in_schema=False)
 
@@ -27,15 +27,15 @@ router = APIRouter(include_in_schema=False)
 @router.get("/login", response_class=HTMLResponse)
 def get_login(next: str = "/") -> Response:
     """The form that asks for a token."""
-    return HTMLResponse(render("login.html", next=_inside(next), error=None))
+    return HTMLResponse(render("login.html", next=_local_path(next), error=None))
 
 
 @router.post("/login", response_class=HTMLResponse)
 async def post_login(request: Request) -> Response:
     """Check the token and keep it in the cookie. Reads the form by hand: it is one field of plain text."""
     form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
-    secret, target = form.get("token", [""])[0].strip(), _inside(form.get("next", ["/"])[0])
-    error = await run_in_threadpool(_refusal, request, secret)
+    secret, target = form.get("token", [""])[0].strip(), _local_path(form.get("next", ["/"])[0])
+    error = await run_in_threadpool(_check_token, request, secret)
     if error is not None:
         return HTMLResponse(render("login.html", next=target, error=error), 401)
     response = RedirectResponse(target, 303)
@@ -52,13 +52,13 @@ def post_logout() -> Response:
     return response
 
 
-def _refusal(request: Request, secret: str) -> str | None:
-    have = request.app.state.services
-    if not secret or len(secret) > _LONGEST_TOKEN or not secret.isascii() or not secret.isprintable():
+def _check_token(request: Request, secret: str) -> str | None:
+    services = request.app.state.services
+    if not secret or len(secret) > _MAX_TOKEN_LENGTH or not secret.isascii() or not secret.isprintable():
         return "Paste the whole token, as `tula token create` printed it."
     try:
-        with have.limiter.guess(request.client.host if request.client else "unknown"):
-            principal = have.access.authenticate(secret)
+        with services.limiter.guess(request.client.host if request.client else "unknown"):
+            principal = services.access.authenticate(secret)
     except (Busy, Unauthenticated) as error:
         return error.message
     if principal.scope == "agent":
@@ -67,7 +67,7 @@ def _refusal(request: Request, secret: str) -> str | None:
 
 
 class BrowserSession:
-    """Pure ASGI between the edge and the routes; requests that bring their own Authorization pass untouched."""
+    """Pure ASGI inside `RequestMiddleware`; forwards requests with an Authorization header unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,22 +79,22 @@ class BrowserSession:
             return
         names = {name for name, _ in scope["headers"]}
         if b"authorization" in names and b"sec-fetch-dest" not in names and scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)  # an agent or a client, which no page is for
+            await self._app(scope, receive, send)  # an agent or a client, not a browser
             return
         headers = Headers(scope=scope)
         secret = None if b"authorization" in names else _cookie(headers)
-        if secret is not None and _is_ours(scope["method"], headers):
-            # In place, since what the routes note in it is read outside of user.
+        if secret is not None and _is_same_origin(scope["method"], headers):
+            # In place: `RequestMiddleware` reads what routes write into the scope.
             scope["headers"] = [*scope["headers"], (b"authorization", f"Bearer {secret}".encode("ascii"))]
         if headers.get("sec-fetch-dest") == "empty":
-            await self._app(scope, receive, _Quiet(send))
+            await self._app(scope, receive, _WithoutChallenge(send))
         elif "text/html" in headers.get("accept", "") and not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, _Pages(scope, send))
+            await self._app(scope, receive, _ErrorPages(scope, send))
         else:
             await self._app(scope, receive, send)
 
 
-class _Quiet:
+class _WithoutChallenge:
     """A `send` that keeps a script's 401 from opening the browser's own password box."""
 
     def __init__(self, send: Send) -> None:
@@ -106,7 +106,7 @@ class _Quiet:
         await self._send(message)
 
 
-class _Pages:
+class _ErrorPages:
     """A `send` that replaces problem documents: 401 by the login page, all others by a page that says the same."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -124,7 +124,7 @@ class _Pages:
         elif self._kept is not None and message["type"] == "http.response.body":
             self._kept += message.get("body", b"")
             if not message.get("more_body", False):
-                await self._replacement(bytes(self._kept))(self._scope, _no_more, self._send)
+                await self._replacement(bytes(self._kept))(self._scope, _disconnect, self._send)
             return
         await self._send(message)
 
@@ -137,7 +137,7 @@ class _Pages:
         return HTMLResponse(render("error.html", problem=problem), self._status)
 
 
-async def _no_more() -> Message:
+async def _disconnect() -> Message:
     return {"type": "http.disconnect"}
 
 
@@ -146,13 +146,13 @@ def _cookie(headers: Headers) -> str | None:
         morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
-    if morsel is None or not morsel.value or len(morsel.value) > _LONGEST_TOKEN or not morsel.value.isascii():
+    if morsel is None or not morsel.value or len(morsel.value) > _MAX_TOKEN_LENGTH or not morsel.value.isascii():
         return None
     return morsel.value if morsel.value.isprintable() else None
 
 
-def _is_ours(method: str, headers: Headers) -> bool:
-    """A cookie speaks for a write only when the page that sends it is this service's own (CSRF)."""
+def _is_same_origin(method: str, headers: Headers) -> bool:
+    """A cookie authorises a write only if a page of this service sends it (CSRF)."""
     if method in _SAFE:
         return True
     site = headers.get("sec-fetch-site")
@@ -162,7 +162,7 @@ def _is_ours(method: str, headers: Headers) -> bool:
     return origin.split("://", 1)[-1] == headers.get("host") if origin else False
 
 
-def _inside(target: str) -> str:
+def _local_path(target: str) -> str:
     """Where to go after login: a path of this service, never another host."""
     fine = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if fine and "\\" not in target else "/"

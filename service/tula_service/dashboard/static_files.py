@@ -1,4 +1,4 @@
-"""Style sheet, script and the Vega bundle, from this service and nowhere else."""
+"""Style sheet, script and the Vega bundle, served by this service."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _File:
 def get_static(name: str, request: Request) -> Response:
     """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
     if name not in _FILES and name != _VEGA:
-        raise NotFound(f"There is no file {name!r} here: see /docs for the routes.")
+        raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
     found = _file(name)
     headers = {"ETag": found.etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == found.etag:

@@ -16,7 +16,7 @@ from tula_wire import Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
-MOST = 12
+MAX_ROWS = 12
 
 
 def _several(given: Any) -> Any:
@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Counts = Annotated[list[Count], BeforeValidator(_several), Query(max_length=64)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() or None)]
-"""An empty field is what nobody asked about."""
+"""An empty field counts as absent."""
 
 
 @router.get("/jobs/{job_id}/what-if")
@@ -49,6 +49,8 @@ def what_if(
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
     found = predictions.predict(user.store, user.principal, job_id, question).candidates
-    shown = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
+    ranked = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
     best = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective)).chosen
-    return HTMLResponse(render("what_if.html", candidates=shown[:MOST], left_out=max(0, len(shown) - MOST), best=best))
+    return HTMLResponse(
+        render("what_if.html", candidates=ranked[:MAX_ROWS], left_out=max(0, len(ranked) - MAX_ROWS), best=best)
+    )

@@ -189,7 +189,7 @@ def test_memory_of_a_run_is_drawn_from_its_readings_where_no_series_was_sent(bro
     spec = browser("GET", path).json()
     parts = {(row["rank"], row["part"]): row["value"] for row in spec["datasets"]["ranks"]}
     assert parts["rank 1", "parameters"] == pytest.approx(1)
-    assert parts["rank 1", "not told apart"] == pytest.approx(2)
+    assert parts["rank 1", "not attributed"] == pytest.approx(2)
     assert spec["datasets"]["capacity"][0]["value"] == pytest.approx(16)
 
 

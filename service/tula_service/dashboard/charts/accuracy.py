@@ -85,12 +85,12 @@ def _nothing(runs: Sequence[Run]) -> str:
 
 def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
     rows: list[Row] = []
-    told = set()
+    seen = set()
     for entry in ledger.entries:
         predicted = entry.predicted_step_time_s
         if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
             continue
-        told.add(entry.run_id)
+        seen.add(entry.run_id)
         rows.append(
             {
                 "configuration": configuration_name(entry.configuration),
@@ -103,7 +103,7 @@ def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
             }
         )
     for run in runs:
-        if run.id in told or run.step_time_s is None or not run.predicted_step_time_s:
+        if run.id in seen or run.step_time_s is None or not run.predicted_step_time_s:
             continue
         rows.append(
             {

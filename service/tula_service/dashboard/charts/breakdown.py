@@ -11,7 +11,7 @@ from tula_wire import Candidate, Job, Recommendation
 
 MOST = 8
 _ROW = 46
-"""Points for a candidate: why it is here and its name above its bar, so that none is cut however narrow the chart."""
+"""Height of a candidate in points: landmarks and name stand above its bar, where no narrow chart cuts them."""
 _PARTS = (
     ("compute_time_s", "compute"),
     ("exposed_comm_time_s", "exposed communication"),
@@ -23,19 +23,19 @@ _PARTS = (
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     """Stacked parts of the predicted step time: landmarks first, then the rest of the frontier, then the quickest."""
     title = f"{job.name}: where a step's time goes"
-    shown = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
-    if not shown:
+    drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
+    if not drawn:
         return message(title, "No split of the step yet: it needs runs on at least two cluster sizes.")
-    unit = time_unit(candidate.step_time_s.value for candidate in shown)
-    told: dict[str, list[str]] = {}
+    unit = time_unit(candidate.step_time_s.value for candidate in drawn)
+    names_of: dict[str, list[str]] = {}
     for landmark, candidate in landmarks(recommendation):
-        told.setdefault(configuration_name(candidate.configuration), []).append(landmark)
+        names_of.setdefault(configuration_name(candidate.configuration), []).append(landmark)
     rows: list[Row] = []
     labels: list[Row] = []
-    for place, candidate in enumerate(shown):
+    for place, candidate in enumerate(drawn):
         assert candidate.terms is not None
         name = configuration_name(candidate.configuration)
-        labels.append({"place": place, "name": name, "landmarks": ", ".join(told.get(name, ()))})
+        labels.append({"place": place, "name": name, "landmarks": ", ".join(names_of.get(name, ()))})
         for order, (field, part) in enumerate(_PARTS):
             seconds: float = getattr(candidate.terms, field)
             rows.append(

@@ -67,7 +67,7 @@ def finish(chart: alt.TopLevelMixin | Spec, title: str, subtitle: str, datasets:
 
 
 def message(title: str, sentence: str) -> Spec:
-    """A specification that says in words why there is nothing to draw."""
+    """A specification with a sentence in place of a chart without data."""
     chart = (
         alt.Chart(alt.NamedData("message"), width=WIDTH, height=120)
         .mark_text(fontSize=15, lineBreak="\n", color=FAINT)

@@ -13,7 +13,7 @@ from tula_service.dashboard.charts.style import HEIGHT, PALETTE, WIDTH, Row, Spe
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
 
 ALARM: Final = PALETTE[6]
-_COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not told apart")
+_COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 
 
 def memory(job: Job, recommendation: Recommendation) -> Spec:

@@ -1,7 +1,7 @@
-"""Specifications drawn without a browser, and the JavaScript that draws them in one: both from vl-convert's wheel.
+"""Draws specifications as PNG or SVG, and builds the JavaScript that draws them in a browser; both with vl-convert.
 
-vl-convert holds the interpreter's lock for as long as it works, one to several seconds: in this process it would stop
-every request, and a supervisor would take the worker for dead. So it works in a process of its own, two at a time.
+vl-convert holds the GIL for one to several seconds: in this process it would block every request, and a supervisor
+would restart the worker. It therefore runs in a separate process, at most two at a time.
 """
 
 from __future__ import annotations
@@ -69,5 +69,5 @@ def _drawn(asked: dict[str, Any]) -> bytes:
 
 
 def _opaque(spec: Spec) -> Spec:
-    """On white: a file is looked at anywhere, a page brings its own ground."""
+    """With a white background, because a file has no page behind it."""
     return {**spec, "background": "white", "padding": 12}

@@ -18,13 +18,13 @@ def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
     quantity = "cost" if priced else "time"
     title = f"{job.name}: {quantity} of every configuration"
-    shown = points(recommendation.candidates, "cost" if priced else "time")
-    if not shown:
+    drawn = points(recommendation.candidates, "cost" if priced else "time")
+    if not drawn:
         return message(title, "No candidate yet: the first profiling runs bring them.")
-    unit = Unit(1, "USD") if priced else time_unit(candidate.total_time_s.value for candidate in shown)
+    unit = Unit(1, "USD") if priced else time_unit(candidate.total_time_s.value for candidate in drawn)
     chosen = recommendation.chosen
     rows: list[Row] = []
-    for candidate in shown:
+    for candidate in drawn:
         estimate = estimate_of(candidate, "cost" if priced else "time")
         assert estimate is not None
         rows.append(
@@ -63,8 +63,8 @@ def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
     frame = base.transform_filter("datum.chosen").mark_rect(filled=False, strokeWidth=3, stroke="#d1670c", tooltip=None)
     # Where cells are narrower than their numbers, those would run into each other: the tooltip has them.
     crowded = f"width < {_NUMBER * len({row['batch'] for row in rows})}"
-    shown_where = alt.condition(crowded, alt.value(0), alt.value(1))
-    numbers = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q").format(",.3~r"), opacity=shown_where)
+    opacity = alt.condition(crowded, alt.value(0), alt.value(1))
+    numbers = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q").format(",.3~r"), opacity=opacity)
     allowed = numbers.transform_filter("datum.excluded === ''").encode(
         color=alt.condition(f"datum.value < {turn!r}", alt.value("#111"), alt.value("#fff"))
     )

@@ -1,4 +1,4 @@
-"""The trade-off curve: time or cost against global batch, a line per cluster size, with what the choice turns on."""
+"""The trade-off curve: time or cost against global batch, a line per cluster size, with what decides the choice."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     """Predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
     noun = "time" if quantity == "time" else "cost"
     title = f"{job.name}: {noun} against global batch size"
-    shown = points(recommendation.candidates, quantity)
-    if not shown:
+    drawn = points(recommendation.candidates, quantity)
+    if not drawn:
         return message(title, _nothing(recommendation, quantity))
-    unit = _unit(shown, quantity)
-    rows = [_row(candidate, quantity, unit) for candidate in shown]
+    unit = _unit(drawn, quantity)
+    rows = [_row(candidate, quantity, unit) for candidate in drawn]
     names, colours, dashes = line_styles(recommendation.candidates)
     positive = all(row["low"] > 0 for row in rows)
     x = alt.X("batch:Q").scale(type="log", base=2, nice=False).title("Global batch size (examples a step)")
@@ -159,14 +159,14 @@ def _limits(job: Job, quantity: Quantity, rows: list[Row], unit: Unit) -> list[A
 
 
 def _rule_layers(ruled: list[Row]) -> list[Any]:
-    """Upright rules: the knee, and where gradient noise says that more examples hardly help a step."""
+    """Vertical rules: the knee, and the batch beyond which, by gradient noise, more examples hardly help a step."""
     base = alt.Chart(alt.NamedData("rules"))
     layers: list[Any] = []
     for place in sorted({row["place"] for row in ruled}):
         align, dx, y = _RULE_PLACES[place]
-        here = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q")
-        layers.append(here.mark_rule(strokeDash=[4, 4], strokeWidth=1.5, color=FAINT))
-        layers += outlined(here.encode(text="label:N"), align=align, baseline="top", dx=dx, y=y, fontStyle="italic")
+        rule = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q")
+        layers.append(rule.mark_rule(strokeDash=[4, 4], strokeWidth=1.5, color=FAINT))
+        layers += outlined(rule.encode(text="label:N"), align=align, baseline="top", dx=dx, y=y, fontStyle="italic")
     return layers
 
 
@@ -276,10 +276,10 @@ def _in_frame(batch: float, rows: list[Row]) -> bool:
     return bool(min(row["batch"] for row in rows) <= batch <= max(row["batch"] for row in rows))
 
 
-def _unit(shown: list[Candidate], quantity: Quantity) -> Unit:
+def _unit(drawn: list[Candidate], quantity: Quantity) -> Unit:
     if quantity == "cost":
         return Unit(1, "USD")
-    return time_unit(candidate.total_time_s.value for candidate in shown)
+    return time_unit(candidate.total_time_s.value for candidate in drawn)
 
 
 def _subtitle(recommendation: Recommendation, rows: list[Row]) -> str:

@@ -97,7 +97,7 @@ async function draw(figure) {
     known.view?.finalize();
     known.view = null;
     figure.classList.add("none");
-    box.removeAttribute("role");  // words and buttons inside of an image would be read out to nobody
+    box.removeAttribute("role");  // a screen reader skips text and buttons inside an image
     box.replaceChildren(element("p", spec.usermeta.message, { class: "waiting" }));
     return;
   }
@@ -172,7 +172,7 @@ function show(asked) {
   history.replaceState(null, "", address);
   $("[type=reset]", form).hidden = !("first_step" in wanted || "last_step" in wanted);
   for (const [figure, known] of drawn) {
-    if (JSON.stringify(wanted) !== before) known.shape = null;  // drawn anew, so that no brush stays
+    if (JSON.stringify(wanted) !== before) known.shape = null;  // redrawn, which removes the brush
     load(figure);
   }
 }
@@ -191,7 +191,7 @@ function startZoom() {
 function tell(figure, step) {
   const known = drawn.get(figure), readout = $(".readout", figure);
   if (!known?.spec?.usermeta?.readout || !known.view) { readout.textContent = ""; return; }
-  const told = [];
+  const values = [];
   let at = step;
   for (const { column, name, unit } of known.spec.usermeta.readout) {
     const rows = known.spec.datasets[column];
@@ -201,9 +201,9 @@ function tell(figure, step) {
     if (low > 0 && step !== null && step - rows[low - 1].step < rows[low].step - step) low -= 1;
     while (low > 0 && rows[low].value === null) low -= 1;
     at = rows[low].step;
-    told.push(`${name} ${rows[low].value === null ? "–" : number(rows[low].value, 4)}${unit && ` ${unit}`}`);
+    values.push(`${name} ${rows[low].value === null ? "–" : number(rows[low].value, 4)}${unit && ` ${unit}`}`);
   }
-  readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${told.join(", ")}`;
+  readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${values.join(", ")}`;
 }
 
 function watchPointer(figure, view) {
@@ -287,7 +287,7 @@ function listen() {
   const { events, run, refresh } = document.body.dataset;
   if (!events && !refresh) return;
   for (const part of $$("[data-live]")) served.set(part.dataset.live, part.innerHTML);
-  // Many jobs have no stream of their own: a list asks again, since it would need a connection for each of its rows.
+  // A list polls: a stream per row would need a connection for each.
   if (refresh) setInterval(() => { if (!document.hidden) refreshParts(); }, Number(refresh) * 1000);
   const live = $("#live");
   const say = (text, lost) => { live.hidden = false; live.textContent = text; live.classList.toggle("lost", lost); };
@@ -305,15 +305,15 @@ function listen() {
     for (const kind of ["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]) {
       source.addEventListener(kind, (event) => {
         newest = event.lastEventId || newest;
-        const told = JSON.parse(event.data);
-        if (run && told.run_id && told.run_id !== run) return;
+        const data = JSON.parse(event.data);
+        if (run && data.run_id && data.run_id !== run) return;
         refreshParts();
         if (run || kind === "recommendation" || kind === "run") refreshCharts();
       });
     }
   };
-  // Only a page that is looked at holds a stream: a browser has six connections to a host, and tabs in the background
-  // would keep them all. Whoever comes back sees what happened meanwhile.
+  // Only a visible page holds a stream: a browser has six connections to a host, and background tabs would take
+  // them all. A page that becomes visible again catches up from its last event.
   const attend = () => {
     if (document.hidden) { if (events) close(); return; }
     refreshParts();
