@@ -19,6 +19,7 @@ from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import command
 from tests.service.store.examples import a_job
 from tula_service.analysis.scaling import in_force
+from tula_service.domain import PlanState
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
@@ -149,6 +150,35 @@ def test_stored_thresholds_keep_their_numbers(tmp_path: Path) -> None:
     assert in_force(kept[1], "ags")["delta"] == 0.7
     assert kept[1]["tuned"]["before"] == free
     assert (kept[1]["gradient_noise_scale"], kept[2]["rolled_back"]) == (500.0, "run")
+
+
+def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_path: Path) -> None:
+    """0006: plan state, validation error and lessons leave the cache, which keeps its answers."""
+    engine = restored(ASSETS / "0005.sqlite.sql", str(tmp_path / "old.db"))
+    posterior = {"mean": [0.0], "sd": [1.0], "reference_batch_size": 32.0}
+    facts = {
+        "plan due": "out of memory",
+        "cross-validation": json.dumps({"error": 0.04, "runs": ["run-1", "run-2"]}),
+        "lesson": json.dumps({"types": {"default": posterior}, "pairs": [[1.0, 0.9, 1.1, 1.05]]}),
+    }
+    with engine.begin() as opened:
+        (job_id,) = opened.exec_driver_sql("SELECT id FROM jobs").one()
+        for name, body in facts.items():
+            statement = "INSERT INTO fits VALUES (?, ?, 0, '1', ?, '2026-01-01 00:00:00')"
+            opened.exec_driver_sql(statement, (job_id, name, body))
+    upgrade_schema(engine)
+    store = Store(engine)
+    with store.reading() as tx:
+        job = tx.jobs.get(job_id)
+        assert job.plan_state is PlanState.STALE_OUT_OF_MEMORY
+        assert (job.cross_validated_error, list(job.cross_validated_runs)) == (0.04, ["run-1", "run-2"])
+        assert tx.lessons.prediction_pairs(job_id) == [[1.0, 0.9, 1.1, 1.05]]
+        assert tx.answers.count() == 1
+    second = a_job(store)
+    with store.reading() as tx:
+        (earlier,) = tx.lessons.of_earlier_jobs(second.project_id, before=second.cursor, limit=10)
+    assert earlier.posteriors == {"default": posterior}
+    store.close()
 
 
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:

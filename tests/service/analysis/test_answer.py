@@ -1,0 +1,139 @@
+"""One answer for planning and recommending, computed from `JobData` alone: no database stands behind these tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import overlapping, spec
+from tula_service.analysis import explanation
+from tula_service.analysis.answer import Answer, Infeasible, analyse
+from tula_service.analysis.job_data import JobData, JobRun
+from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
+
+SPOT = {
+    "usd_per_node_hour": 3.0,
+    "spot": {"usd_per_node_hour": 0.9, "interruptions_per_node_hour": 0.01, "checkpoint_interval_s": 600},
+}
+
+
+def job(**changes: Any) -> JobData:
+    wanted = spec(**changes)
+    return JobData(spec=wanted, objective=wanted.objective, data_version=1)
+
+
+def measured(
+    data: JobData, configuration: wire.Configuration, *, state: RunState = RunState.SUCCEEDED, **more: Any
+) -> JobData:
+    """The same job after one more profiling run."""
+    number = len(data.runs)
+    run = JobRun(f"run-{number}", number + 1, RunKind.PROFILE, state, configuration, number, duration_s=10.0)
+    noise = np.exp(0.01 * np.random.default_rng(number).standard_normal())
+    facts: dict[str, Any] = dict.fromkeys(
+        ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank")
+    )
+    facts |= dict.fromkeys(("world_size", "local_batch_size", "grad_accum_steps", "failed_local_batch_size", "memory"))
+    facts |= {"num_samples": 20, "num_steps": 20, "relative_sd": 0.002, "timing_method": "wall"}
+    facts["step_time_s"] = overlapping(configuration) * noise if state is RunState.SUCCEEDED else None
+    summary = RunSummary(run_id=run.id, kind=run.kind, state=state, configuration=configuration, **(facts | more))
+    return replace(data, runs=[*data.runs, run], summaries=[*data.summaries, summary])
+
+
+def answer_of(data: JobData, objective: str | None = None) -> Answer:
+    found = analyse(data, objective)
+    assert isinstance(found, Answer)
+    return found
+
+
+def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
+    """The job once its plan has ended, with the last decision."""
+    for _ in range(30):
+        decision = plan_of(analyse(data))
+        if not decision.active:
+            return data, decision
+        for run in decision.new:
+            data = measured(data, run.configuration)
+    raise AssertionError("the plan did not end")
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "knee", "time_to_quality"])
+@pytest.mark.parametrize("price", [{"usd_per_node_hour": 3.0}, SPOT])
+def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
+    objective: str, price: dict[str, Any]
+) -> None:
+    nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": price}
+    data, decision = profiled(replace(job(objective=objective, cluster=nodes), gradient_noise_scale=2000.0))
+    chosen = answer_of(data).choice.chosen
+    assert chosen is not None
+    assert chosen.measured
+    assert chosen.spot is (objective == "cost" and "spot" in price)
+    assert "stable" in decision.reason
+
+
+def test_a_plan_that_ends_says_what_later_jobs_learn_and_how_well_it_predicts() -> None:
+    data, decision = profiled(job())
+    assert decision.posteriors is not None
+    assert list(decision.posteriors) == ["default"]
+    assert decision.cross_validation is not None
+    assert decision.cross_validation.run_ids == tuple(run.id for run in data.runs)
+    assert decision.cross_validation.error < 0.1
+
+
+def test_waiting_runs_stay_until_enough_was_measured() -> None:
+    data = job()
+    first = plan_of(analyse(data)).new
+    waiting = [
+        JobRun(f"waiting-{row}", 100 + row, RunKind.PROFILE, RunState.PENDING, run.configuration, row)
+        for row, run in enumerate(first)
+    ]
+    kept = plan_of(analyse(replace(data, runs=waiting)))
+    assert (kept.cancelled, kept.new) == ((), ())
+    done, _ = profiled(data)
+    everything = plan_of(analyse(replace(done, runs=[*done.runs, *waiting])))
+    assert set(everything.cancelled) == {run.id for run in waiting}
+    assert not everything.active
+
+
+def test_a_failed_configuration_is_left_out_until_its_job_is_registered_again() -> None:
+    data, _ = profiled(job(search="full", cluster={"max_nodes": 2}))
+    best = answer_of(data).choice.chosen
+    assert best is not None
+    summaries = [s for s in data.summaries if s.configuration != best.configuration]
+    runs = [replace(r, state=RunState.FAILED) if r.configuration == best.configuration else r for r in data.runs]
+    failed = replace(data, runs=runs, summaries=summaries)
+    without = answer_of(failed)
+    assert without.choice.chosen is not None
+    assert without.choice.chosen.configuration != best.configuration
+    assert not plan_of(without).active
+    again = answer_of(replace(failed, retried_up_to_key=len(runs)))
+    assert [run.configuration for run in plan_of(again).new] == [best.configuration]
+
+
+def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do() -> None:
+    data = job()
+    smallest = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
+    reading = MemoryReading("cuda_allocator", 10**9, capacity_bytes=10**9)
+    data = measured(data, smallest, state=RunState.OUT_OF_MEMORY, failed_local_batch_size=32, memory=reading)
+    waiting = JobRun("waiting", 9, RunKind.PROFILE, RunState.PENDING, smallest)
+    analysis = analyse(replace(data, runs=[*data.runs, waiting]))
+    assert isinstance(analysis, Infeasible)
+    decision = plan_of(analysis)
+    assert (decision.cancelled, decision.new, decision.active) == (("waiting",), (), False)
+    assert "lower min_local_batch_size" in decision.reason
+    assert "lower min_local_batch_size" in str(explanation.infeasible_fields(analysis)["why"])
+
+
+def test_a_question_about_any_configuration_costs_no_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = profiled(job())
+    answer = answer_of(data)
+    monkeypatch.setattr("tula_service.analysis.answer.fit_step_time", lambda *_, **__: pytest.fail("fitted again"))
+    asked = wire.Configuration(num_nodes=3, ranks_per_node=2, local_batch_size=48)
+    (found,) = answer.what_if([asked]).estimates
+    assert found.configuration == asked
+    assert found.step_time_s.mean == pytest.approx(answer.expected_step_time(asked).mean)
+    assert found.step_time_s.mean == pytest.approx(overlapping(asked), rel=0.2)
