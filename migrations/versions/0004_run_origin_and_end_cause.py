@@ -13,7 +13,7 @@ depends_on = None
 
 _END_CAUSES = {
     "vanished": "Nothing was heard of this training since its lease ran out.",
-    "superseded": "It ended without saying so: another run went on from it.",
+    "superseded": "It ended without saying so%",
     "no_samples": "No sample arrived: the command ended without calling the agent.%",
 }
 

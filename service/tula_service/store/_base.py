@@ -1,4 +1,4 @@
-"""What every repository stands on: one connection inside one transaction, and a clock."""
+"""The base of every repository: one connection inside one transaction, and a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RowMap: TypeAlias = sa.RowMapping
 
 
 class Repository:
-    """A view of some tables through one transaction's connection."""
+    """Access to some tables through one transaction's connection."""
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
         self._connection = connection
@@ -33,7 +33,7 @@ class Repository:
         return self._connection.execute(statement).mappings().first()
 
     def _insert(self, table: sa.Table) -> Any:
-        """An INSERT that knows ON CONFLICT, in the words of this database."""
+        """An INSERT with ON CONFLICT, in the dialect of this database."""
         if self._postgres:
             from sqlalchemy.dialects.postgresql import insert as postgres_insert
 
@@ -44,7 +44,7 @@ class Repository:
 
 
 def new_id(prefix: str) -> str:
-    """A random identity that says what it identifies, such as `job-4f1c0a9be2d37758`."""
+    """A random id with its kind as a prefix, such as `job-4f1c0a9be2d37758`."""
     return f"{prefix}-{secrets.token_hex(8)}"
 
 

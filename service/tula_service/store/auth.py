@@ -13,7 +13,7 @@ from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, T
 from tula_service.store.tables import audit_log, projects, tokens
 
 DEFAULT_PROJECT_ID: Final = "default"
-"""The first migration makes this project, so that one person needs to set up none."""
+"""The first migration creates this project, so that a single user needs to create none."""
 
 
 class Projects(Repository):
@@ -43,10 +43,10 @@ class Projects(Repository):
         """All projects by name."""
         return [_project(row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
-    def _one(self, wanted: sa.ColumnElement[bool], shown: str) -> ProjectRecord:
+    def _one(self, wanted: sa.ColumnElement[bool], name: str) -> ProjectRecord:
         row = self._row(sa.select(projects).where(wanted))
         if row is None:
-            raise NotFound.of("project", shown)
+            raise NotFound.of("project", name)
         return _project(row)
 
 
@@ -99,7 +99,7 @@ class Tokens(Repository):
         return [_token(row) for row in self._rows(statement)]
 
     def revoke(self, token_id: str) -> TokenRecord:
-        """End a token for good; revoking twice keeps the first time. Raises NotFound."""
+        """Revoke a token; revoking twice keeps the first time. Raises NotFound."""
         self._connection.execute(
             sa.update(tokens)
             .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -108,11 +108,11 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def touch(self, token_id: str) -> None:
-        """Note that the token was used just now."""
+        """Set the time of last use to now."""
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def generation(self) -> tuple[object, ...]:
-        """Changes with every token that is made, revoked or deleted, whoever does it."""
+        """Changes with every token that any process creates, revokes or deletes."""
         count, newest = sa.func.count, sa.func.max
         figures = sa.select(
             count(), count(tokens.c.revoked_at), newest(tokens.c.created_at), newest(tokens.c.revoked_at)
@@ -120,7 +120,7 @@ class Tokens(Repository):
         return tuple(self._connection.execute(figures).one())
 
     def any_usable(self) -> bool:
-        """True when some token would be let in."""
+        """True if some token is neither revoked nor expired."""
         now = self._now()
         statement = sa.select(tokens.c.id).where(
             tokens.c.revoked_at.is_(None), tokens.c.expires_at.is_(None) | (tokens.c.expires_at > now)
@@ -129,10 +129,10 @@ class Tokens(Repository):
 
 
 class Audit(Repository):
-    """What administrators did; append-only."""
+    """Administrative acts; append-only."""
 
     def append(self, *, actor: str, action: str, target: str, detail: JsonObject | None = None) -> None:
-        """Write an act down in the same transaction as the act."""
+        """Record an act, in the transaction that performs it."""
         self._connection.execute(
             sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
         )

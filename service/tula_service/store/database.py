@@ -38,6 +38,7 @@ from tula_service.store.answers import AnswerCache
 from tula_service.store.auth import Audit, Projects, Tokens
 from tula_service.store.events import Events
 from tula_service.store.jobs import Jobs
+from tula_service.store.leases import Leases
 from tula_service.store.ledger import Ledger
 from tula_service.store.lessons import Lessons
 from tula_service.store.runs import Runs
@@ -76,6 +77,7 @@ class Transaction:
         self.now = now
         self.jobs = Jobs(connection, now)
         self.runs = Runs(connection, now)
+        self.leases = Leases(connection, now)
         self.samples = Samples(connection, now, writable=writable)
         self.sample_reader = SampleReader(connection, now)
         self.telemetry = Telemetry(connection, now)

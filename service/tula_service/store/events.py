@@ -13,10 +13,10 @@ from tula_service.store.tables import events
 
 
 class Events(Repository):
-    """Append, and read on after the last id seen."""
+    """Append events, and read those after an id."""
 
     def append(self, job_id: str, kind: str, *, run_id: str | None = None, data: JsonObject | None = None) -> int:
-        """Write an event; its id.
+        """Write an event; returns its id.
 
         On Postgres a lock per job, held until commit, keeps ids and commits in one order: a reader that has seen
         id 7 must never find a 6 appear behind it.
@@ -48,7 +48,7 @@ class Events(Repository):
         ]
 
     def count_before(self, when: datetime) -> int:
-        """How many events are older than `when`."""
+        """The number of events older than `when`."""
         return int(
             self._connection.execute(
                 sa.select(sa.func.count()).select_from(events).where(events.c.at < when)
@@ -56,7 +56,7 @@ class Events(Repository):
         )
 
     def delete_before(self, when: datetime, *, limit: int) -> int:
-        """Delete up to `limit` events older than `when`; the number of them."""
+        """Delete up to `limit` events older than `when`; returns their number."""
         chosen = sa.select(events.c.id).where(events.c.at < when).order_by(events.c.id).limit(limit)
         return int(self._connection.execute(sa.delete(events).where(events.c.id.in_(chosen))).rowcount)
 

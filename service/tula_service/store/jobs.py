@@ -16,8 +16,6 @@ from tula_service.store.records import JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
 
-__all__ = ["Jobs"]
-
 _UPDATABLE = frozenset(
     {
         "name",
@@ -118,13 +116,13 @@ class Jobs(Repository):
         return self._record(row, self._counts([job_id]))
 
     def lock(self, job_id: str) -> JobRecord:
-        """The job, held until this transaction ends, so that only one at a time plans or publishes for it."""
+        """The job, locked until this transaction ends: only one transaction at a time plans or publishes for it."""
         if self._postgres:
             self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
-        """The version of everything that a fit of this job rests on. Raises NotFound."""
+        """The version of all data that a fit of this job reads. Raises NotFound."""
         version = self._connection.execute(
             sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING)
         ).scalar()
@@ -202,7 +200,7 @@ class Jobs(Repository):
         self._connection.execute(statement)
 
     def bump(self, job_id: str) -> None:
-        """Say that something a fit rests on has changed."""
+        """Increment the data version, because something that a fit reads has changed."""
         self._connection.execute(
             sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
         )
@@ -214,16 +212,16 @@ class Jobs(Repository):
         )
 
     def archived_before(self, when: datetime) -> Sequence[str]:
-        """Archived jobs that nobody has touched since `when`."""
+        """Archived jobs that were last changed before `when`."""
         statement = sa.select(jobs.c.id).where(jobs.c.state == "archived", jobs.c.updated_at < when)
         return [row["id"] for row in self._rows(statement.order_by(jobs.c.key))]
 
     def deleting(self) -> Sequence[str]:
-        """Jobs whose deletion has begun and may have been cut short."""
+        """Jobs whose deletion has begun and may have been interrupted."""
         return [row["id"] for row in self._rows(sa.select(jobs.c.id).where(jobs.c.state == _DELETING))]
 
     def delete(self, job_id: str) -> None:
-        """Remove the job and everything that hangs on it; long for a job with much data, see `begin_delete`."""
+        """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
         self._connection.execute(sa.delete(jobs).where(jobs.c.id == job_id))
 
     def _counts(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The ledger: every recommendation as it was given, unchangeable, and beside it what then happened."""
+"""The ledger: every recommendation as it was given, immutable, with the results of runs that followed it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict
 import sqlalchemy as sa
 
 from tula_service.store._base import Repository, RowMap, new_id
-from tula_service.store.records import LedgerRecord, Outcome
+from tula_service.store.records import LedgerOutcome, LedgerRecord
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
 
 
 class Ledger(Repository):
-    """Recommendations given, and their outcomes; the database itself refuses to update an entry."""
+    """Recommendations and their outcomes; a trigger of the database refuses to update an entry."""
 
     def append(self, entry: LedgerRecord) -> LedgerRecord:
         """Write an entry; an empty id is given one."""
@@ -44,8 +44,8 @@ class Ledger(Repository):
         assert row is not None
         return _record(row, None)
 
-    def record_outcome(self, recommendation_id: str, outcome: Outcome) -> None:
-        """Say what a run measured after this recommendation; a later measurement of the same run replaces it."""
+    def record_outcome(self, recommendation_id: str, outcome: LedgerOutcome) -> None:
+        """Store what a run measured after this recommendation; a later measurement of the same run replaces it."""
         values = {
             "measured_step_time_s": outcome.measured_step_time_s,
             "error": outcome.error,
@@ -56,7 +56,7 @@ class Ledger(Repository):
         self._connection.execute(insert.on_conflict_do_update(index_elements=["ledger_id", "run_id"], set_=values))
 
     def list(self, job_id: str, *, limit: int = 200) -> Sequence[LedgerRecord]:
-        """Entries of a job, newest first; one with several outcomes stands once for each."""
+        """Entries of a job, newest first; one row for each outcome of an entry."""
         return self._records(ledger.c.job_id == job_id, limit=limit)
 
     def latest(self, job_id: str, objective: str | None = None) -> LedgerRecord | None:
@@ -73,7 +73,7 @@ class Ledger(Repository):
         return found[0] if found else None
 
     def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[LedgerRecord]:
-        """Entries whose outcome is known, over all jobs (of a project), newest first: what calibration learns from."""
+        """Entries whose outcome is known, over all jobs (of a project), newest first, for calibration."""
         statement = (
             sa.select(ledger, *_OUTCOME)
             .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
@@ -104,10 +104,10 @@ _OUTCOME = [
 ]
 
 
-def _outcome(row: RowMap) -> Outcome | None:
+def _outcome(row: RowMap) -> LedgerOutcome | None:
     if row["outcome_run_id"] is None:
         return None
-    return Outcome(
+    return LedgerOutcome(
         row["outcome_run_id"], row["measured_step_time_s"], row["error"], row["within_interval"], row["outcome_at"]
     )
 
@@ -117,7 +117,7 @@ def _interval(row: RowMap, *names: str) -> tuple[float, float, float] | None:
     return None if value is None else (value, low, high)
 
 
-def _record(row: RowMap, outcome: Outcome | None) -> LedgerRecord:
+def _record(row: RowMap, outcome: LedgerOutcome | None) -> LedgerRecord:
     return LedgerRecord(
         id=row["id"],
         job_id=row["job_id"],

@@ -1,4 +1,4 @@
-"""The schema's version: upgrading a database, and refusing one that this code does not fit."""
+"""The schema's version: upgrades a database, and refuses one of another version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from tula_service.errors import SchemaMismatch, StoreUnavailable
 from tula_service.store.database import is_sqlite
 
-_LOCK: Final = 0x74756C61  # "tula": replicas that start together migrate one after the other
+_LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
@@ -27,7 +27,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
 
 
 def check_schema(engine: sa.Engine) -> None:
-    """Raise SchemaMismatch unless the database has exactly the schema that this code was written for."""
+    """Raise SchemaMismatch unless the database has exactly the newest schema of this code."""
     with engine.connect() as connection:
         current = _current(connection)
     if current == head_revision():

@@ -1,4 +1,4 @@
-"""What goes into and comes out of the store: frozen values, no wire types, every time aware and in UTC."""
+"""Values that the store takes and returns: frozen, without wire types, every time aware and in UTC."""
 
 from __future__ import annotations
 
@@ -12,28 +12,6 @@ import numpy.typing as npt
 
 from tula_service.domain import EndCause, MemoryReading, PlanState, RunKind, RunOrigin, RunState
 from tula_wire import Configuration
-
-__all__ = [
-    "AuditRecord",
-    "EventRecord",
-    "FloatArray",
-    "IntArray",
-    "JobPage",
-    "JobRecord",
-    "JsonObject",
-    "LedgerRecord",
-    "NewChunk",
-    "NewJob",
-    "NewRun",
-    "NewSamples",
-    "Outcome",
-    "ProjectRecord",
-    "RunRecord",
-    "SampleColumns",
-    "ScalingRecord",
-    "Stored",
-    "TokenRecord",
-]
 
 JsonObject: TypeAlias = dict[str, Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -186,9 +164,9 @@ class SampleColumns:
 
 @dataclass(frozen=True)
 class NewSamples:
-    """One batch of one rank as it arrived, with what the process saw of its own configuration.
+    """One batch of one rank as it arrived, with the configuration that its process saw.
 
-    `epochs_before` is what its training had behind it when the process began, in passes over the data, where it told.
+    `epochs_before` are the epochs of its training before the process started, None if it did not report them.
     """
 
     rank: int
@@ -205,7 +183,7 @@ class NewSamples:
 
 @dataclass(frozen=True)
 class Stored:
-    """How many rows were new, and how many were there already."""
+    """How many rows were new, and how many had been stored before."""
 
     stored: int
     duplicates: int
@@ -224,8 +202,8 @@ class NewChunk:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What happened after a recommendation; several runs may follow one."""
+class LedgerOutcome:
+    """The measured result of a run that followed a recommendation; several runs may follow one."""
 
     run_id: str
     measured_step_time_s: float
@@ -254,7 +232,7 @@ class LedgerRecord:
     predicted_cost_usd: tuple[float, float, float] | None
     interval_scale: float | None = None
     created_at: datetime | None = None
-    outcome: Outcome | None = None
+    outcome: LedgerOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +256,7 @@ class ScalingRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened to a job; ids grow in commit order within a job."""
+    """An event of a job; ids grow in commit order within a job."""
 
     id: int
     job_id: str

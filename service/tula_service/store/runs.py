@@ -1,4 +1,4 @@
-"""Runs: leased to one holder at a time by the database's own locks, moved on only by compare-and-set."""
+"""Runs: moved from state to state only by compare-and-set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tula_service.store._base import Repository, RowMap, configuration_from, new
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_summaries, runs
 
-_HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
 _UPDATABLE = frozenset(
     {
         "message",
@@ -37,13 +36,13 @@ _UPDATABLE = frozenset(
     }
 )
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
-_SELECT = sa.select(
+SELECT_RUNS = sa.select(
     runs, run_summaries.c.step_time_s, *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED)
 ).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
 
 
 class Runs(Repository):
-    """The runs table. Lease times come from the store's clock: replicas need clocks that agree to about a second."""
+    """The runs table; `store/leases.py` claims runs and renews their leases."""
 
     def create(self, job_id: str, run: NewRun) -> RunRecord:
         """Add a run to a job and move the job's data version. Raises NotFound without such a job."""
@@ -82,10 +81,10 @@ class Runs(Repository):
 
     def get(self, run_id: str) -> RunRecord:
         """The run. Raises NotFound."""
-        row = self._row(_SELECT.where(runs.c.id == run_id))
+        row = self._row(SELECT_RUNS.where(runs.c.id == run_id))
         if row is None:
             raise NotFound.of("run", run_id)
-        return _record(row)
+        return run_record(row)
 
     def list(
         self,
@@ -98,7 +97,7 @@ class Runs(Repository):
         plan_order: bool = False,
     ) -> list[RunRecord]:
         """Runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
-        statement = _SELECT.where(runs.c.job_id == job_id).limit(limit)
+        statement = SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
             statement = statement.where(runs.c.kind == kind.value)
         if states is not None:
@@ -106,65 +105,7 @@ class Runs(Repository):
         if cursor is not None:
             statement = statement.where(runs.c.key < cursor)
         order = (runs.c.position, runs.c.key) if plan_order else (runs.c.key.desc(),)
-        return [_record(row) for row in self._rows(statement.order_by(*order))]
-
-    def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
-        """Lease the next pending profiling run, or None when there is none to be had now.
-
-        Expired leases count as pending. Two claimants never get the same run: Postgres skips rows that another
-        transaction has locked, SQLite has one writer at a time.
-        """
-        self.release_expired(job_id)
-        wanted = sa.select(runs.c.key).where(
-            runs.c.job_id == job_id, runs.c.state == RunState.PENDING.value, runs.c.kind == RunKind.PROFILE.value
-        )
-        if max_nodes is not None:
-            wanted = wanted.where(runs.c.num_nodes <= max_nodes)
-        wanted = wanted.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
-        key = self._connection.execute(wanted).scalar()
-        if key is None:
-            return None
-        self._connection.execute(
-            sa.update(runs)
-            .where(runs.c.key == key)
-            .values(
-                state=RunState.CLAIMED.value,
-                holder=holder,
-                lease_s=lease_s,
-                lease_expires_at=self._now() + timedelta(seconds=lease_s),
-            )
-        )
-        row = self._row(_SELECT.where(runs.c.key == key))
-        assert row is not None
-        return _record(row)
-
-    def release_expired(self, job_id: str | None = None) -> int:
-        """Give profiling runs back whose lease ran out; the number of them."""
-        statement = sa.update(runs).where(
-            runs.c.state.in_(_HELD),
-            runs.c.kind == RunKind.PROFILE.value,
-            runs.c.lease_expires_at.is_not(None),
-            runs.c.lease_expires_at < self._now(),
-        )
-        if job_id is not None:
-            statement = statement.where(runs.c.job_id == job_id)
-        released = statement.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
-        return int(self._connection.execute(released).rowcount)
-
-    def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
-        """Extend a held lease by `lease_s` (or by what was asked when claiming); False when it is not held any more."""
-        row = self._row(sa.select(runs.c.lease_s, runs.c.state).where(runs.c.id == run_id))
-        if row is None or row["state"] not in _HELD:
-            return False
-        length = lease_s if lease_s is not None else row["lease_s"]
-        if length is None:
-            return True
-        statement = (
-            sa.update(runs)
-            .where(runs.c.id == run_id, runs.c.state.in_(_HELD))
-            .values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length))
-        )
-        return self._connection.execute(statement).rowcount == 1
+        return [run_record(row) for row in self._rows(statement.order_by(*order))]
 
     def transition(
         self,
@@ -201,7 +142,7 @@ class Runs(Repository):
         return True
 
     def update(self, run_id: str, *, bump: bool = False, **values: Any) -> None:
-        """Change columns that are no state. Raises NotFound; TypeError for a column that may not change."""
+        """Change columns other than the state. Raises NotFound; TypeError for a column that may not change."""
         self._check(values)
         changed = self._connection.execute(
             sa.update(runs).where(runs.c.id == run_id).values(**values).returning(runs.c.job_id)
@@ -212,7 +153,7 @@ class Runs(Repository):
             self._bump(changed[0])
 
     def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> int:
-        """Cancel those of these runs that nobody has claimed; the number of them."""
+        """Cancel those of these runs that are still pending; returns their number."""
         if not run_ids:
             return 0
         statement = (
@@ -226,7 +167,7 @@ class Runs(Repository):
         return cancelled
 
     def count_by_state(self, job_id: str | None = None) -> dict[RunState, int]:
-        """How many runs (of one job, or of all) stand in each state."""
+        """The number of runs (of one job, or of all) in each state."""
         statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)
         if job_id is not None:
             statement = statement.where(runs.c.job_id == job_id)
@@ -244,7 +185,7 @@ class Runs(Repository):
             raise TypeError(f"runs have no such column to update: {sorted(unknown)}")
 
 
-def _record(row: RowMap) -> RunRecord:
+def run_record(row: RowMap) -> RunRecord:
     return RunRecord(
         key=row["key"],
         id=row["id"],

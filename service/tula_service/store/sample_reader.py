@@ -1,4 +1,4 @@
-"""Step samples of a job as they were stored, a page at a time, however many there are."""
+"""Step samples of a job as stored, in pages that cost the same however many samples it has."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tula_service.store._base import Repository, RowMap
 from tula_service.store.tables import runs, sample_sources, step_samples
 
 SampleCursor: TypeAlias = tuple[int, int]
-"""The last row of a page: its process and its sequence number, which is the order of the table itself."""
+"""The last row of a page: its process and its sequence number, the primary key of the table."""
 
 MOST_READ: Final = 20_000
-"""Rows that a page may read for a filter which leaves most of them out: some tens of milliseconds."""
+"""Rows that a page may read for a filter that few of them match: some tens of milliseconds."""
 
 MOST_PROCESSES: Final = 64
-"""Processes into which a page looks: each is a query."""
+"""Processes that a page reads; each costs a query."""
 
 _WHOLE: Final = 10**18 - 1
-"""Stands for the last sequence number of a process in a cursor; none is so large."""
+"""In a cursor: all rows of the process; no sequence number is so large."""
 
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Which of a job's samples are asked for; None takes all. Both ends of the range of steps belong to it."""
+    """Selects samples of a job; None selects all. The range of steps includes both ends."""
 
     run_id: str | None = None
     rank: int | None = None
@@ -35,7 +35,7 @@ class SampleFilter:
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
-        """The conditions on rows; those on processes are no part of it."""
+        """The conditions on rows, without those on processes."""
         table = step_samples.c
         found: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:
@@ -48,7 +48,7 @@ class SampleFilter:
 
 
 class SampleReader(Repository):
-    """Rows of `step_samples` with the run and the process that they came from."""
+    """Rows of `step_samples` with their run and process."""
 
     def page(
         self,
@@ -58,11 +58,11 @@ class SampleReader(Repository):
         cursor: SampleCursor | None = None,
         limit: int = 500,
     ) -> tuple[list[RowMap], SampleCursor | None]:
-        """Rows of a job, process after process, each in its order; and the cursor of the next page, None on the last.
+        """Rows of a job ordered by process and sequence; and the cursor of the next page, None on the last.
 
         Every page is read along the primary key, one process at a time, and so costs the same as the first. `warmup`
-        and the steps are no part of that key: a page that has read MOST_READ rows or looked into MOST_PROCESSES
-        processes ends there, with what it has found, even nothing, and the next goes on.
+        and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows
+        that matched, even none, and the next page continues there.
         """
         found: list[RowMap] = []
         unread = MOST_READ
@@ -94,7 +94,7 @@ class SampleReader(Repository):
         return found, None
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """How many rows of a process lie behind `after`, up to `most`, and the sequence number of the last of them."""
+        """The number of rows of a process after `after`, up to `most`, and the last one's sequence number."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)
@@ -107,7 +107,7 @@ class SampleReader(Repository):
         return int(count), after if last is None else int(last)
 
     def _sources(self, job_id: str, wanted: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """The next processes of the job, one more than a page looks into, each with the number after which to read."""
+        """The next processes of the job, one more than a page reads, each with the sequence number to read after."""
         key = sample_sources.c.key
         statement = (
             sa.select(key)

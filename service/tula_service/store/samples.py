@@ -1,4 +1,4 @@
-"""Step samples as rows, stored once each, and the per-run summary that keeps a fit independent of their number."""
+"""Step samples as rows, stored once each, and a summary per run, so that a fit costs the same after a million."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tula_service.store.records import (
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 
 SUMMARY_ROWS = 4096
-"""A summary rests on the last so many measuring rows (by step), so that it costs the same after a million."""
+"""The last measuring rows (by step) that a summary reads."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
 _ROW = ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", *_FLOATS, "straggler_rank")
@@ -76,7 +76,7 @@ class Samples(Repository):
             )
             stored = self._connection.exec_driver_sql(_SQLITE, list(rows)).rowcount
         if batch.memory is not None:
-            self._remember(source, run_key, batch.memory)
+            self._store_memory(source, run_key, batch.memory)
         if stored or batch.memory is not None:
             # The job's row before its run's: see the order of locks in store/database.py.
             self._connection.execute(
@@ -165,7 +165,7 @@ class Samples(Repository):
     def summaries(self, job_id: str) -> list[RunSummary]:
         """One summary for each run of the job that has samples or ran out of memory, oldest run first.
 
-        Stale ones are computed anew, and kept when the transaction writes; any worker computes the same.
+        Stale summaries are computed again, and stored if the transaction writes; every worker computes the same.
         """
         rows = self._rows(
             sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
@@ -187,14 +187,14 @@ class Samples(Repository):
             self._compute(run_key, row["num_samples"])
 
     def count_processes(self) -> int:
-        """How many processes have sent samples of runs that are running now."""
+        """The number of processes that have sent samples of runs that are running now."""
         statement = sa.select(sa.func.count()).select_from(
             sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
         )
         return int(self._connection.execute(statement.where(runs.c.state == RunState.RUNNING.value)).scalar_one())
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` sample rows of a job, and say how many went: deletion in bearable pieces."""
+        """Delete up to `limit` sample rows of a job, so that writers never wait long; returns their number."""
         keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
         table = step_samples.c
         chosen = (
@@ -233,7 +233,7 @@ class Samples(Repository):
         )
         return int(self._connection.execute(statement).scalar_one())
 
-    def _remember(self, source_key: int, run_key: int, reading: MemoryReading) -> None:
+    def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> None:
         insert = self._insert(memory_readings).values(source_key=source_key, run_key=run_key, **asdict(reading))
         higher = insert.excluded.peak_bytes >= memory_readings.c.peak_bytes
         self._connection.execute(

@@ -10,10 +10,10 @@ from tula_service.store.tables import scaling_versions
 
 
 class Scaling(Repository):
-    """Scaling thresholds of a job, each version kept."""
+    """All versions of the thresholds of a job; see `analysis/scaling.py` for their bodies."""
 
     def latest(self, job_id: str) -> ScalingRecord | None:
-        """The version that agents get now, or None before the first."""
+        """The version in force, None before the first."""
         row = self._row(
             sa.select(scaling_versions)
             .where(scaling_versions.c.job_id == job_id)
@@ -22,18 +22,8 @@ class Scaling(Repository):
         )
         return None if row is None else ScalingRecord(row["job_id"], row["version"], row["body"], row["created_at"])
 
-    def history(self, job_id: str, *, limit: int = 200) -> list[ScalingRecord]:
-        """The newest `limit` versions, oldest of them first."""
-        rows = self._rows(
-            sa.select(scaling_versions)
-            .where(scaling_versions.c.job_id == job_id)
-            .order_by(scaling_versions.c.version.desc())
-            .limit(limit)
-        )
-        return [ScalingRecord(row["job_id"], row["version"], row["body"], row["created_at"]) for row in rows[::-1]]
-
     def publish(self, job_id: str, body: JsonObject, *, after: int) -> bool:
-        """Make `body` version `after + 1`; False when somebody else published that version first."""
+        """Make `body` version `after + 1`; False if that version exists already."""
         statement = (
             self._insert(scaling_versions)
             .values(job_id=job_id, version=after + 1, body=body, created_at=self._now())

@@ -16,7 +16,7 @@ class UtcTime(sa.types.TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
-        """Refuse a naive time, since nobody could say which moment it is."""
+        """Refuse a naive time, because its moment is unknown."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -25,7 +25,7 @@ class UtcTime(sa.types.TypeDecorator[datetime]):
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """Every time that leaves the store is in UTC."""
+        """Return every time in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)

@@ -1,4 +1,4 @@
-"""Telemetry chunks: raw per-step series of a run, stored as they came and read back by column."""
+"""Telemetry chunks: raw per-step series of a run, stored as sent and read back by column."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ INSERT_POSTGRES = _INSERT.format(f"VALUES ({', '.join(['%s'] * 9)})")
 INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
 RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
 INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")
-"""Takes a run's key and id behind the row: SQLite gives a deleted run's key to the next, maybe another tenant's."""
+"""Takes a run's key and id after the row: SQLite reuses the key of a deleted run, perhaps for another tenant's run."""
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
-    """The row of a chunk, compressed; needs no transaction, so that packing happens outside of one."""
+    """The row of a chunk, compressed before the transaction starts."""
     steps = chunk.steps
     stride = stride_of(steps)
     in_order = stride is not None and stride >= 0
@@ -42,7 +42,7 @@ class Telemetry(Repository):
     """The telemetry chunks of runs."""
 
     def run_key(self, run_id: str) -> tuple[int, str, str]:
-        """The run's integer key, its job and its project; none of them ever changes. Raises NotFound."""
+        """The run's integer key, its job and its project, which never change. Raises NotFound."""
         row = self._connection.execute(
             sa.select(runs.c.key, runs.c.job_id, runs.c.project_id).where(runs.c.id == run_id)
         ).first()
@@ -51,7 +51,7 @@ class Telemetry(Repository):
         return int(row[0]), str(row[1]), str(row[2])
 
     def columns(self, run_key: int) -> dict[str, list[int]]:
-        """Names of the columns that the run has, each with the ranks that sent it."""
+        """The names of the run's columns, each with the ranks that sent it."""
         rows = self._connection.execute(
             sa.select(telemetry_chunks.c.columns, telemetry_chunks.c.rank)
             .where(telemetry_chunks.c.run_key == run_key)
@@ -80,12 +80,12 @@ class Telemetry(Repository):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> tuple[IntArray, FloatArray]:
-        """Steps and values of one column of one rank, by step; of a step sent twice the later boot's value stays."""
+        """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value."""
         chunk = telemetry_chunks.c
         statement = (
             sa.select(chunk.num_steps, chunk.columns, chunk.payload)
             .where(chunk.run_key == run_key, chunk.rank == rank)
-            # A column that is sent now and then is looked for in the names: nothing else is read and decompressed.
+            # Only chunks that have the column are read and decompressed; some columns are sent rarely.
             .where(("," + chunk.columns + ",").contains(f",{column},", autoescape=True))
             .order_by(chunk.first_step, chunk.boot_id, chunk.sequence)
         )
@@ -98,7 +98,7 @@ class Telemetry(Repository):
             names = columns.split(",")
             if column in names:
                 steps, values = unpack(bytes(payload), num_steps, len(names))
-                pieces.append((steps, values[names.index(column)].copy()))  # a view would keep the others too
+                pieces.append((steps, values[names.index(column)].copy()))  # a view would keep all columns in memory
         if not pieces:
             return np.zeros(0, np.int64), np.zeros(0)
         steps, values = _in_order(pieces)
@@ -110,7 +110,7 @@ class Telemetry(Repository):
         return steps[keep], values[keep]
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` chunks of a job; the number of them."""
+        """Delete up to `limit` chunks of a job; returns their number."""
         chunk = telemetry_chunks.c
         key = (chunk.run_key, chunk.rank, chunk.boot_id, chunk.sequence)
         keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()

@@ -1,7 +1,7 @@
-"""How a telemetry chunk lies in its row: float columns, bytes shuffled by significance, compressed together.
+"""The payload of a telemetry chunk: float columns, their bytes shuffled by significance, compressed.
 
 Layout, little-endian: `steps` as one flag byte, then either first step and stride (int64 each, flag 0) or all steps
-(flag 1), then the columns one after the other; float64 or, where that loses nothing, float32 (the flag's second bit).
+(flag 1), then the columns in order; float64, or float32 if that is lossless (the flag's second bit).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tula_service.store.records import FloatArray, IntArray
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
-"""Quick, and still finds equal bytes: of noisy columns it leaves 3 % more than level 1, in a quarter of the time."""
+"""On noisy columns the result is 3 % larger than at level 1, in a quarter of the time."""
 
 _PROBE: Final = 16
-"""Steps that mostly show that a chunk does not fit single precision, before all of them are converted."""
+"""The first steps usually show that a chunk needs double precision, so that the others need not be converted."""
 
 _DIGITS_OF_DOUBLE: Final = np.uint64(2**29 - 1)
 _local = threading.local()  # zstandard's objects may not be shared between threads
@@ -69,19 +69,19 @@ def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, 
 
 
 def _is_double(values: FloatArray) -> bool:
-    """True when some of the values certainly need double precision: digits that single precision does not have."""
+    """True if some value has digits beyond single precision."""
     return bool((values.view("<u8") & _DIGITS_OF_DOUBLE).any())
 
 
 def _single(values: FloatArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-    """The values as float32, None where that loses something."""
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and so unequal
+    """The values as float32, None if that is lossy."""
+    with np.errstate(over="ignore"):  # a value beyond the range becomes infinite, and so unequal
         single = values.astype("<f4")
     return single if bool(((single == values) | (values != values)).all()) else None
 
 
 def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
-    """All first bytes, then all second bytes, ...: exponents stand together and compress."""
+    """All first bytes, then all second bytes, ...: exponents become neighbours and compress well."""
     planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
     return planes
 

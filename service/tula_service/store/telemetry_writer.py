@@ -1,8 +1,8 @@
-"""Group commit for telemetry chunks: whatever waits is stored in one transaction, and only then acknowledged.
+"""Group commit for telemetry chunks: all waiting chunks are stored in one transaction and then acknowledged.
 
-One thread with one driver connection. Measured against a transaction per chunk through a thread pool, the same service
-takes about twice the chunks: the commit is shared, and no request needs a thread of its own. Both threads share one
-interpreter, which each has to ask for again after every call of the driver: few calls a group leave it to the requests.
+One thread with one driver connection. The service takes about twice as many chunks as with a transaction per chunk in a
+thread pool, because requests share the commit and need no thread. The writer makes few driver calls per group, since
+after each it competes with the event loop for the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tula_service.store.database import Store, is_sqlite
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
 
 if TYPE_CHECKING:
-    import psycopg  # of the extra `postgres`: not installed where SQLite is enough
+    import psycopg  # in the extra `postgres`, which SQLite does not need
 
 MOST_ROWS: Final = 64
 MOST_WAITING_BYTES: Final = 64 * 2**20
@@ -38,7 +38,7 @@ _UNAVAILABLE: Final = "The database cannot be reached or is locked; nothing was 
 
 
 class TelemetryWriter:
-    """Takes rows of `telemetry.chunk_row` from coroutines; its thread starts with the first."""
+    """Stores rows of `telemetry.chunk_row` for coroutines; its thread starts with the first row."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -53,7 +53,7 @@ class TelemetryWriter:
     async def add(self, run_id: str, row: _Row) -> bool:
         """Store a row of the run `run_id` durably; False when it was stored before.
 
-        Raises NotFound when its run was deleted, Busy when too much waits, StoreUnavailable.
+        Raises NotFound if its run was deleted, Busy if too many chunks wait, StoreUnavailable.
         """
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[bool] = loop.create_future()
@@ -61,18 +61,18 @@ class TelemetryWriter:
             if self._closed:
                 raise StoreUnavailable("The service is shutting down: send this again in a second.")
             if self._waiting_bytes > MOST_WAITING_BYTES:
-                raise Busy("More telemetry waits than the database keeps up with: send it later.", retry_after_s=1.0)
+                raise Busy("Telemetry arrives faster than it can be stored: retry in a second.", retry_after_s=1.0)
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tula-chunks", daemon=True)
-                thread.start()  # before anybody waits for it: where no thread is to be had, this raises
+                thread = threading.Thread(target=self._run, name="tula-telemetry", daemon=True)
+                thread.start()  # before the row is queued, because this raises if no thread can be started
                 self._thread = thread
             self._waiting.append(((run_id, row), stored))
             self._waiting_bytes += _size(row)
-        loop.call_soon(self._tell)  # once all requests that came with this one have been read: they make one group
+        loop.call_soon(self._notify)  # after the event loop has read all requests that arrived with this one
         return await stored
 
     def close(self) -> None:
-        """Store what waits, then end the thread."""
+        """Store all waiting chunks, then end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -80,7 +80,7 @@ class TelemetryWriter:
             self._thread.join(30)
         self._drop_connection()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify()
 
@@ -100,7 +100,7 @@ class TelemetryWriter:
                 _LOG.warning("telemetry was not stored", exc_info=True)
                 self._drop_connection()
                 outcomes = [StoreUnavailable(_UNAVAILABLE) for _ in group]
-            _answer([stored for _, stored in group], outcomes)
+            _resolve_all([stored for _, stored in group], outcomes)
 
     def _write_sqlite(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         rows = [(*row, row[0], run_id) for run_id, row in chunks]
@@ -109,7 +109,7 @@ class TelemetryWriter:
             connection.execute("BEGIN IMMEDIATE")
             outcomes: list[_Outcome] = [True] * len(rows)
             if connection.executemany(INSERT_SQLITE_IF_THERE, rows).rowcount < len(rows):
-                connection.execute("ROLLBACK")  # it does not say which: one after the other they do
+                connection.execute("ROLLBACK")  # the count does not say which row is a duplicate: insert one by one
                 connection.execute("BEGIN IMMEDIATE")
                 outcomes = [_insert_sqlite(connection, row) for row in rows]
             connection.execute("COMMIT")
@@ -153,17 +153,17 @@ def _size(row: _Row) -> int:
     return len(payload) if isinstance(payload, bytes) else 0
 
 
-def _answer(waiting: Sequence[asyncio.Future[bool]], outcomes: Sequence[_Outcome]) -> None:
-    """Wake the coroutines: one call for each event loop, of which a service has one and tests may have many."""
+def _resolve_all(waiting: Sequence[asyncio.Future[bool]], outcomes: Sequence[_Outcome]) -> None:
+    """Wake the coroutines, with one call per event loop; a service has one, tests may have several."""
     for loop in {stored.get_loop() for stored in waiting}:
         mine = [place for place, stored in enumerate(waiting) if stored.get_loop() is loop]
-        with contextlib.suppress(RuntimeError):  # a loop that ended without waiting hears nothing
-            loop.call_soon_threadsafe(_settle, [waiting[at] for at in mine], [outcomes[at] for at in mine])
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(_resolve, [waiting[at] for at in mine], [outcomes[at] for at in mine])
 
 
-def _settle(waiting: Sequence[asyncio.Future[bool]], outcomes: Sequence[_Outcome]) -> None:
+def _resolve(waiting: Sequence[asyncio.Future[bool]], outcomes: Sequence[_Outcome]) -> None:
     for stored, outcome in zip(waiting, outcomes, strict=True):
-        if stored.done():  # the client went away; what it sent is stored all the same
+        if stored.done():  # the client disconnected; its chunk is stored
             continue
         if isinstance(outcome, ServiceError):
             stored.set_exception(outcome)

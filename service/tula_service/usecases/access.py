@@ -101,7 +101,7 @@ def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord
 
 @dataclass(frozen=True)
 class IssuedToken:
-    """A new token and, this once, its secret."""
+    """A new token and its secret, which is not stored."""
 
     token: TokenRecord
     secret: str
@@ -122,7 +122,7 @@ def issue_token(
     job_id: str | None = None,
     expires_in_s: float | None = None,
 ) -> IssuedToken:
-    """Make a token. Administrators make any; users make agent tokens for the jobs of their own project.
+    """Create a token. Administrators create any; users create agent tokens for jobs of their project.
 
     Raises Forbidden, NotFound, or InvalidInput when scope, project and job do not go together.
     """
@@ -161,7 +161,7 @@ def visible_tokens(store: Store, caller: Principal) -> Sequence[TokenRecord]:
 
 
 def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
-    """End a token. Users may end the tokens of their own project. Raises NotFound."""
+    """End a token. Users may revoke the tokens of their project. Raises NotFound."""
     with store.transaction() as tx:
         token = tx.tokens.get(token_id)
         if not actor.is_admin and (actor.scope != "user" or token.project_id != actor.project_id):
@@ -205,7 +205,7 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def _ended(token: TokenRecord, now: datetime) -> str | None:
-    """How a token came to its end, or None while it is good."""
+    """How a token has ended, None while it is valid."""
     if token.revoked_at is not None:
         return "was revoked"
     return "has expired" if token.expires_at is not None and token.expires_at <= now else None

@@ -10,7 +10,7 @@ from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.job_data import has_prices
 from tula_service.domain import Basis, RunState
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import JobRecord, LedgerRecord, Outcome, RunRecord, Store, Transaction
+from tula_service.store import JobRecord, LedgerOutcome, LedgerRecord, RunRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 
 _SAME_STEP_TIME = 0.02
@@ -41,7 +41,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if ended and entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
         tx.lessons.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
-    tx.ledger.record_outcome(entry.id, Outcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
+    tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
 
 
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:

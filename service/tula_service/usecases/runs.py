@@ -41,37 +41,37 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
     """Lease the next profiling run of the plan, or say why there is none."""
     answer = _claimed(store, principal, job_id, request)
     if answer is None:
-        # Whoever ended the last run is still planning, or died over it: nobody may take that for the plan's end.
+        # The worker that ended the last run is still planning, or died: its silence is not the end of the plan.
         replan(store, job_id)
-        answer = _claimed(store, principal, job_id, request, settled=True)
+        answer = _claimed(store, principal, job_id, request, replanned=True)
     assert answer is not None
     return answer
 
 
 def _claimed(
-    store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, settled: bool = False
+    store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """The same, or None while nothing may be claimed only because a plan is due."""
+    """The answer, None if nothing may be claimed only because the plan is stale."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
         if job.plan_state is PlanState.STALE_OUT_OF_MEMORY:
-            # What waits may not fit either: nobody gets it before the plan has been looked through.
-            return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if settled else None
-        run = tx.runs.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
+            # Pending runs may not fit into memory either: none is leased before the plan is computed again.
+            return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
+        run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
             return wire.RunClaimed(run=view(run), reason=run.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
-        if not active and not settled and job.plan_state is not PlanState.CURRENT:
+        if not active and not replanned and job.plan_state is not PlanState.CURRENT:
             return None
     if any(run.state is RunState.PENDING for run in active):
         least = min(run.configuration.num_nodes for run in active if run.state is RunState.PENDING)
         reason = f"Every run that is left needs at least {least} nodes: claim with max_nodes of at least that."
         return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
     if active:
-        reason = f"{len(active)} run(s) are at work elsewhere; the plan may go on when they end."
+        reason = f"{len(active)} run(s) are at work elsewhere; the plan may continue when they end."
         return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
     return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
 
@@ -141,7 +141,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
-    """The training run that a new one continues. Raises InvalidInput when it is none."""
+    """The training run that a new one continues, None without one. Raises InvalidInput for any other run."""
     if request.continues is None:
         return None
     try:
@@ -150,7 +150,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
         before = None
     if before is None or before.job_id != job_id or before.kind is not RunKind.TRAIN or request.kind != "train":
         raise InvalidInput(
-            f"{request.continues!r} is no training run of this job: a training continues one, or none.",
+            f"{request.continues!r} is no training run of this job: name one, or leave `continues` out.",
             field="continues",
         )
     return before
@@ -184,7 +184,7 @@ def list_runs(
 
 
 def parse_cursor(cursor: str | None) -> int | None:
-    """The cursor of the page before. Raises InvalidInput when it is none of ours."""
+    """The cursor of the previous page. Raises InvalidInput for any other text."""
     if cursor is None:
         return None
     if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
@@ -200,20 +200,20 @@ def patch(
     *,
     on_end: Callable[[wire.Run], None] = lambda _: None,
 ) -> wire.Run:
-    """Move a run on; the same final state twice is fine, since launcher and agent may both report it.
+    """Change a run's state. The same final state may be reported twice, by launcher and agent.
 
-    `on_end` is called by the one that ended it. Raises Conflict for another holder's run, an invalid transition, or a
-    lease that ran out.
+    `on_end` is called for the report that ended the run. Raises Conflict for another holder's run, an invalid
+    transition, or an expired lease.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
         due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
-    if run.state.is_final and run.state is not before:  # one that was given up as vanished may have ended well
+    if run.state.is_final and run.state is not before:  # true also of a vanished run that reports its end
         on_end(view(run))
     if due:
-        # The list of jobs and readers of events see the new recommendation without anybody asking for it.
+        # Lists of jobs and readers of events get the new recommendation without a request for it.
         replan(store, job.id)
     return view(run)
 
@@ -262,7 +262,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
         return _noted(tx, run, request)
     _check_holder(run, request)
     if wanted is run.state is RunState.RUNNING:
-        tx.runs.renew(run_id, lease_s=request.lease_s)
+        tx.leases.renew(run_id, lease_s=request.lease_s)
         return _noted(tx, run, request)
     if wanted not in allowed:
         raise Conflict(_refusal(run, wanted, allowed), field="state")
@@ -277,13 +277,11 @@ def _repeats(run: RunRecord, wanted: RunState) -> bool:
 
 def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
     if run.state is RunState.PENDING and request.state != "cancelled":
-        raise Conflict(
-            "The lease on this run has run out and it went back into the plan: claim it again.", field="holder"
-        )
+        raise Conflict("The lease on this run has expired and it returned to the plan: claim it again.", field="holder")
     if request.holder is not None and run.holder is not None and request.holder != run.holder:
         raise Conflict(
-            f"This run is held by {run.holder!r}, not by {request.holder!r}: your lease ran out and somebody else "
-            "claimed it, so stop working on it.",
+            f"This run is held by {run.holder!r}, not by {request.holder!r}: your lease expired and another holder "
+            "claimed the run, so stop working on it.",
             field="holder",
         )
 
@@ -316,9 +314,9 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if wanted is RunState.OUT_OF_MEMORY:
         values["failed_local_batch_size"] = request.failed_local_batch_size or run.configuration.local_batch_size
     if not tx.runs.transition(run.id, expected=[run.state], to=wanted, end_cause=cause, **values):
-        raise Conflict("The run moved on in the meantime: look at its state and decide again.", field="state")
+        raise Conflict("The run changed its state in the meantime: read it and decide again.", field="state")
     if wanted is RunState.RUNNING:
-        tx.runs.renew(run.id, lease_s=request.lease_s)
+        tx.leases.renew(run.id, lease_s=request.lease_s)
     tx.samples.refresh(run.key)
     moved = tx.runs.get(run.id)
     data = {"state": wanted.value, "message": message, "step_time_s": moved.step_time_s}

@@ -51,7 +51,7 @@ class SampleIngest:
             if counted.stored:
                 diagnosis_due = monitoring.ingest(tx, run, new)
             stop, reason = _may_stop(tx, run)
-            tx.runs.renew(run_id)
+            tx.leases.renew(run_id)
             if counted.stored and self._runs.may_announce(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
         if diagnosis_due:

@@ -13,10 +13,10 @@ from tula_service.domain import MemoryReading, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
+    LedgerOutcome,
     LedgerRecord,
     NewJob,
     NewRun,
-    Outcome,
     Store,
 )
 
@@ -129,17 +129,17 @@ class TestRuns:
         late, early = a_run(store, job.id, position=2), a_run(store, job.id, position=1)
         a_run(store, job.id, kind=RunKind.TRAIN, position=0)
         with store.transaction() as tx:
-            claimed = [tx.runs.claim(job.id, holder="h", lease_s=60) for _ in range(3)]
+            claimed = [tx.leases.claim(job.id, holder="h", lease_s=60) for _ in range(3)]
         assert [run and run.id for run in claimed] == [early.id, late.id, None]
         assert claimed[0] is not None
         assert (claimed[0].state, claimed[0].holder) == (RunState.CLAIMED, "h")
 
-    def test_a_claim_passes_over_runs_that_need_too_many_nodes(self, store: Store) -> None:
+    def test_a_claim_skips_runs_that_need_too_many_nodes(self, store: Store) -> None:
         job = a_job(store)
         a_run(store, job.id, position=0, configuration=make_configuration(8, 1, 32))
         small = a_run(store, job.id, position=1, configuration=make_configuration(2, 1, 32))
         with store.transaction() as tx:
-            claimed = tx.runs.claim(job.id, holder="h", lease_s=60, max_nodes=4)
+            claimed = tx.leases.claim(job.id, holder="h", lease_s=60, max_nodes=4)
         assert claimed is not None
         assert claimed.id == small.id
 
@@ -154,7 +154,7 @@ class TestRuns:
             start.wait()
             while True:
                 with store.transaction() as tx:
-                    run = tx.runs.claim(job.id, holder=holder, lease_s=60)
+                    run = tx.leases.claim(job.id, holder=holder, lease_s=60)
                 if run is None:
                     return
                 claimed.append(run.id)
@@ -170,16 +170,16 @@ class TestRuns:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            tx.runs.claim(job.id, holder="first", lease_s=30)
+            tx.leases.claim(job.id, holder="first", lease_s=30)
         clock.advance(20)
         with store.transaction() as tx:
-            assert tx.runs.renew(run.id)
+            assert tx.leases.renew(run.id)
         clock.advance(20)
         with store.transaction() as tx:
-            assert tx.runs.claim(job.id, holder="second", lease_s=30) is None, "renewed at 20 s for 30 s more"
+            assert tx.leases.claim(job.id, holder="second", lease_s=30) is None, "renewed at 20 s for 30 s more"
         clock.advance(11)
         with store.transaction() as tx:
-            again = tx.runs.claim(job.id, holder="second", lease_s=30)
+            again = tx.leases.claim(job.id, holder="second", lease_s=30)
         assert again is not None
         assert (again.id, again.holder) == (run.id, "second")
 
@@ -202,7 +202,7 @@ class TestRuns:
             tx.runs.create(job.id, NewRun(RunKind.TRAIN, CONFIGURATION, RunState.RUNNING, holder="user", lease_s=10))
         clock.advance(60)
         with store.transaction() as tx:
-            assert tx.runs.claim(job.id, holder="h", lease_s=10) is None
+            assert tx.leases.claim(job.id, holder="h", lease_s=10) is None
 
 
 class TestLedgerFitsScalingEvents:
@@ -227,8 +227,8 @@ class TestLedgerFitsScalingEvents:
         run = a_run(store, job.id)
         with store.transaction() as tx:
             entry = tx.ledger.append(self.entry(job.id))
-            tx.ledger.record_outcome(entry.id, Outcome(run.id, 0.55, 0.1, True))
-            tx.ledger.record_outcome(entry.id, Outcome(run.id, 0.56, 0.12, True))
+            tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.55, 0.1, True))
+            tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.56, 0.12, True))
         with store.reading() as tx:
             (found,) = tx.ledger.list(job.id)
             assert tx.ledger.latest(job.id, "knee") == found
@@ -364,7 +364,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")
         tx.scaling.publish(job.id, {}, after=0)
         entry = tx.ledger.append(TestLedgerFitsScalingEvents().entry(job.id))
-        tx.ledger.record_outcome(entry.id, Outcome(run.id, 1.0, None, None))
+        tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 1.0, None, None))
         tx.tokens.create(sha256="z", name="z", scope="agent", project_id=DEFAULT_PROJECT_ID, job_id=job.id)
     with store.transaction() as tx:
         tx.jobs.delete(job.id)

@@ -42,8 +42,8 @@ def test_only_jobs_archived_long_enough_go(store: Store, clock: ManualClock) -> 
     with store.transaction() as tx:
         tx.jobs.update(recent, state="archived")
     age = timedelta(days=90)
-    told = prune_store(store, older_than=age, actor=ANONYMOUS, dry_run=True)
-    assert list(told.job_ids) == [old]
+    pruned = prune_store(store, older_than=age, actor=ANONYMOUS, dry_run=True)
+    assert list(pruned.job_ids) == [old]
     assert rows(store, "jobs") == 3
     done = prune_store(store, older_than=age, actor=ANONYMOUS)
     assert list(done.job_ids) == [old]

@@ -1,4 +1,4 @@
-"""Jobs and runs against a plain dictionary: whatever is done in whatever order, both tell the same."""
+"""Jobs and runs against a plain dictionary: any acts in any order leave both in the same state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class JobsAndRuns(RuleBasedStateMachine):
         self._expire(job)
         free = [run for run, known in self.expected.items() if known.job == job and known.state is RunState.PENDING]
         with self.store.transaction() as tx:
-            claimed = tx.runs.claim(job, holder=holder, lease_s=lease_s)
+            claimed = tx.leases.claim(job, holder=holder, lease_s=lease_s)
         if not free:
             assert claimed is None
             return
@@ -107,7 +107,7 @@ class JobsAndRuns(RuleBasedStateMachine):
     def renew(self, run: str) -> None:
         known = self.expected.get(run)
         with self.store.transaction() as tx:
-            renewed = tx.runs.renew(run)
+            renewed = tx.leases.renew(run)
         assert renewed == (known is not None and known.state in HELD)
         if known is not None and renewed and known.expires is not None:
             known.expires = self.elapsed + known.lease_s
@@ -160,7 +160,7 @@ class JobsAndRuns(RuleBasedStateMachine):
         self.expected = {run: known for run, known in self.expected.items() if known.job != job}
 
     @invariant()
-    def both_tell_the_same(self) -> None:
+    def both_agree(self) -> None:
         if not hasattr(self, "store"):
             return
         with self.store.reading() as tx:

@@ -36,7 +36,7 @@ def test_any_order_of_steps_comes_back(steps: list[int]) -> None:
     np.testing.assert_array_equal(again, given_steps)
 
 
-def test_what_single_precision_holds_takes_half() -> None:
+def test_values_that_fit_single_precision_take_half() -> None:
     """Values that came from float32 are stored as such."""
     noise = np.random.default_rng(0).normal(size=(4, 1000))
     steps = np.arange(1000)

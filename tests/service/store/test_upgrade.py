@@ -23,7 +23,7 @@ from tula_service.domain import PlanState
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
-from tula_service.store.tables import METADATA
+from tula_service.store.tables import METADATA, scaling_versions
 
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
 ASSETS = Path(__file__).parent / "assets"
@@ -92,7 +92,7 @@ def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
         "planned": ("profile", "succeeded", "Largest cluster.", None),
         "own": ("profile", "pending", "Asked for by the user.", None),
         "lost": ("train", "failed", "Training.", "Nothing was heard of this training since its lease ran out."),
-        "next": ("train", "cancelled", "Training.", "It ended without saying so: another run went on from it."),
+        "next": ("train", "cancelled", "Training.", "It ended without saying so: another run followed."),
         "mute": ("profile", "failed", "", "No sample arrived: the command ended without calling the agent. Call x."),
         "spoken": ("train", "failed", "Training.", "No sample arrived at the tape station."),
     }
@@ -140,9 +140,10 @@ def test_stored_thresholds_keep_their_numbers(tmp_path: Path) -> None:
             statement = "INSERT INTO scaling_versions VALUES (?, ?, ?, '2026-01-01 00:00:00')"
             opened.exec_driver_sql(statement, (job_id, version, json.dumps(body)))
     upgrade_schema(engine)
+    bodies_in_order = sa.select(scaling_versions.c.body).order_by(scaling_versions.c.version)
     with Store(engine).reading() as tx:
         assert tx.runs.get(run_id).scaling_step == 300
-        kept = [record.body for record in tx.scaling.history(job_id)]
+        kept = [body for (body,) in tx.connection.execute(bodies_in_order).all()]
     engine.dispose()
     assert all("policies" not in body for body in kept)
     assert kept[0]["set"] == {"ags": {"delta": 0.7, "granularity": "tensor"}}

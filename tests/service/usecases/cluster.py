@@ -125,12 +125,12 @@ class Cluster:
             assert add_chunk(tx, key, NewChunk(0, "boot", first_step, steps, list(columns), values))
 
     def patch(self, run_id: str, state: str, **more: Any) -> wire.Run:
-        """Move a run on as its holder."""
+        """Change a run's state as its holder."""
         request = wire.RunPatch.model_validate({"state": state, "holder": "launcher", **more})
         return runs.patch(self.store, self.principal, run_id, request)
 
     def train(self, job_id: str, configuration: wire.Configuration, *, continues: str | None = None) -> wire.Run:
-        """Start a training run, which may go on from another."""
+        """Start a training run, which may continue another."""
         request = wire.RunCreate(kind="train", configuration=configuration, holder="launcher", continues=continues)
         run = runs.create(self.store, self.principal, job_id, request)
         return self.patch(run.id, "running")
@@ -144,6 +144,6 @@ class Cluster:
         return jobs.get(self.store, self.principal, job_id)
 
     def events(self, job_id: str, kind: str) -> list[dict[str, Any]]:
-        """What was said of this kind, oldest first."""
+        """The data of events of this kind, oldest first."""
         with self.store.reading() as tx:
             return [event.data for event in tx.events.after(job_id, 0, limit=1000) if event.kind == kind]

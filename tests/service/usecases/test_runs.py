@@ -57,7 +57,7 @@ def test_two_launchers_never_get_the_same_run(store: Store) -> None:
     assert len(ids) == len(set(ids)) == planned
 
 
-def test_a_lease_that_is_not_renewed_goes_back_and_its_old_holder_is_refused(
+def test_an_expired_lease_is_given_to_another_and_its_old_holder_is_refused(
     cluster: Cluster, clock: ManualClock
 ) -> None:
     run = claimed(cluster, lease_s=60.0)
@@ -70,7 +70,7 @@ def test_a_lease_that_is_not_renewed_goes_back_and_its_old_holder_is_refused(
     assert caught.value.field == "holder"
 
 
-def test_an_expired_lease_that_nobody_took_must_be_claimed_again(cluster: Cluster, clock: ManualClock) -> None:
+def test_an_expired_lease_without_a_new_holder_must_be_claimed_again(cluster: Cluster, clock: ManualClock) -> None:
     run = claimed(cluster, lease_s=60.0)
     clock.advance(61.0)
     claim(cluster, run.job_id, "other", max_nodes=1)
@@ -102,7 +102,7 @@ def test_a_launcher_gets_only_runs_that_its_nodes_can_hold(cluster: Cluster) -> 
     assert answer.retry_after_s is not None
 
 
-def test_work_elsewhere_and_work_done_are_told_apart(cluster: Cluster) -> None:
+def test_work_elsewhere_and_work_done_have_different_reasons(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     held = []
     while (answer := claim(cluster, job_id)).run is not None:
@@ -178,7 +178,7 @@ def test_runs_are_listed_newest_first_in_pages(cluster: Cluster) -> None:
     assert runs.list_runs(cluster.store, ANONYMOUS, job_id, kind="train").runs == []
 
 
-def test_a_training_that_vanished_is_given_up_and_goes_on_when_it_speaks_again(
+def test_a_training_that_vanished_fails_and_is_reopened_by_its_next_report(
     cluster: Cluster, clock: ManualClock
 ) -> None:
     job_id = cluster.register().job.id
@@ -199,9 +199,7 @@ def test_a_training_that_vanished_is_given_up_and_goes_on_when_it_speaks_again(
     assert cluster.job(job_id).state == "training"
 
 
-def test_a_training_that_ended_well_after_it_was_given_up_counts_as_ended_once(
-    cluster: Cluster, clock: ManualClock
-) -> None:
+def test_a_training_that_succeeds_after_it_vanished_ends_once(cluster: Cluster, clock: ManualClock) -> None:
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
     cluster.send(run, [0.1])

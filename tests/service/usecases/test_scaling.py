@@ -131,7 +131,7 @@ def test_accuracy_counts_for_the_settings_that_the_ranks_had_taken_up(training: 
     assert after.restore_step == 250
 
 
-def test_what_the_script_was_given_is_where_tuning_starts(training: tuple[Cluster, str, wire.Run]) -> None:
+def test_tuning_starts_from_the_numbers_in_force_at_the_agent(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
     fixed = {"delta": [0.4, *[np.nan] * 399], "small_batch_size": [64.0, *[np.nan] * 399]}
     cluster.report(run, gradient_variability=rough(400, 0.4), **fixed)

@@ -1,0 +1,83 @@
+"""Leases: who holds a run, and until when."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import sqlalchemy as sa
+
+from tula_service.domain import RunKind, RunState
+from tula_service.store._base import Repository
+from tula_service.store.records import RunRecord
+from tula_service.store.runs import SELECT_RUNS, run_record
+from tula_service.store.tables import runs
+
+_HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
+
+
+class Leases(Repository):
+    """A lease is the right of one holder to work on a run until a time; the holder renews it by its heartbeats.
+
+    A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
+    run with an expired lease to the plan, and the next change of a job fails a training whose lease has expired
+    (`usecases/runs.py: fail_vanished`), which a later heartbeat reopens. A final state ends the lease. Times come from
+    the store's clock, so the clocks of replicas must agree to about a second.
+    """
+
+    def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
+        """Lease the next pending profiling run, None if no run can be claimed now.
+
+        Runs with an expired lease count as pending. Two claimants never get the same run: Postgres skips rows that
+        another transaction has locked, SQLite has one writer at a time.
+        """
+        self.release_expired(job_id)
+        wanted = sa.select(runs.c.key).where(
+            runs.c.job_id == job_id, runs.c.state == RunState.PENDING.value, runs.c.kind == RunKind.PROFILE.value
+        )
+        if max_nodes is not None:
+            wanted = wanted.where(runs.c.num_nodes <= max_nodes)
+        wanted = wanted.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
+        key = self._connection.execute(wanted).scalar()
+        if key is None:
+            return None
+        self._connection.execute(
+            sa.update(runs)
+            .where(runs.c.key == key)
+            .values(
+                state=RunState.CLAIMED.value,
+                holder=holder,
+                lease_s=lease_s,
+                lease_expires_at=self._now() + timedelta(seconds=lease_s),
+            )
+        )
+        row = self._row(SELECT_RUNS.where(runs.c.key == key))
+        assert row is not None
+        return run_record(row)
+
+    def release_expired(self, job_id: str | None = None) -> int:
+        """Return profiling runs with an expired lease to the plan; returns their number."""
+        statement = sa.update(runs).where(
+            runs.c.state.in_(_HELD),
+            runs.c.kind == RunKind.PROFILE.value,
+            runs.c.lease_expires_at.is_not(None),
+            runs.c.lease_expires_at < self._now(),
+        )
+        if job_id is not None:
+            statement = statement.where(runs.c.job_id == job_id)
+        released = statement.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
+        return int(self._connection.execute(released).rowcount)
+
+    def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
+        """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held."""
+        row = self._row(sa.select(runs.c.lease_s, runs.c.state).where(runs.c.id == run_id))
+        if row is None or row["state"] not in _HELD:
+            return False
+        length = lease_s if lease_s is not None else row["lease_s"]
+        if length is None:
+            return True
+        statement = (
+            sa.update(runs)
+            .where(runs.c.id == run_id, runs.c.state.in_(_HELD))
+            .values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length))
+        )
+        return self._connection.execute(statement).rowcount == 1
