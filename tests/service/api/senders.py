@@ -18,7 +18,7 @@ from tula_wire import routes
 SENDERS = 4
 STEPS = 20
 PATIENCE_S = 0.1
-"""What a sender waits before it tries again, and between batches while nobody looks at how far it gets."""
+"""Pause of a sender before it retries, and between batches while no test waits for its progress."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Sender:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self, url: Callable[[], str]) -> None:
-        """Send until told to stop; only ever moves on after two 2xx."""
+        """Send until `stopped` is set; continue with the next batch only after two 2xx."""
         with self.client() as client:
             while not self.stopped.is_set():
                 try:

@@ -47,7 +47,7 @@ def test_a_body_of_many_small_values_takes_no_memory_of_their_number(kind: str, 
         tracemalloc.stop()
 
 
-def test_the_largest_chunk_passes_and_more_is_refused() -> None:
+def test_the_largest_chunk_is_accepted_and_a_larger_one_refused() -> None:
     """64 full columns are as many values as a body may hold."""
     steps = list(range(MAX_STEPS))
     full = chunk(steps=1) | {"steps": steps, "columns": {f"c{n}": steps for n in range(64)}}
@@ -60,7 +60,7 @@ def test_the_largest_chunk_passes_and_more_is_refused() -> None:
             unpack(more)
 
 
-def test_of_many_wrong_values_one_a_column_is_told() -> None:
+def test_an_error_report_names_one_wrong_value_per_column() -> None:
     """The report is as long as the form, not as the body."""
     with pytest.raises(ValidationError) as samples:
         SampleBatch.model_validate(batch(MAX_STEPS) | {"step": ["x"] * MAX_STEPS, "skew_s": ["y"] * MAX_STEPS})
@@ -76,7 +76,7 @@ def test_a_frame_that_asks_for_a_large_window_is_refused() -> None:
 
     def compressed(window_log: int) -> bytes:
         parameters = zstandard.ZstdCompressionParameters(window_log=window_log)
-        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # its size is not told
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # without the size in the frame
         return stream.compress(noise) + stream.flush()
 
     assert decompress(compressed(23), "zstd", 2**25) == noise
@@ -105,7 +105,7 @@ def test_a_zipped_body_of_many_small_values_is_413_over_http(service: Service, r
             assert agent.post(route.format(run_id=red.run_id), content=body).status_code == 413
 
 
-def test_what_a_deleted_run_sends_is_404_and_reaches_no_other_run(
+def test_measurements_of_a_deleted_run_get_404_and_reach_no_other_run(
     database_url: str, start: Callable[..., Service]
 ) -> None:
     """SQLite gives the key of a deleted run to the next one: a worker that knew the old one must not confuse them."""

@@ -160,7 +160,7 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
     store.close()
     assert len(claims) == len({run_id for run_id, _ in claims}) == 24
     assert len({holder for _, holder in claims}) > 1, "they competed"
-    assert held == set(claims), "the database names the one who was told so"
+    assert held == set(claims), "the database names the holder of each answer"
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:

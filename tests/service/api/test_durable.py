@@ -26,7 +26,7 @@ class Call:
     """A system call: when it began and ended, counted in lines of the trace, and what `strace` shows of it."""
 
     name: str
-    shown: str
+    arguments: str
     result: int
     began: int
     ended: int
@@ -34,7 +34,7 @@ class Call:
     @property
     def file(self) -> str:
         """The descriptor with what it is, such as `12</tmp/tula.db-wal>`."""
-        return self.shown.partition(",")[0]
+        return self.arguments.partition(",")[0]
 
 
 def calls_of(trace: str) -> Iterator[Call]:
@@ -46,8 +46,8 @@ def calls_of(trace: str) -> Iterator[Call]:
         elif found := _BEGUN.match(line):
             begun[found[1]] = (number, found[3])
         elif (found := _ENDED.match(line)) and found[1] in begun:
-            at, shown = begun.pop(found[1])
-            yield Call(found[2], shown + found[3], int(found[4]), at, number)
+            at, arguments = begun.pop(found[1])
+            yield Call(found[2], arguments + found[3], int(found[4]), at, number)
 
 
 def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
@@ -55,11 +55,11 @@ def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
     asked: dict[str, tuple[str, int]] = {}
     for call in sorted(calls, key=lambda one: one.ended):
         if call.name.startswith(("read", "recv")) and call.result > 0:
-            if (found := _CHANGES.search(call.shown)) is not None:
-                asked[call.file] = (call.shown[found.start() : found.start() + 40], call.ended)
-            elif call.file in asked:  # its body, in a piece of its own
+            if (found := _CHANGES.search(call.arguments)) is not None:
+                asked[call.file] = (call.arguments[found.start() : found.start() + 40], call.ended)
+            elif call.file in asked:  # its body, received separately
                 asked[call.file] = (asked[call.file][0], call.ended)
-        elif '"HTTP/1.1 2' in call.shown and call.file in asked:
+        elif '"HTTP/1.1 2' in call.arguments and call.file in asked:
             yield (*asked.pop(call.file), call.began)
 
 
@@ -85,7 +85,7 @@ def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
 
 def confirmed(calls: list[Call]) -> list[tuple[int, int]]:
     """When Postgres said that a transaction was committed, which it does once that is durable."""
-    read = [call for call in calls if call.name.startswith(("read", "recv")) and "COMMIT\\0" in call.shown]
+    read = [call for call in calls if call.name.startswith(("read", "recv")) and "COMMIT\\0" in call.arguments]
     return [(call.began, call.ended) for call in read]
 
 

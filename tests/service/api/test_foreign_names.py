@@ -121,9 +121,9 @@ def test_a_name_that_is_an_address_or_a_path_stays_a_name(
     """In every id, query, header and text of a body, on every route, as an administrator: nothing is touched."""
     with service.client(service.token("admin")) as client:
         document = client.get("/openapi.json").json()
-        told = {(m.upper(), path): o for path, found in document["paths"].items() for m, o in found.items()}
+        documented = {(m.upper(), path): o for path, found in document["paths"].items() for m, o in found.items()}
         for method, path in all_routes(service):
-            names = [each["name"] for each in told.get((method, path), {}).get("parameters", [])]
+            names = [each["name"] for each in documented.get((method, path), {}).get("parameters", [])]
             asked = dict.fromkeys((name for name in names if "{" + name + "}" not in path), hostile)
             headers = dict.fromkeys(("Referer", "X-Forwarded-Host", "Idempotency-Key", "Last-Event-ID"), hostile)
             body = poisoned(BODIES.get((method, path), SPEC.model_dump(mode="json")), hostile)

@@ -88,7 +88,7 @@ class TestEncodings:
 
     @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
     @pytest.mark.parametrize("kind", ["application/json", "application/msgpack", "application/x-msgpack"])
-    def test_each_is_read(
+    def test_each_content_encoding_is_read(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str, encoding: str
     ) -> None:
         plain = json.dumps(chunk()).encode() if kind.endswith("json") else msgpack.packb(chunk())
@@ -163,14 +163,16 @@ class TestRefusals:
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     @pytest.mark.parametrize("kind", ["<f8", "<f4"])
-    def test_nor_in_packed_columns(self, post: Callable[..., httpx.Response], value: float, kind: str) -> None:
+    def test_nan_and_infinity_in_packed_columns_are_refused(
+        self, post: Callable[..., httpx.Response], value: float, kind: str
+    ) -> None:
         columns = {"lr": [None, 0.1, 0.1], "loss": np.array([1.0, value, 1.0], kind).tobytes()}
         said = refused(
             post(routes.RUN_TELEMETRY, packed(3, columns=columns), "application/msgpack"), 422, "columns.loss"
         )
         assert "columns.loss[1]" in said
 
-    def test_nor_in_msgpack_lists(self, post: Callable[..., httpx.Response]) -> None:
+    def test_nan_and_infinity_in_msgpack_lists_are_refused(self, post: Callable[..., httpx.Response]) -> None:
         body = msgpack.packb(chunk(1, columns={"loss": [float("nan")]}))
         refused(post(routes.RUN_TELEMETRY, body, "application/msgpack"), 422, "columns.loss.0")
 
@@ -200,7 +202,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xc1", b"null", b"\x80" * 100])
     @pytest.mark.parametrize("kind", ["application/json", "application/msgpack"])
-    def test_what_is_no_chunk_at_all_is_refused(
+    def test_a_body_that_is_not_a_chunk_is_refused(
         self, post: Callable[..., httpx.Response], body: bytes, kind: str
     ) -> None:
         assert post(routes.RUN_TELEMETRY, body, kind).status_code == 422

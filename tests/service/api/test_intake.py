@@ -67,7 +67,7 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
             return [answer.status_code for answer in await asyncio.gather(*asks)]
 
     async def agents(client: httpx.AsyncClient, token: str, number: int) -> list[httpx.Response]:
-        """With a token that nobody has seen, to a run that nobody has seen: all that can need a thread does."""
+        """With an uncached token and run, so that every step that may need a thread does."""
         more = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         bodies = ((routes.RUN_SAMPLES, batch(boot_id=str(number))), (routes.RUN_TELEMETRY, chunk(sequence=number)))
         return [

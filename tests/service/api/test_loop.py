@@ -159,7 +159,7 @@ def test_a_bad_specification_is_refused_with_its_field(
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none_are_refused(client: httpx.Client, number: str) -> None:
+def test_nan_and_infinity_in_a_specification_are_refused(client: httpx.Client, number: str) -> None:
     body = json.dumps(SPEC)[:-1] + f', "epochs": {number}}}'
     headers = {"content-type": "application/json"}
     problem(client.post(wire.routes.JOBS, content=body, headers=headers), 422, "epochs")

@@ -81,21 +81,23 @@ def test_a_database_that_cannot_hold_every_text_is_refused_with_the_remedy(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_the_remedy_for_an_encoding_is_one(tula: Callable[..., Result], postgres_server: PostgresServer) -> None:
+def test_a_database_created_by_the_remedy_is_accepted(
+    tula: Callable[..., Result], postgres_server: PostgresServer
+) -> None:
     database = postgres_server.create_database(template="template0", options="ENCODING 'UTF8' LOCALE 'C'")
     assert tula("migrate", "--database", database).exit_code == 0
     postgres_server.drop_database(database)
 
 
-def test_pruning_tells_first_and_deletes_when_told(
+def test_prune_lists_jobs_and_deletes_them_only_with_yes(
     tula: Callable[..., Result], service: Service, red: Tenant, blue: Tenant
 ) -> None:
     database = service.settings.database
     with service.client(red.user) as client:
         assert client.patch(routes.JOB.format(job_id=red.job_id), json={"archived": True}).status_code == 200
     arguments = ("prune", "--older-than-days", "0", "--json", "--database", database)
-    told = json.loads(tula(*arguments).stdout)
-    assert (told["jobs"], told["deleted"]) == ([red.job_id], False)
+    listed = json.loads(tula(*arguments).stdout)
+    assert (listed["jobs"], listed["deleted"]) == ([red.job_id], False)
     with service.store.reading() as tx:
         assert tx.jobs.get(red.job_id).state == "archived"
     done = json.loads(tula(*arguments, "--yes").stdout)
@@ -137,7 +139,7 @@ def test_a_port_that_no_machine_has_is_refused_in_one_sentence(
     assert not (tmp_path / "new.db").exists()
 
 
-def test_what_a_browser_with_a_session_asks_for_is_counted_by_its_route(service: Service) -> None:
+def test_requests_of_a_browser_session_are_counted_by_route(service: Service) -> None:
     secret = service.token("admin")
     with service.client() as browser:
         browser.cookies.set(COOKIE, secret)
@@ -164,7 +166,7 @@ def test_a_training_whose_end_two_report_is_counted_once(service: Service) -> No
         assert "tula_prediction_error_count 1.0" in boss.get(routes.METRICS).text
 
 
-def test_metrics_tell_of_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
+def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
     """Each figure moves with what it counts, and no tenant's name is in them."""
     with service.client(service.token("admin")) as boss, service.client(red.agent) as agent:
         job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]

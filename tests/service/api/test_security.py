@@ -147,7 +147,7 @@ def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: 
         problem(user.delete(routes.TOKEN.format(token_id=foreign[0])), 404)
 
 
-def test_a_token_is_stored_as_its_hash_and_shown_once(service: Service) -> None:
+def test_a_token_is_stored_as_its_hash_and_returned_once(service: Service) -> None:
     """256 random bits, and only their SHA-256 in the database."""
     admin = service.token("admin")
     with service.client(admin) as client:
@@ -202,9 +202,7 @@ def test_a_token_made_elsewhere_ends_the_first_start(sqlite_url: str, start: Cal
             assert time.monotonic() - made_at < 5, "strangers are let in on and on"
 
 
-def test_a_remembered_token_costs_no_query_until_it_is_time_to_look(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_token_costs_no_query_until_the_next_check(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """One look serves all tokens for a second: a thousand agents ask the database no more often than one."""
     looks: list[object] = []
     look = Tokens.generation
@@ -217,7 +215,7 @@ def test_a_remembered_token_costs_no_query_until_it_is_time_to_look(
     assert len(looks) <= len(secrets) + 1
 
 
-def test_what_was_read_before_a_revocation_is_not_remembered_after_it(
+def test_a_token_read_before_its_revocation_is_not_cached_after_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that read its token just before the revocation, and ends after it, is the last one let in."""
@@ -239,7 +237,7 @@ def test_what_was_read_before_a_revocation_is_not_remembered_after_it(
         assert "revoked" in str(problem(client.get(routes.JOBS), 401)["detail"])
 
 
-def test_guesses_take_no_look_away_from_the_tokens_that_are_known(service: Service) -> None:
+def test_wrong_tokens_do_not_consume_the_periodic_check_of_known_tokens(service: Service) -> None:
     """Else a flood of wrong tokens would keep a revocation elsewhere from being noticed."""
     access, secret = service.app.state.services.access, service.token("user")
     access.authenticate(secret)
@@ -249,7 +247,7 @@ def test_guesses_take_no_look_away_from_the_tokens_that_are_known(service: Servi
     assert access.cached(secret) is not None
 
 
-def test_an_expired_token_is_refused_even_when_it_was_remembered(service: Service) -> None:
+def test_an_expired_token_is_refused_even_when_it_was_cached(service: Service) -> None:
     """A token is never trusted past its end."""
     admin = service.token("admin")
     with service.client(admin) as boss:
@@ -296,11 +294,13 @@ class TestLoopback:
             {"Sec-Fetch-Site": "cross-site"},
         ],
     )
-    def test_but_no_proxied_rebound_or_cross_site_request(self, service: Service, headers: dict[str, str]) -> None:
+    def test_without_any_token_proxied_rebound_and_cross_site_requests_are_refused(
+        self, service: Service, headers: dict[str, str]
+    ) -> None:
         with service.client(**headers) as client:
             problem(client.get(routes.JOBS), 401)
 
-    def test_the_first_token_ends_it(self, service: Service) -> None:
+    def test_the_first_token_ends_access_without_a_token(self, service: Service) -> None:
         with service.client() as client:
             assert client.post(routes.TOKENS, json={"name": "me", "scope": "admin"}).status_code == 201
             problem(client.get(routes.JOBS), 401)
@@ -331,7 +331,7 @@ def test_a_broken_authorization_header_is_refused(service: Service, header: str)
         assert client.get(routes.JOBS).status_code == 401
 
 
-def test_a_token_beyond_its_limit_is_told_when_to_come_back(sqlite_url: str, start: Callable[..., Service]) -> None:
+def test_a_token_beyond_its_limit_gets_429_with_retry_after(sqlite_url: str, start: Callable[..., Service]) -> None:
     """429 with Retry-After for that token; another token goes on."""
     service = start(sqlite_url, requests_per_minute=5, ingest_per_minute=40)
     first, second = service.token("user"), service.token("user")

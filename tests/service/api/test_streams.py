@@ -15,7 +15,7 @@ from tula_service.usecases.jobs import delete_job
 
 
 def revoke(service: Service, _red: Tenant, token_id: str) -> None:
-    """Whoever does it, wherever."""
+    """Revoke the token."""
     revoke_token(service.store, ANONYMOUS, token_id)
 
 
@@ -32,7 +32,7 @@ def expire(service: Service, red: Tenant, token_id: str) -> None:
 def test_a_stream_ends_with_the_token_and_with_the_job(
     service: Service, red: Tenant, end: Callable[[Service, Tenant, str], None]
 ) -> None:
-    """Else whoever had been let in once would read on for an hour."""
+    """A caller loses a stream within a poll of losing the right to read it."""
     life_s = 0.2 if end is expire else None
     issued = issue_token(service.store, ANONYMOUS, name="u", scope="user", project="red", expires_in_s=life_s)
     caller = Principal("u", "user", issued.token.id, red.project_id)
@@ -40,7 +40,7 @@ def test_a_stream_ends_with_the_token_and_with_the_job(
 
 
 def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service) -> None:
-    """On loopback nobody needs a token until there is one."""
+    """On loopback no token is needed until one exists."""
     with service.client() as client:
         assert client.get("/v1/jobs").status_code == 200
     red = service.tenant("red")
@@ -53,7 +53,7 @@ def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service)
 async def pieces(
     service: Service, red: Tenant, caller: Principal, end: Callable[[Service, Tenant, str], None], token_id: str
 ) -> list[bytes]:
-    """What a stream gives of which the ground is taken away once it has told of something; events as `first`."""
+    """The pieces of a stream until its end, which `end` causes after the first event; events as `first`."""
     with service.store.transaction() as tx:
         tx.events.append(red.job_id, "job", data={})
     got: list[bytes] = []

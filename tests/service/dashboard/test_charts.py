@@ -167,7 +167,7 @@ def test_a_thinned_series_says_how_many_points_there_were() -> None:
     assert len(spec["datasets"]["loss"]) == 1000
 
 
-def test_a_missing_value_stays_a_hole() -> None:
+def test_a_missing_value_stays_missing() -> None:
     spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=10)})
     assert [row["step"] for row in spec["datasets"]["loss"] if row["value"] is None] == [5]
 
@@ -210,8 +210,8 @@ def test_charts_built_in_threads_are_the_charts_built_alone() -> None:
     work += [lambda n=name: charts.run_chart(n, models.run(), series) for name in charts.RUN_CHARTS]
     alone = [json.dumps(draw(), sort_keys=True) for draw in work]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda draw: json.dumps(draw(), sort_keys=True), work * 2))
-    assert together == alone * 2
+        in_threads = list(pool.map(lambda draw: json.dumps(draw(), sort_keys=True), work * 2))
+    assert in_threads == alone * 2
 
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#12181e"])

@@ -12,7 +12,7 @@ from tula_service.dashboard import format
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
+    ("seconds", "text"),
     [
         (None, "–"),
         (0.0, "0 ms"),
@@ -26,33 +26,33 @@ from tula_service.dashboard import format
         (math.inf, "–"),
     ],
 )
-def test_durations_have_two_units_at_most(seconds: float | None, shown: str) -> None:
-    assert format.duration(seconds) == shown
+def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
+    assert format.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("usd", "shown"), [(None, "–"), (0.0, "$0.00"), (0.004, "$0.004"), (12.345, "$12.35"), (12345.6, "$12,346")]
+    ("usd", "text"), [(None, "–"), (0.0, "$0.00"), (0.004, "$0.004"), (12.345, "$12.35"), (12345.6, "$12,346")]
 )
-def test_money_keeps_what_matters(usd: float | None, shown: str) -> None:
-    assert format.money(usd) == shown
+def test_money_keeps_what_matters(usd: float | None, text: str) -> None:
+    assert format.money(usd) == text
 
 
 @pytest.mark.parametrize(
-    ("share", "shown"),
+    ("share", "text"),
     [(None, "–"), (0.583, "58 % less"), (0.002, "the same"), (-0.12, "12 % more"), (-1.27, "2.27 × as long")],
 )
-def test_a_negative_saving_is_told_as_what_it_is(share: float | None, shown: str) -> None:
-    assert format.saving(share) == shown
+def test_a_negative_saving_is_worded_as_more_time(share: float | None, text: str) -> None:
+    assert format.saving(share) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "other", "shown"), [(10, 10, "same"), (9, 10, "−10.0 %"), (34.1, 10, "3.41 ×"), (1, 0, "–")]
+    ("value", "other", "text"), [(10, 10, "same"), (9, 10, "−10.0 %"), (34.1, 10, "3.41 ×"), (1, 0, "–")]
 )
-def test_what_is_far_apart_is_compared_by_a_factor(value: float, other: float, shown: str) -> None:
-    assert format.against(value, other) == shown
+def test_values_far_apart_are_compared_by_a_factor(value: float, other: float, text: str) -> None:
+    assert format.against(value, other) == text
 
 
 @given(st.floats(min_value=1e-6, max_value=1e9))
 def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
-    shown = format.duration(seconds).split()
-    assert not (len(shown) == 4 and (shown[2], shown[3]) in {("60", "s"), ("60", "min"), ("24", "h")})
+    text = format.duration(seconds).split()
+    assert not (len(text) == 4 and (text[2], text[3]) in {("60", "s"), ("60", "min"), ("24", "h")})

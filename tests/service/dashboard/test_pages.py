@@ -148,11 +148,11 @@ def test_a_run_links_to_its_job_and_offers_every_chart(browser: Browser) -> None
         assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
 
 
-def test_what_happened_to_a_run_is_told_on_its_page_and_its_jobs(browser: Browser) -> None:
+def test_events_of_a_run_are_on_its_page_and_on_its_jobs(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id)
-    told = {"state": "failed", "message": "rank 3 vanished"}
-    assert browser("PATCH", wire.routes.RUN.format(run_id=run_id), json=told).status_code == 200
+    ended = {"state": "failed", "message": "rank 3 vanished"}
+    assert browser("PATCH", wire.routes.RUN.format(run_id=run_id), json=ended).status_code == 200
     for path in (f"/runs/{run_id}", f"/jobs/{job_id}"):
         happened = browser.page(path).split('data-live="happened"')[1]
         assert 'class="warns"' in happened
@@ -205,7 +205,7 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     assert "LBT" not in page.split("<tbody>")[1].split("</tbody>")[0]
 
 
-def test_what_if_is_asked_as_people_type_and_answered_beside_the_recommendation(browser: Browser) -> None:
+def test_the_what_if_form_takes_typed_lists_and_compares_with_the_recommendation(browser: Browser) -> None:
     job_id = register(browser)
     path = f"/jobs/{job_id}/what-if"
     table = browser.page(f"{path}?nodes=1,+2&global_batch=256&usd_per_node_hour=&deadline_hours=")

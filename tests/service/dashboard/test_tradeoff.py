@@ -55,8 +55,8 @@ def test_no_knee_no_rule() -> None:
 def ruled(sensible: int | None, *, knee: float | None = 900.0) -> charts.Spec:
     """The trade-off where more than `sensible` examples hardly help a step and the knee is at `knee`."""
     found = models.recommendation(knee=knee is not None)
-    told = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}
-    return charts.job_chart("tradeoff", models.job(), found.model_copy(update=told), models.ledger())
+    changes = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}
+    return charts.job_chart("tradeoff", models.job(), found.model_copy(update=changes), models.ledger())
 
 
 @pytest.mark.parametrize("sensible", [32, 700, 900, 1000, 1800, 4096])
@@ -125,7 +125,7 @@ def test_a_limit_outside_the_frame_shades_all_of_it_and_stretches_nothing() -> N
     assert shade["data"]["values"][0]["value"] == pytest.approx(line["encoding"]["y"]["scale"]["domain"][0])
 
 
-def test_no_two_lines_look_alike_and_equal_clusters_share_a_colour() -> None:
+def test_lines_differ_in_look_and_equal_clusters_share_a_colour() -> None:
     found = models.recommendation()
     kinds = ("p3", "g5")
     candidates = [
