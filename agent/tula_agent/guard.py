@@ -1,4 +1,4 @@
-"""Nothing of the agent may raise into training: every entry from the job runs under one of these guards."""
+"""The agent must not raise into training: every call from the job runs under a guard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ GIVE_UP_AFTER = 5
 
 
 class Guard:
-    """Swallows what a part of the agent raises; says it once, and gives the part up when it goes on failing.
+    """Catches what a part of the agent raises, logs the first failure, and leaves the part out when it keeps failing.
 
-    `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` are the job's.
+    `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through.
     """
 
     def __init__(self) -> None:
@@ -23,19 +23,19 @@ class Guard:
         self._lock = threading.Lock()
 
     def __call__(self, part: str) -> _Quiet:
-        """A context manager that protects the job from `part`."""
+        """A context manager that catches what `part` raises."""
         return _Quiet(self, part)
 
     def works(self, part: str) -> bool:
-        """False once `part` has failed too often to be worth another try."""
+        """False once `part` has failed GIVE_UP_AFTER times."""
         return self.failures.get(part, 0) < GIVE_UP_AFTER
 
     def note(self, part: str, error: BaseException) -> None:
-        """Count a failure; the first of a part is logged with its traceback, the last with what it costs."""
+        """Count a failure of `part`; the first is logged with its traceback, the last as the end of that part."""
         with self._lock:
             count = self.failures[part] = self.failures.get(part, 0) + 1
         if count == 1:
-            logger.warning("%s failed, training goes on without it: %r", part, error, exc_info=error)
+            logger.warning("%s failed, training continues without it: %r", part, error, exc_info=error)
         elif count == GIVE_UP_AFTER:
             logger.warning("%s failed %d times and is left out from now on", part, count)
 

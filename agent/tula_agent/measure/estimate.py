@@ -1,4 +1,4 @@
-"""What a model will need, worked out without a device, a launch, or memory for its activations."""
+"""Memory and FLOPs of a model, computed without a device, a launch, or memory for its activations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MemoryEstimate:
     """Equation 3 before anything has run; bytes on one rank, FLOPs of forward and backward per sample.
 
     `activation_bytes_per_sample` is what autograd keeps for the backward pass; `fixed_activation_bytes` the part of it
-    that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not in it: calibrate
-    against one measured run where that matters.
+    that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not included:
+    calibrate against one measured run where they matter.
     """
 
     parameters: int
@@ -86,7 +86,7 @@ def estimate_memory(
 
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of optimizer state per byte of parameters: one step of its like on one small parameter tells."""
+    """Bytes of optimizer state per byte of parameters, by one step of the same optimizer on one small parameter."""
     inner = getattr(optimizer, "optimizer", optimizer)
     probe = torch.nn.Parameter(torch.zeros(64, 64))
     accepted = inspect.signature(type(inner).__init__).parameters
@@ -143,7 +143,7 @@ def _map(value: Any, function: Any) -> Any:
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """A loss to go backward from: the model's own where it has one (transformers), else the sum of what it returns."""
+    """A loss for the backward pass: the output's `loss` if any (transformers), else the sum of the outputs."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss

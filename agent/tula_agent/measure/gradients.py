@@ -1,4 +1,4 @@
-"""The global gradient norm, sampled so that its cost stays within a stated share of the step."""
+"""The global gradient norm, sampled so rarely that its cost stays within a budget per step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
 def squared_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """|G|^2 over dense gradients, a scalar on their device; nothing is copied to the host.
 
-    `foreach_norm` takes a `dtype` only from torch 2.4, so half precision is summed per tensor.
-    Norms on other devices are copied one by one; sparse gradients are left out.
+    `foreach_norm` takes a `dtype` only from torch 2.4, so the squares of half-precision norms are
+    summed in float32. Norms on other devices are copied one by one; sparse gradients are left out.
     """
     dense = [g for g in gradients if not g.is_sparse]
     if not dense:
