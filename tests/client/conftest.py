@@ -18,7 +18,7 @@ from tula_service.app import create_app
 from tula_service.settings import Settings
 from tula_wire import JobSpec
 
-HERE = "http://127.0.0.1:8321"
+ADDRESS = "http://127.0.0.1:8321"
 
 
 class InProcess(httpx.BaseTransport):
@@ -68,7 +68,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     if request.param == "socket":
         made = Client(request.getfixturevalue("address"), token="")
     else:
-        made = Client(HERE, token="", transport=InProcess(request.getfixturevalue("app")))
+        made = Client(ADDRESS, token="", transport=InProcess(request.getfixturevalue("app")))
     with made:
         yield made
 
@@ -79,7 +79,7 @@ def async_client(request: pytest.FixtureRequest) -> AsyncClient:
     if request.param == "socket":
         return AsyncClient(request.getfixturevalue("address"), token="")
     app = request.getfixturevalue("app")
-    return AsyncClient(HERE, token="", transport=httpx.ASGITransport(app, client=("127.0.0.1", 50_000)))
+    return AsyncClient(ADDRESS, token="", transport=httpx.ASGITransport(app, client=("127.0.0.1", 50_000)))
 
 
 @pytest.fixture

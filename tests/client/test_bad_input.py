@@ -65,7 +65,7 @@ def test_a_wrong_specification_names_its_field(tula: Tula, tmp_path: Path, field
         ("pass", "tula_agent.init()"),
     ],
 )
-def test_a_command_that_fails_is_told_and_what_was_measured_stays(
+def test_a_failing_command_is_reported_and_measurements_stay(
     tula: Tula, tmp_path: Path, address: str, program: str, said: str
 ) -> None:
     path, name = spec_file(tmp_path, tmp_path.name), tmp_path.name
@@ -81,7 +81,7 @@ def test_a_command_that_fails_is_told_and_what_was_measured_stays(
 
 
 def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path) -> None:
-    path = spec_file(tmp_path, "nobody")
+    path = spec_file(tmp_path, "no-service")
     command = [sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
     code, _, err = tula("--url", "http://127.0.0.1:9", "tune", path, "--", *command)
     assert code == 3
@@ -109,7 +109,7 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
     assert err.count("\n") == 1
 
 
-def test_a_training_goes_on_or_begins_anew_but_not_both(tula: Tula) -> None:
+def test_fresh_and_reconfigure_exclude_each_other(tula: Tula) -> None:
     code, _, err = tula("run", "any", "--fresh", "--reconfigure", "--", "true")
     assert code == 2
     assert "exclude each other" in err

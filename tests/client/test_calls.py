@@ -72,7 +72,7 @@ def test_registering_is_repeatable_because_a_key_is_always_sent(spec: JobSpec) -
     assert first.headers["Idempotency-Key"] != second.headers["Idempotency-Key"]
 
 
-def test_what_may_act_twice_is_not_repeatable() -> None:
+def test_a_claim_is_not_repeatable_because_it_may_act_twice() -> None:
     from tula_wire import ClaimRequest
 
     assert not _calls.claim("j", ClaimRequest(holder="me")).request.idempotent

@@ -64,11 +64,11 @@ def test_recommend_answers_people_and_programs(tula: Tula, job: str, spec: JobSp
     assert sum(line.lstrip()[:1].isdigit() for line in with_table.splitlines()) >= 12
 
 
-def test_jobs_are_listed_and_shown(tula: Tula, job: str, spec: JobSpec) -> None:
+def test_jobs_list_and_show_print_a_job(tula: Tula, job: str, spec: JobSpec) -> None:
     page = answer(tula("jobs", "list", "--search", spec.name, "--json"))
     assert [one["id"] for one in page["jobs"]] == [job]
-    shown = answer(tula("jobs", "show", spec.name, "--json"))
-    assert {run["state"] for run in shown["runs"]} == {"succeeded"}
+    printed = answer(tula("jobs", "show", spec.name, "--json"))
+    assert {run["state"] for run in printed["runs"]} == {"succeeded"}
     _, out, _ = tula("jobs", "show", job)
     assert job in out
     assert "profile" in out
@@ -91,7 +91,7 @@ def test_a_total_that_was_not_counted_to_its_end_says_so(total: int, said: str) 
     assert said in capture.get()
 
 
-def test_a_job_shows_what_was_promised_beside_what_came(tula: Tula, job: str, address: str) -> None:
+def test_a_job_shows_predictions_beside_measurements(tula: Tula, job: str, address: str) -> None:
     with Client(address, token="") as client:
         answer_ = client.recommendation(job)
         assert answer_.chosen is not None
@@ -100,14 +100,14 @@ def test_a_job_shows_what_was_promised_beside_what_came(tula: Tula, job: str, ad
         client.patch_run(training.id, RunPatch(state="running", holder="test"))
         client.send_samples(training.id, steps(training))
         client.patch_run(training.id, RunPatch(state="succeeded", holder="test"))
-    shown = answer(tula("jobs", "show", job, "--json"))
-    (kept,) = [entry for entry in shown["ledger"] if entry["run_id"] == training.id]
+    printed = answer(tula("jobs", "show", job, "--json"))
+    (kept,) = [entry for entry in printed["ledger"] if entry["run_id"] == training.id]
     promised, measured = kept["predicted_step_time_s"], kept["measured_step_time_s"]
     assert kept["recommendation_id"] == answer_.id
     assert kept["error"] == pytest.approx(measured / promised["value"] - 1)
     assert kept["within_interval"] is (promised["low"] <= measured <= promised["high"])
     # The first run stood before any fit; each that was claimed after one carries the prediction of that moment.
-    profiled = sorted((run for run in shown["runs"] if run["kind"] == "profile"), key=lambda run: run["finished_at"])
+    profiled = sorted((run for run in printed["runs"] if run["kind"] == "profile"), key=lambda run: run["finished_at"])
     assert [run["predicted_step_time_s"] is None for run in profiled] == [True] + [False] * (len(profiled) - 1)
     _, out, _ = tula("jobs", "show", job)
     assert "against the prediction" in out
@@ -195,19 +195,19 @@ def _away(_job_id: str) -> Job:
     raise ServiceUnreachableError("the service does not answer")
 
 
-def test_an_event_is_told_by_its_sentence() -> None:
+def test_an_event_line_ends_with_its_sentence() -> None:
     drift = {"alarm": "slower", "step": 39, "sentence": "Training has become slower than predicted."}
-    for kind, data, told in (
+    for kind, data, text in (
         ("drift", drift, "drift: Training has become slower than predicted."),
         ("job", {"state": "ready", "plan_reason": "The choice is stable."}, "job: ready: The choice is stable."),
         ("samples", {"num_samples": 40}, "samples: num samples 40"),
         ("run", {"state": "out_of_memory"}, "run: out of memory"),
     ):
         event = Event.model_validate({"id": 1, "kind": kind, "job_id": "j", "at": "2026-01-01T00:00:00Z", "data": data})
-        assert watch.event_line(event).endswith(told)
+        assert watch.event_line(event).endswith(text)
 
 
-def test_version_is_told(tula: Tula) -> None:
+def test_version_prints_the_version(tula: Tula) -> None:
     assert answer(tula("version", "--json"))["version"]
     assert tula("version")[1].startswith("tula ")
 

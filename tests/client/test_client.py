@@ -239,8 +239,8 @@ def test_events_of_a_job_stream_over_a_socket(address: str, spec: JobSpec) -> No
         seen = list(itertools.islice(client.events(job.id, last_id=0), 5))
         assert [event.id for event in seen] == sorted({event.id for event in seen})
         assert {event.job_id for event in seen} == {job.id}
-        later = next(client.events(job.id, last_id=seen[2].id))
-        assert later.id == seen[3].id
+        after = next(client.events(job.id, last_id=seen[2].id))
+        assert after.id == seen[3].id
 
 
 def test_events_stream_to_the_async_client_too(address: str, spec: JobSpec) -> None:
@@ -255,7 +255,7 @@ def test_events_stream_to_the_async_client_too(address: str, spec: JobSpec) -> N
     assert asyncio.run(first()) > 0
 
 
-def test_nobody_there_is_one_sentence_with_the_remedy() -> None:
+def test_an_unreachable_service_is_one_sentence_with_the_remedy() -> None:
     with (
         Client("http://127.0.0.1:9", retry=NO_RETRY) as client,
         pytest.raises(ServiceUnreachableError, match="tula serve"),
@@ -324,7 +324,7 @@ def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory, spec: JobSpec) -> None:
-    from tests.client.conftest import HERE, InProcess
+    from tests.client.conftest import ADDRESS, InProcess
     from tests.conftest import migrate
     from tula_service.app import create_app
     from tula_service.settings import Settings
@@ -332,13 +332,16 @@ def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory
     database = str(tmp_path_factory.mktemp("tokens") / "tula.db")
     migrate(database)
     app = create_app(Settings(database=database), token_cache_s=0.0)
-    with Client(HERE, token="", transport=InProcess(app)) as open_client:
+    with Client(ADDRESS, token="", transport=InProcess(app)) as open_client:
         created = open_client.create_token(TokenCreate(name="admin", scope="admin"))
-    with Client(HERE, token=created.secret, transport=InProcess(app)) as admin:
+    with Client(ADDRESS, token=created.secret, transport=InProcess(app)) as admin:
         other = admin.create_token(TokenCreate(name="other", scope="admin"))
         assert {token.name for token in admin.tokens().tokens} == {"admin", "other"}
         admin.revoke_token(other.token.id)
         admin.register(spec)
-    with Client(HERE, token=other.secret, transport=InProcess(app)) as revoked, pytest.raises(TulaError, match="oken"):
+    with (
+        Client(ADDRESS, token=other.secret, transport=InProcess(app)) as revoked,
+        pytest.raises(TulaError, match="oken"),
+    ):
         revoked.jobs()
     app.state.services.store.close()

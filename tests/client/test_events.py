@@ -72,7 +72,7 @@ class Unsteady(httpx.BaseTransport):
         self.asked.append(after)
         start = int(after or 0) + 1
         if len(self.asked) == 2:
-            raise httpx.ConnectError("nobody there")
+            raise httpx.ConnectError("connection refused")
         body = "retry: 0\n\n" + event(start) + event(start + 1) + event(start + 2)[:20]
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
 
@@ -88,7 +88,7 @@ def test_the_client_reconnects_and_resumes_after_the_last_event() -> None:
     assert waits == [0.0, 0.0, 0.0]
 
 
-def test_without_reconnection_a_break_is_told() -> None:
+def test_without_reconnection_a_break_raises() -> None:
     def break_off(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("gone", request=request)
 

@@ -33,7 +33,7 @@ UNITS = {
     "_batch_size": "examples",
 }
 """What the end of a name says of its unit, or a part of it."""
-MOST_SHOWN = 100_000
+MAX_PRINTED = 100_000
 """Bounds above this only keep numbers from overflowing."""
 
 
@@ -60,7 +60,7 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{one}`" for one in field["enum"])
     least, above, most = field.get("minimum"), field.get("exclusiveMinimum"), field.get("maximum")
     bounds = f" above {above}" if above is not None else "" if least is None else f" from {least:g}"
-    if most is not None and most <= MOST_SHOWN:
+    if most is not None and most <= MAX_PRINTED:
         bounds += f" to {most}"
     return {"string": "text"}.get(field["type"], field["type"]) + bounds
 

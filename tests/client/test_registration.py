@@ -1,4 +1,4 @@
-"""A changed `job.toml`: what a job can change is changed in it, and only what it cannot makes another."""
+"""A changed `job.toml`: changes the job where it can, and registers another job only for fixed fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def changed(spec: JobSpec, **values: Any) -> JobSpec:
     return JobSpec.model_validate({**spec.model_dump(mode="json"), **values})
 
 
-def test_what_a_job_can_change_is_changed_and_nothing_is_measured_again(client: Client, spec: JobSpec) -> None:
+def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(client: Client, spec: JobSpec) -> None:
     first = register(client, changed(spec, cluster=TWO_TYPES))
     assert first.notes == ()
     measured = profile(client, first.job.id)
@@ -65,7 +65,7 @@ def test_what_a_job_can_change_is_changed_and_nothing_is_measured_again(client: 
         ({"cluster": {"max_nodes": 4, "instance_type": "other"}}, "cluster.instance_type"),
     ],
 )
-def test_what_no_job_can_change_makes_another_and_is_named(
+def test_a_fixed_difference_registers_another_job_and_is_named(
     client: Client, spec: JobSpec, values: dict[str, Any], named: str
 ) -> None:
     first = register(client, spec).job
@@ -90,9 +90,7 @@ def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:
     assert client.job(first.id).state == "archived"
 
 
-def test_what_failed_is_planned_anew_also_in_a_job_that_was_changed(
-    client: Client, spec: JobSpec, tmp_path: Path
-) -> None:
+def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spec: JobSpec, tmp_path: Path) -> None:
     wanted = spec
     for objective in ("knee", "time", "cost", "cost"):
         wanted = changed(spec, objective=objective)
@@ -106,11 +104,11 @@ def test_what_failed_is_planned_anew_also_in_a_job_that_was_changed(
     assert len(client.jobs(search=spec.name).jobs) == 1
 
 
-def test_every_field_that_a_patch_has_is_known_here() -> None:
+def test_registration_handles_every_field_of_a_patch() -> None:
     assert set(JobPatch.model_fields) == {"objective", "limits", "prices", "archived"}
 
 
-def test_tune_says_what_it_changed_and_goes_on(tula: Tula, tmp_path: Path, address: str) -> None:
+def test_tune_reports_changes_and_continues(tula: Tula, tmp_path: Path, address: str) -> None:
     path = spec_file(tmp_path, tmp_path.name)
     with Client(address, token="") as client:
         job = client.register(load_spec(Path(path))).job
@@ -138,9 +136,9 @@ def test_jobs_add_registers_without_running_and_says_what_recommend_says(
         assert len(client.jobs(search=name).jobs) == 1
     code, out, err = tula("jobs", "add", path)
     assert (code, err) == (0, "")
-    title, shown = out.split("\n", 1)
+    title, printed = out.split("\n", 1)
     assert title.split() == [name, first["job_id"]]
-    assert shown == tula("recommend", name)[1]
+    assert printed == tula("recommend", name)[1]
     code, out, err = tula("jobs", "add", spec_file(tmp_path, name, objective='"cost"'), "--json")
     assert (code, "objective knee -> cost" in err) == (0, True)
     assert json.loads(out)["objective"] == "cost"

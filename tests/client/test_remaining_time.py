@@ -22,7 +22,7 @@ def planned(*runs):
     return service.job("job-1")
 
 
-def test_before_any_run_has_ended_nobody_knows():
+def test_before_the_first_end_there_is_no_estimate():
     assert seconds_left(planned(("pending", None, 1.0, 0)), {}, {}) is None
 
 
@@ -42,14 +42,14 @@ def test_without_a_prediction_a_run_takes_what_runs_took():
     assert seconds_left(job, {"r0": 22.0, "r1": 8.0}, {}) == pytest.approx(15)
 
 
-def test_what_goes_on_already_has_less_left_and_goes_on_at_once():
+def test_active_runs_have_less_time_left_and_run_at_once():
     job = planned(("succeeded", 2.0, None, 6), *[("running", None, 2.0, 0)] * 2)
     assert seconds_left(job, {"r0": 22.0}, {"r1": 12.0, "r2": 30.0}) == pytest.approx((10 + 0) / 2)
 
 
-def test_a_terminal_shows_it(tmp_path):
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=120)
+def test_a_terminal_shows_the_remaining_time(tmp_path):
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=True, width=120)
     with ProgressReporter(console) as reporter:
         reporter.job(planned(("running", None, None, 0), ("pending", None, 10.0, 0)))
         job = planned(("succeeded", 2.0, None, 6), ("pending", None, 10.0, 0))
@@ -57,4 +57,4 @@ def test_a_terminal_shows_it(tmp_path):
         reporter.finished(job.plan[0], Outcome("succeeded"), tmp_path / "log", 72.0)
         reporter.job(job)
         reporter._progress.refresh()
-    assert "1 left, about 2 min" in shown.getvalue()
+    assert "1 left, about 2 min" in printed.getvalue()

@@ -45,14 +45,14 @@ def test_waits_stay_within_the_budget_and_attempts_within_their_number(
 
 
 @pytest.mark.parametrize("outcome", [Outcome(failure="lost"), Outcome(status=502), Outcome(status=504)])
-def test_what_may_have_been_done_is_repeated_only_where_that_is_harmless(outcome: Outcome) -> None:
+def test_a_request_that_may_be_processed_is_repeated_only_if_idempotent(outcome: Outcome) -> None:
     policy = RetryPolicy()
     assert policy.wait_s(outcome, attempt=1, waited_s=0, idempotent=False, dice=0.5) is None
     assert policy.wait_s(outcome, attempt=1, waited_s=0, idempotent=True, dice=0.5) is not None
 
 
 @pytest.mark.parametrize("outcome", [Outcome(failure="not_sent"), Outcome(status=429), Outcome(status=503)])
-def test_what_was_certainly_not_done_is_always_worth_repeating(outcome: Outcome) -> None:
+def test_a_request_that_was_not_processed_is_always_repeated(outcome: Outcome) -> None:
     assert RetryPolicy().wait_s(outcome, attempt=1, waited_s=0, idempotent=False, dice=0.0) == 0.0
 
 

@@ -14,7 +14,7 @@ from tests.service.dashboard import models
 from tula_client.cli import format, jobs, output, recommend
 
 
-def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None:
+def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
     out = StringIO()
     purpose = "Design: middle cluster with smallest batch; it tells most about the rest."
     runs = [
@@ -25,14 +25,14 @@ def test_what_a_run_is_and_how_it_went_stands_on_one_line_of_a_hundred() -> None
     lines = out.getvalue().splitlines()
     for run in runs:
         line = next(line for line in lines if run.id in line)
-        for told in (run.state, "2, 128 (64)", "210 ms", "+5.0 %"):
-            assert told in line
+        for text in (run.state, "2, 128 (64)", "210 ms", "+5.0 %"):
+            assert text in line
     assert format.BRIEF in out.getvalue()
     assert "post_local_sgd" in next(line for line in lines if "run-9" in line)
     assert f"{runs[0].id}  {purpose}" in lines
 
 
-def test_profiling_runs_that_failed_are_told_from_those_that_measured() -> None:
+def test_failed_profiling_runs_are_counted_apart() -> None:
     plan = [models.run("run-1", kind="profile", state=state) for state in ("succeeded", "failed", "out_of_memory")]
     job = models.job().model_copy(update={"plan": plan, "runs_done": 3, "runs_planned": 4})
     out = StringIO()
@@ -59,8 +59,8 @@ def test_candidates_on_several_instance_types_say_which() -> None:
     typed = one.model_copy(update={"configuration": replace(one.configuration, instance_type="g5.12xl")})
     for candidates, heading in (([one, typed], True), ([one, *others], False), ([typed, typed], False)):
         out = StringIO()
-        shown = answer.model_copy(update={"candidates": candidates})
-        Console(file=out, width=160).print(recommend.candidates_table(shown))
+        printed = answer.model_copy(update={"candidates": candidates})
+        Console(file=out, width=160).print(recommend.candidates_table(printed))
         lines = out.getvalue().splitlines()
         assert (lines[0].split()[0] == "type") is heading
         assert [line.split()[0] for line in lines[1:3]] == ["default", "g5.12xl"] or not heading

@@ -169,7 +169,7 @@ LAUNCHERS: Final = {
         ),
         Launcher(
             "slurm",
-            "srun starts every rank, inside an allocation or with one of its own",
+            "srun starts every rank, inside an allocation or with a new one",
             (
                 "srun",
                 "--job-name=tula-{launch_id}",

@@ -1,4 +1,4 @@
-"""What a log says: out-of-memory in every usual wording, and the lines that matter."""
+"""Logs: out-of-memory in every usual wording, and the lines with the error."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ Root Cause (first observed failure):
         "tula: rank 3 ran out of memory at a local batch of 64",
     ],
 )
-def test_out_of_memory_is_seen(line):
+def test_an_out_of_memory_is_detected_in_a_line(line):
     assert ran_out_of_memory(["epoch 1", line, "the end"])
 
 
 @pytest.mark.parametrize(
     "line", ["memory used: 3 GiB", "ValueError: bad shape", "exitcode : 1 (pid: 9)", "out of data"]
 )
-def test_ordinary_lines_are_not(line):
+def test_ordinary_lines_are_no_out_of_memory(line):
     assert not ran_out_of_memory([line])
 
 
@@ -68,6 +68,6 @@ def test_too_few_nodes_are_named_by_srun():
     assert relevant_lines(lines) == lines
 
 
-def test_what_the_agent_said_is_told_once():
+def test_agent_warnings_are_returned_once():
     assert agent_warnings(["x", "[rank1]: tula: hello", "tula: hello"]) == ["hello"]
     assert agent_warnings(["tula: stack of rank 1 (process 7 on n2) near its time limit:"]) == []

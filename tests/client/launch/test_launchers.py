@@ -29,7 +29,7 @@ def test_every_template_is_filled_in_whole_and_ends_with_the_script(name):
     assert not any("{" in word or "}" in word for word in command)
 
 
-def test_torchrun_starts_every_rank_here():
+def test_torchrun_starts_every_rank_on_this_machine():
     assert filled("torchrun")[0][:3] == ["torchrun", "--standalone", "--nproc-per-node=8"]
 
 

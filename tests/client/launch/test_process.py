@@ -1,4 +1,4 @@
-"""Commands under the guard: nothing is left behind, whoever dies first."""
+"""Commands under the supervisor: no process is left behind, whichever dies first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tula_client.launch.errors import CommandNotFoundError
 from tula_client.launch.process import start
 
-# A command whose grandchild moves to a session of its own, as torchrun's ranks do, and ignores SIGTERM when told to.
+# A command whose grandchild moves to another session, as torchrun's ranks do, and may ignore SIGTERM.
 FAMILY = """
 import subprocess, sys, time
 code = "import signal, time, sys; {ignore}; print('child up', flush=True); time.sleep(600)"
@@ -72,7 +72,7 @@ def test_a_missing_command_is_named(tmp_path):
         start(["no-such-launcher"], environment=environment(), log=tmp_path / "log")
 
 
-def test_what_could_not_be_cancelled_is_not_started(tmp_path):
+def test_a_command_whose_stop_command_is_missing_is_not_started(tmp_path):
     command = [sys.executable, "-c", "print('started', flush=True)"]
     with pytest.raises(CommandNotFoundError, match="the stop command 'scancl' was not found"):
         start(command, environment=environment(), log=tmp_path / "log", stop_command=["scancl", "1"])
@@ -146,7 +146,7 @@ for rank in ranks:
     assert text.count("in stuck_here") == 3
 
 
-def test_a_rank_that_has_shown_its_stack_by_itself_is_not_asked_again(tmp_path):
+def test_a_rank_whose_agent_printed_its_stack_is_not_signalled(tmp_path):
     script = """
 import os, subprocess, sys
 code = "import os, time\\nos.write(1, b'tula: stack of rank %s (up)\\\\n' % os.environb[b'SHOWN'])\\ntime.sleep(600)"

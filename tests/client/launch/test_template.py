@@ -91,12 +91,12 @@ def test_an_empty_command_is_refused():
         ),
     ],
 )
-def test_what_the_job_varies_must_have_its_placeholder(command, changes, missing):
+def test_a_quantity_that_the_job_varies_needs_its_placeholder(command, changes, missing):
     with pytest.raises(TemplateError, match=missing):
         Template(command).check(spec(**changes))
 
 
-def test_what_the_job_keeps_fixed_needs_no_placeholder():
+def test_a_quantity_that_the_job_fixes_needs_no_placeholder():
     fixed = spec(cluster={"min_nodes": 2, "max_nodes": 2}, batch={"min_local_batch_size": 8, "max_local_batch_size": 8})
     Template(("x.sh",)).check(fixed)
     Template(("x", "{world_size}", "{local_batch_size}", "{global_batch_size}")).check(

@@ -1,4 +1,4 @@
-"""Training to the end: smaller after out-of-memory, again after pre-emption, on from where an earlier call stopped."""
+"""`tula run`: a smaller configuration after an out-of-memory, a restart after pre-emption, resuming an earlier call."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bench_of(tmp_path, service, notes, *fates, **options):
     return Bench(tmp_path, service, script(*fates)(service), notes, **options)
 
 
-def test_it_trains_with_what_is_recommended(tmp_path):
+def test_training_uses_the_recommended_configuration(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
     assert go(bench, service).configuration == configuration(2, 64)
@@ -179,19 +179,19 @@ def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before
     assert any(work.checkpoints(1).iterdir())  # what was trained stays where it was
 
 
-def test_a_training_goes_on_with_what_is_recommended_by_now_when_told_to(tmp_path):
+def test_reconfigure_continues_a_training_with_the_current_recommendation(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (143, True), (143, True))
     with pytest.raises(TrainingFailedError):
         go(bench, service, max_restarts=1)
     service.chosen = configuration(4, 32)
-    told = bench_of(tmp_path, service, notes, (0, False))
-    assert go(told, service, reconfigure=True).configuration == configuration(4, 32)
-    assert told.started[0][0][4] == f"--resume={told.work.checkpoints()}"
+    reconfigured = bench_of(tmp_path, service, notes, (0, False))
+    assert go(reconfigured, service, reconfigure=True).configuration == configuration(4, 32)
+    assert reconfigured.started[0][0][4] == f"--resume={reconfigured.work.checkpoints()}"
     assert service.continued[-1] == "r1"
 
 
-def test_a_start_that_left_no_checkpoint_settles_nothing(tmp_path):
+def test_a_start_without_a_checkpoint_does_not_fix_the_configuration(tmp_path):
     service, notes = FakeService(chosen=configuration(1, 32)), Notes()
     with pytest.raises(TrainingFailedError):
         go(bench_of(tmp_path, service, notes, (1, False)), service)
@@ -202,7 +202,7 @@ def test_a_start_that_left_no_checkpoint_settles_nothing(tmp_path):
     assert any("left no checkpoint: starting another" in note for note in notes.notes)
 
 
-def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
+def test_a_training_that_is_interrupted_is_cancelled(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
     bench.runner.sleep = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -211,7 +211,7 @@ def test_a_training_that_is_stopped_waits_for_nobody(tmp_path):
     assert [run.state for run in service.runs.values()] == ["cancelled"]
 
 
-def test_training_before_anything_was_measured_is_told_to_be_a_guess(tmp_path):
+def test_training_without_measurements_notes_that_the_configuration_is_a_guess(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     go(bench_of(tmp_path, service, notes, (0, False)), service)
     assert notes.notes == []
@@ -220,7 +220,7 @@ def test_training_before_anything_was_measured_is_told_to_be_a_guess(tmp_path):
     assert ["a guess" in note for note in notes.notes] == [True]
 
 
-def test_without_a_choice_it_says_why(tmp_path):
+def test_training_without_a_recommendation_fails_with_the_reason(tmp_path):
     service, notes = FakeService(), Notes()
     with pytest.raises(LaunchError, match=r"no configuration to train with: No reason\."):
         go(bench_of(tmp_path, service, notes), service)

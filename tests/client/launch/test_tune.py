@@ -1,4 +1,4 @@
-"""Working through a plan: in parallel within the nodes, going on after every kind of end, losing nothing."""
+"""`tula tune`: runs in parallel within the node budget, and continues after every kind of failure."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_plan_that_is_about_to_hold_smaller_runs_is_waited_for(tmp_path):
 
     def planned_meanwhile(job_id, request):
         claims.append(request)
-        if len(claims) == 4:  # another tula's run has ended, and the service has planned anew
+        if len(claims) == 4:  # another tula's run has ended, and the service has replanned
             service.change(next(iter(service.runs)), state="cancelled")
             service.add("profile", THREE[2])
         return claim(job_id, request)
@@ -93,20 +93,18 @@ def test_a_plan_that_is_about_to_hold_smaller_runs_is_waited_for(tmp_path):
 
 def test_runs_go_in_parallel_within_the_node_budget(tmp_path):
     service, notes = FakeService(THREE), Notes()
-    together = []
+    at_once = []
 
     def fate(command, environment, log):
         process = measured(service)(command, environment, log)
         process.left = 50
-        together.append(
-            {run.id: run.configuration.num_nodes for run in service.runs.values() if run.state == "running"}
-        )
+        at_once.append({run.id: run.configuration.num_nodes for run in service.runs.values() if run.state == "running"})
         return process
 
     bench = Bench(tmp_path, service, fate, notes)
     tune(bench, service, max_parallel=3, node_budget=4)
     assert bench.started[1][0] == ["launch", "2", "64", "1"]
-    assert [sum(at_once.values()) for at_once in together] == [0, 0, 2]  # 4; then 2 and 1 side by side
+    assert [sum(nodes.values()) for nodes in at_once] == [0, 0, 2]  # 4; then 2 and 1 side by side
 
 
 def test_a_first_run_that_fails_stops_with_its_last_lines_and_gives_the_rest_back(tmp_path):
@@ -144,7 +142,7 @@ def test_an_out_of_memory_is_reported_and_the_plan_goes_on(tmp_path):
     assert [run.state for run in service.runs.values()] == ["out_of_memory", "succeeded", "succeeded"]
 
 
-def test_a_script_without_the_agent_is_told_so(tmp_path):
+def test_a_script_without_the_agent_fails_with_the_remedy(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(), notes)
     with pytest.raises(TooManyFailuresError, match=r"no measurement arrived: call tula_agent.init\(\)"):
@@ -215,12 +213,12 @@ def test_runs_left_leased_by_a_tula_that_died_are_done_first_and_finished_ones_n
     assert [environment["TULA_RUN_ID"] for _, environment, _ in bench.started] == ["r1", "r2"]
 
 
-def test_what_a_vanished_machine_left_in_a_queue_is_cancelled_by_the_next_tula(tmp_path):
+def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(tmp_path):
     service, notes = FakeService(THREE[:1]), Notes()
     cancelled = tmp_path / "cancelled"
     stop = Template(("touch", f"{cancelled}-{{launch_id}}"))
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, stop_template=stop)
-    bench.runner.start(service.runs["r0"], TEMPLATE)  # and then the machine is gone: nobody stops or judges it
+    bench.runner.start(service.runs["r0"], TEMPLATE)  # then the machine is gone: the run is neither stopped nor judged
     service.holders = {"r0": "me"}
     again = Bench(tmp_path, service, measured(service), notes, stop_template=stop)
     again.runner.options.inherited["PATH"] = os.environ["PATH"]

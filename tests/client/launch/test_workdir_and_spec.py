@@ -20,15 +20,15 @@ cluster = { max_nodes = 4 }
 """
 
 
-def test_a_second_tula_is_refused_and_a_later_one_has_the_same_name(tmp_path):
+def test_a_second_tula_is_refused_and_its_successor_has_the_same_holder_name(tmp_path):
     with (
         WorkDir(tmp_path, "job-1").locked() as first,
         pytest.raises(WorkDirBusyError, match="another tula uses"),
         WorkDir(tmp_path, "job-1").locked(),
     ):
         pass
-    with WorkDir(tmp_path, "job-1").locked() as later:
-        assert later == first
+    with WorkDir(tmp_path, "job-1").locked() as second:
+        assert second == first
 
 
 def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
@@ -60,7 +60,7 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
         (('name = "j"', 'name = "j'), "is not valid TOML"),
     ],
 )
-def test_what_is_wrong_in_a_spec_is_named(tmp_path, change, said):
+def test_an_error_in_a_specification_names_the_field(tmp_path, change, said):
     path = tmp_path / "job.toml"
     path.write_text(SPEC.replace(*change))
     with pytest.raises(SpecError, match=said) as error:
@@ -107,9 +107,9 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
     good = {"name": "j", "model": {"name": "m"}, "dataset": {"size": 10}, "cluster": {"max_nodes": 4}}
     with pytest.raises(ValidationError) as error:
         JobSpec.model_validate(good | wrong)
-    here = [(".".join(map(str, place)), said.partition(";")[0]) for place, said in faults(error.value, JobSpec)]
+    client_side = [(".".join(map(str, place)), said.partition(";")[0]) for place, said in faults(error.value, JobSpec)]
     there = [(one.field, one.message.partition(";")[0]) for one in field_errors(error.value.errors())]
-    assert [(place or "body", said) for place, said in here] == there
+    assert [(place or "body", said) for place, said in client_side] == there
 
 
 def test_a_missing_file_is_named(tmp_path):
