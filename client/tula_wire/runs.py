@@ -10,6 +10,8 @@ from tula_wire._base import Count, Name, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
+RunOrigin = Literal["plan", "user"]
+EndCause = Literal["vanished", "superseded", "no_samples"]
 RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory", "failed", "cancelled"]
 
 
@@ -29,11 +31,11 @@ class Run(WireModel):
     kind: RunKind
     state: RunState
     configuration: Configuration
-    origin: Literal["plan", "user"] = Field("plan", description="Who asked for it: the profiling plan or the user.")
+    origin: RunOrigin = Field("plan", description="Who asked for it: the profiling plan or the user.")
     purpose: str = Field("", description="Why the plan contains it.")
     instruction: Instruction | None = Field(None, description="Only for profiling runs.")
     message: str | None = Field(None, description="Why it failed, in one sentence.")
-    end_cause: Literal["vanished", "superseded", "no_samples"] | None = Field(
+    end_cause: EndCause | None = Field(
         None,
         description="Why the service ended it otherwise than its holder reported: its lease expired, another run "
         "continued it, or it reported success without a sample.",
