@@ -70,7 +70,7 @@ def expected_improvements(
     """What measuring each unmeasured candidate is expected to gain, as a share of the choice's value.
 
     Expected improvement E[(1 - value / best)+] times the chance that it keeps deadline and budget; log values follow
-    Student's t with four degrees of freedom, since grids hold more surprises than a fit says. For the same reason a
+    Student's t with four degrees of freedom, since grids hold more surprises than a fit expects. For the same reason a
     tenth of it is what the candidate gains under its `doubts`: a few runs are evidence neither for a job that strays
     far from the form nor against it. While no candidate is likely to keep the limits, or none does by its mean, that
     chance alone counts. A candidate that may not fit into memory is among them, since its run answers whether it does.

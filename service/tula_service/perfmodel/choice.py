@@ -1,4 +1,4 @@
-"""The Pareto frontier: what no other candidate beats in both time and cost."""
+"""Which candidate to recommend inside the limits, and why; the Pareto frontier of time and cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits, and `reason` says so.
+    """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits; `reason` names them.
 
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     """
@@ -82,9 +82,9 @@ def choose(
 ) -> Choice:
     """The best candidate for the objective inside the limits.
 
-    A candidate passes the deadline and the budget only when the upper end of its interval does, so the 90 % interval
-    makes a broken promise rare. When none passes that way, the one whose mean passes by the widest margin is taken,
-    `within_limits_is_likely` is False and `reason` tells the chance. `Objective.TIME_TO_QUALITY` is least time: price
+    A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
+    broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
+    `within_limits_is_likely` is False and `reason` states the chance. `Objective.TIME_TO_QUALITY` is least time: price
     with `steps_factor` first.
     """
     if not estimates:
@@ -164,15 +164,15 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
             what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
             end = f"expected {what}" if certain else f"{what} at the upper end of its interval"
             figure = value.mean if certain else value.high
-            told, most = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
-            sentence = f"its {end}, {told} {unit}, is above the {said} of {most} {unit}."
+            value_text, limit_text = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
+            sentence = f"its {end}, {value_text} {unit}, is above the {said} of {limit_text} {unit}."
             broken.append(Exclusion(estimate, name, certain, sentence))
-    # One that surely breaks the budget is no hope for the deadline.
+    # A candidate that breaks the budget for certain cannot be taken for the deadline either.
     return max(broken, key=lambda found: found.certain, default=None)
 
 
 def _chance(estimate: Estimate, limits: Limits) -> float:
-    """Probability of keeping the tighter limit: of one configuration time and cost err together."""
+    """Probability of keeping the tighter limit: time and cost of one configuration share their error."""
     scores = [
         math.log(limit / value.mean) / max(value.log_sd, 1e-9)
         for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))

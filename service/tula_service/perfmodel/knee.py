@@ -57,7 +57,7 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, value: Sequence[f
     hull = _lower_hull(x, y)
     if not _saturates(x, hull):
         return KneeFinding(None, "no knee: a straight line describes the curve as well as a saturating one.")
-    from kneed import KneeLocator  # here and not above: it brings all of scipy.signal, a quarter of the service's start
+    from kneed import KneeLocator  # imported on use: it imports all of scipy.signal, a quarter of the service's start
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

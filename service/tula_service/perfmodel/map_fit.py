@@ -1,4 +1,7 @@
-"""Maximum a posteriori fits of the physical form with its residual process, averaged over residual hypotheses."""
+"""Maximum a posteriori fits of the form `overlap` with its residual process, averaged over residual hypotheses.
+
+Repeats of one configuration are merged first; `data_warnings` names what the rows together cannot determine.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ class Posterior:
 
     @property
     def leading(self) -> Member:
-        """The member with the largest weight: its parameters are the ones shown."""
+        """The member with the largest weight: its parameters stand for all."""
         return self.members[int(np.argmax(self.member_weights))]
 
     @property
@@ -354,8 +357,8 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
     return Merged(merged, np.array([float(len(group)) for group in groups])), tuple(notes)
 
 
-def statements(observations: StepTimeObservations) -> tuple[str, ...]:
-    """Sentences about what these measurements cannot tell, one per gap, and on the pair that cannot both be true."""
+def data_warnings(observations: StepTimeObservations) -> tuple[str, ...]:
+    """Sentences about what these measurements leave open, one per gap, and about a pair that contradicts itself."""
     points = observations.points
     found = _implausible(observations)
     if len(points) == 1:
@@ -371,13 +374,13 @@ def statements(observations: StepTimeObservations) -> tuple[str, ...]:
 def _implausible(observations: StepTimeObservations) -> list[str]:
     """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
     points, seconds = observations.points, observations.step_time_s
-    alike = (
+    comparable = (
         (np.array(points.instance_type, dtype=object)[:, None] == np.array(points.instance_type, dtype=object)[None, :])
         & (points.grad_accum_steps[:, None] == points.grad_accum_steps[None, :])
         & np.isclose((points.world_size / points.num_nodes)[:, None], (points.world_size / points.num_nodes)[None, :])
     )
     nodes, batch = (values[:, None] - values[None, :] for values in (points.num_nodes, points.local_batch_size))
-    less = alike & (((nodes < 0) & (batch == 0)) | ((nodes == 0) & (batch < 0)))
+    less = comparable & (((nodes < 0) & (batch == 0)) | ((nodes == 0) & (batch < 0)))
     ratio = np.where(less, seconds[:, None] / seconds[None, :], 0.0)
     slow, fast = (int(row) for row in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     if ratio[slow, fast] <= _IMPLAUSIBLE:

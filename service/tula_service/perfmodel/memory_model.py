@@ -2,8 +2,9 @@
 
     M(b) = M_static + m * b^p      M_static: parameters, gradients, optimizer state, context; m: activations and batch
 
-p is close to 1: work space and allocator slack make the first examples a little dearer than the later ones. The
+p is close to 1: work space and allocator slack make the first examples cost slightly more than later ones. The
 posterior is a weighted grid over the share of M that grows with the batch, and over p; the level is integrated out.
+`tula_wire.memory` has the formula for p = 1, which the agent evaluates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
 _READING_NOISE, _GROWTH_NOISE = 0.002, 0.03  # of the whole; of what grows: static memory does not fluctuate
 _SHARE_CENTRE, _SHARE_SD = 0.0, 1.2  # log odds: at the smallest batch half of the memory grows, give or take a lot
 _JUMPS = ((0.0, 0.8), (0.08, 0.2))  # (of the reading, chance): it jumps with the work space of another kernel
-_OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space come on top of the bytes that one can count
+_OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
 _POWER_CENTRE, _POWER_SD = 0.97, 0.03
 _PREDICTION_NOISE, _PREDICTION_DOF = 0.03, 4.0
 _LARGEST_BATCH = 2**30
@@ -46,7 +47,7 @@ _POWERS = np.linspace(0.88, 1.06, 7)
 
 @dataclass(frozen=True)
 class MemoryPrior:
-    """What analysis says before (or beside) measuring, with relative errors.
+    """Bytes that were counted before (or beside) measuring, with relative errors.
 
     `bytes_per_sample` counts activations and inputs of one example; the device is taken to need 10 % more.
     """
@@ -78,7 +79,7 @@ class MemoryPredictions:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """A weighted grid of curves; `notes` say what the data cannot tell. Arrays have one entry per curve."""
+    """A weighted grid of curves; `notes` name what the data leave open. Arrays have one entry per curve."""
 
     basis: Basis
     notes: tuple[str, ...]
@@ -191,7 +192,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
     """Weigh every curve of the grid by the readings, by counted or analytic bytes, and by out-of-memory events.
 
     One reading, or readings at one batch, leave the growth to the prior (a tenth to nine tenths of the memory
-    grow with the batch) and a note says so; two readings at different batches determine it. A batch that ran out of
+    grow with the batch) and a note is added; two readings at different batches determine it. A batch that ran out of
     memory makes curves on which it would have fitted improbable. Raises ObservationError with neither a reading nor
     bytes per sample.
     """

@@ -1,4 +1,4 @@
-"""Which configurations tell most about all the others: greedy reduction of the model's own uncertainty."""
+"""The most informative configurations to measure: greedy reduction of the model's own variance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def greedy_design(
     Each pick minimises the posterior variance summed over all rows, as if it were measured with this noise: no step
     time is needed, so the runs may go in parallel. `known` rows will be measured anyway; one row of each group in
     `first` comes before all others (the largest cluster of each instance type). `weights`, one a row, say how much the
-    variance of each matters; all the same without. `costs`, one a row, divide what a run tells.
+    variance of each matters; all the same without. `costs`, one a row, divide what a run removes.
     """
     matters = np.ones(len(covariance)) if weights is None else weights
     remaining = np.array(covariance)

@@ -50,7 +50,7 @@ class PaperFit:
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
     """The fit to the rows of one instance type; None while they do not determine a, A and s (three rows at least)."""
-    from scipy.optimize import nnls  # here and not above: only jobs that ask for these forms need it
+    from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
     columns = _columns(observations.points, form) / observations.step_time_s[:, None]
     size = np.maximum(np.linalg.norm(columns, axis=0), _LEAST)

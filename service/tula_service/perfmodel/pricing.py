@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def key(self) -> tuple[Configuration, bool]:
-        """What tells the estimates of one choice apart."""
+        """Unique among the estimates of one choice."""
         return self.configuration, self.spot
 
 

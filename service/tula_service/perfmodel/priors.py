@@ -1,4 +1,4 @@
-"""What is believed before anything is measured anywhere: generic, or from hardware figures."""
+"""Priors of the step-time parameters before a job's own runs: generic, from hardware figures, or from earlier jobs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from tula_service.perfmodel.step_time_form import NUM_PARAMETERS
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
-_SUSTAINED_SHARE_SD = 0.8  # what the three widths of `scale_from_jobs` make together
+_SUSTAINED_SHARE_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
 _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
+_BETWEEN_JOBS_SD = 0.25
+_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
+_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
+_WORTH_OF_NETWORK_SD = 6.0  # the prior of _NETWORK_SD weighs as much as so many jobs
+_BELIEVED_SDS = 4.0
 
 
 @dataclass(frozen=True)
 class StepTimePrior:
     """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
-    `absolute` says whether c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
+    `absolute`: c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
     None for "the largest batch in question".
     """
 
@@ -113,7 +118,7 @@ class Priors:
 
 
 def generic_prior() -> StepTimePrior:
-    """What holds of any synchronous data-parallel job, as far as 43 measured grids tell.
+    """The prior of any synchronous data-parallel job, from 43 measured grids.
 
     Centres and widths were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
     ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and rounded: at the largest batch a third of compute
@@ -128,12 +133,12 @@ def generic_prior() -> StepTimePrior:
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
     """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
 
-    c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and for each level of the network
-    s = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two participants). Sustained is
+    c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and between nodes
+    s_inter = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Sustained is
     0.6 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 11 FLOP per byte * W: half-way
     between networks bound by arithmetic and by memory, and between single precision (of which most of the measured
-    networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores). What
-    is not known of the hardware is guessed, and c is wider.
+    networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores).
+    Unknown figures of the hardware are guessed, and c is wider.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
@@ -152,20 +157,12 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
 
 
-_BETWEEN_JOBS_SD = 0.25
-_BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
-_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
-_WORTH_OF_NETWORK_SD = 6.0  # in jobs: so many have to differ more before it is believed
-_BELIEVED_SDS = 4.0
-
-
 @dataclass(frozen=True)
 class EarlierScale:
-    """How far the first guess of an earlier job, of whatever network, was from what its runs then showed.
+    """Error of the hardware-based prior for an earlier job of any network, at its reference batch size.
 
-    `log_ratio` is log(c / c of `prior_from_hardware`) at one batch. `sd` is how uncertain that is in itself, for FLOPs
-    that were guessed or runs that left c open, and `device_sd` how uncertain the figures of `device` are, as
-    `Hardware.device_sd` says.
+    `log_ratio` is log(fitted c / c of `prior_from_hardware`), `sd` its own uncertainty (guessed FLOPs, runs that left c
+    open), and `device_sd` that of the figures of `device` (`Hardware.device_sd`).
     """
 
     log_ratio: float
@@ -184,23 +181,25 @@ def scale_from_jobs(
 ) -> StepTimePrior:
     """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
 
-    log(c / guess) = everywhere + device + network: what a team's framework, precision and kernels make of any network,
-    what they make of one device, and what is the network's own. The first two are normal around 0 (sd 0.5 and 0.4, with
-    `device_sd` where figures of the device are uncertain); the third has a sd that the jobs themselves tell, 0.5 to
-    begin with. `earlier` has each network at most once per device: again it would count as another that agrees. A job
-    off by more than four sd was described wrongly (FLOPs in another unit) and is left out. The basis stays. Widths are
+    log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
+    network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
+    and 0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. `earlier` has each
+    network at most once per device: a repetition would count as another network that agrees. A job that is off by more
+    than four sd was described wrongly (FLOPs in another unit) and is ignored. The basis stays. Widths are
     from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
     BSD-3-Clause).
     """
-    heard = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
-    if not heard:
+    usable = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
+    if not usable:
         return guess
-    from sklearn.linear_model import BayesianRidge  # here and not above: half a second that most starts can do without
+    from sklearn.linear_model import (
+        BayesianRidge,  # imported on use: it takes half a second, and most starts do not need it
+    )
 
-    devices = [device, *sorted({job.device for job in heard} - {device})]
-    parts = np.array([[_EVERYWHERE_SD, *(_on(job, each) for each in devices)] for job in heard])
-    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.sd**2) for job in heard])
-    # With the columns scaled by their sd the weights have a sd of 1, which is held there: precision 1, worth any data.
+    devices = [device, *sorted({job.device for job in usable} - {device})]
+    parts = np.array([[_EVERYWHERE_SD, *(_on(job, each) for each in devices)] for job in usable])
+    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.sd**2) for job in usable])
+    # The columns are scaled by their sd, so the weights have a sd of 1: lambda is held at 1 by a prior worth 1e6 jobs.
     ridge = BayesianRidge(
         fit_intercept=False,
         alpha_init=_NETWORK_SD**-2,
@@ -209,13 +208,13 @@ def scale_from_jobs(
         lambda_init=1.0,
         lambda_1=1e6,
         lambda_2=1e6,
-    ).fit(parts, np.array([job.log_ratio for job in heard]), sample_weight=certainty)
+    ).fit(parts, np.array([job.log_ratio for job in usable]), sample_weight=certainty)
     wanted = np.zeros((1, parts.shape[1]))
     wanted[0, :2] = _EVERYWHERE_SD, math.hypot(_DEVICE_SD, device_sd)
     shift, spread = ridge.predict(wanted, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[0] += shift[0]
-    mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, beside another c
+    mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, relative to another c
     sd[0] = math.hypot(float(spread[0]), flops_sd)
     return replace(guess, mean=mean, sd=sd)
 
@@ -229,12 +228,12 @@ def _sd_of(job: EarlierScale) -> float:
 
 
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None) -> StepTimePrior:
-    """What the runs of a network on one instance type teach about it on another, basis `transfer`.
+    """The prior of a network on one instance type from its runs on another, basis `transfer`.
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
-    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which no
-    two generations of devices use alike. Where a figure of either type is not known, nothing moves and c is wider, as
-    it is where the figures are uncertain.
+    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which
+    each generation of devices uses to another degree. If a figure of either type is unknown, nothing moves and c is
+    wider; c is also wider if the figures are uncertain.
     """
     shape = prior_from_jobs([learnt])
     mean, sd = shape.mean.copy(), shape.sd.copy()
@@ -262,10 +261,10 @@ def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) ->
 
 
 def prior_from_jobs(posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None) -> StepTimePrior:
-    """What earlier jobs on the same hardware teach (their `StepTimeModel.posterior`), basis `transfer`.
+    """The prior from earlier jobs on the same hardware (their `StepTimeModel.as_prior`), basis `transfer`.
 
-    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by what jobs differ among
-    themselves. The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
+    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by the spread among jobs.
+    The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
     the jobs are runs of the same network, from them.
     """
     base = generic_prior()

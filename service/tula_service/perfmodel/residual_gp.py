@@ -1,4 +1,4 @@
-"""What the physical form leaves over: a Gaussian process on log step time over batch, cluster and both together."""
+"""The residual of the form `overlap`: a Gaussian process on log step time over batch, cluster, and their product."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_service.perfmodel.points import FloatArray, Points
 
 @dataclass(frozen=True)
 class ResidualScales:
-    """Prior standard deviations of log step time around the form, and how many doublings they stay alike over.
+    """Prior standard deviations of log step time around the form, and over how many doublings they stay correlated.
 
     `batch` is shared by all clusters at one batch (kernel choice), `cluster` by all batches on one cluster (link
     contention), `both` belongs to a configuration and its neighbours, `own` to one configuration alone, `noise` to one
@@ -58,8 +58,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     Hypothesis(batch=4.0, cluster=3.0, own=3.0, log_weight=-2.0),
 )
 
-# Clusters that differ by a third, and configurations by 8 %, from whatever is believed of them. Few runs never speak
-# for it, since ten parameters explain them all; planning asks what it would mean, and predictions leave it out.
+# Clusters that differ by a third, and configurations by 8 %, from the mean of the form. A few runs are never
+# evidence for it, since ten parameters explain them all: the planner asks what it would mean, predictions ignore it.
 SURPRISING = Hypothesis(batch=1.0, cluster=5.0, own=5.0, log_weight=0.0)
 
 

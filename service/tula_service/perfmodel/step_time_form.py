@@ -6,8 +6,8 @@
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
     phi(x)   = x / 2                                          so that s is the cost of two participants
 
-theta holds the ten parameters in this order; everything but c has no unit, so one Gaussian prior fits a phone-sized
-network and a language model alike.
+theta holds the ten parameters in this order; everything but c has no unit, so one Gaussian prior fits both a
+phone-sized network and a language model.
 
     0  log c        c in seconds: compute of one micro-step at b_ref, were there no floor
     1  log a        floor of compute: launch overhead, a device that small batches leave idle

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tula_service.domain import Basis, StepTimeForm
 from tula_service.perfmodel.intervals import Interval, log_interval
-from tula_service.perfmodel.map_fit import Posterior, fit_posterior, merge_repeats, prior_posterior, statements
+from tula_service.perfmodel.map_fit import Posterior, data_warnings, fit_posterior, merge_repeats, prior_posterior
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
@@ -56,7 +56,7 @@ class StepTimePredictions:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A fitted model. `notes` are sentences about what the data cannot tell; `basis` says what it rests on.
+    """A fitted model. `notes` are sentences about what the data leave open; `basis` is what it rests on.
 
     `posteriors` belong to instance types that were measured, `unmeasured` to others of which something is known, and
     `fallback` to all the rest. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
@@ -211,7 +211,7 @@ def _fit(
     return StepTimeModel(
         form=form,
         basis=Basis.PROFILED,
-        notes=(*notes, *statements(merged.observations), *missing),
+        notes=(*notes, *data_warnings(merged.observations), *missing),
         observations=observations,
         priors=priors,
         largest_batch_size=largest,
