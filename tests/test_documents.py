@@ -155,9 +155,16 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_file_and_function_that_a_document_names_exists(document: Path) -> None:
-    """Equations stand beside their functions: `predict/fit.py: name` is looked up within the package `perfmodel`."""
+    """`perfmodel/map_fit.py: name` is looked up in the repository and in each of its packages."""
     service = ROOT / "service" / "tula_service"
-    roots = (ROOT, service, service / "perfmodel", ROOT / "agent" / "tula_agent", ROOT / "client" / "tula_client")
+    roots = (
+        ROOT,
+        ROOT / "service",
+        ROOT / "client",
+        service,
+        ROOT / "agent" / "tula_agent",
+        ROOT / "client" / "tula_client",
+    )
     named = r"`((?:[a-z]\w+/)+[\w.-]+\.(?:py|sh|json|yaml|md))(?:: (\w+))?`"
     text = document.read_text(encoding="utf-8")
     for path, function in re.findall(named, text):
