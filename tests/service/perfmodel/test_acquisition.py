@@ -133,13 +133,13 @@ def test_where_little_is_uncertain_three_runs_are_enough():
     assert "stable" in str(following(done, alike, TIME, time=mostly_launches).stop_reason)
 
 
-def test_what_a_run_tells_is_divided_by_what_it_costs():
+def test_the_variance_that_a_run_removes_is_divided_by_its_cost():
     covariance, costs = np.diag([1.0, 0.9, 0.2]), np.array([2.0, 1.0, 1.0])
     assert greedy_design(covariance, 0.01, 1, allowed=[0, 1, 2]) == [0]
     assert greedy_design(covariance, 0.01, 1, allowed=[0, 1, 2], costs=costs) == [1]
 
 
-def test_a_doubt_adds_a_tenth_of_what_it_promises():
+def test_a_model_doubt_adds_a_tenth_of_its_expected_improvement():
     free = Interval(0.0, 0.0, 0.0)
     known, dear = Interval(1.0, 1.0, 1.0), Interval(3.0, 2.99, 3.01)
     measured, other = (

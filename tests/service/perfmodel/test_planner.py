@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
 from tula_service.perfmodel.acquisition import expected_improvements, log_value
-from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates, powers_of_two
 from tula_service.perfmodel.choice import Limits, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.optimal_design import greedy_design
@@ -54,41 +52,6 @@ def work_through(search: Search, candidates, goal=None, budget=None, time=step_t
         assert len(done) <= len(candidates)
 
 
-@given(st.integers(1, 50), st.integers(1, 2000))
-def test_powers_of_two_always_hold_both_ends(smallest, extra):
-    values = powers_of_two(smallest, smallest + extra)
-    assert values[0] == smallest
-    assert values[-1] == smallest + extra
-    assert all(later <= 2 * earlier for earlier, later in pairwise(values))
-
-
-def test_candidates_span_nodes_and_batches_with_both_ends():
-    space = SearchSpace(min_num_nodes=1, max_num_nodes=6, ranks_per_node=4, max_local_batch_size=100, instance_type="a")
-    found = enumerate_candidates(space)
-    assert make_configuration(6, 4, 100, 1, "a") in found
-    assert {c.num_nodes for c in found} == {1, 2, 4, 6}
-    assert {c.local_batch_size for c in found} == {32, 64, 100}
-    assert list(found) == sorted(found)
-
-
-def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
-    space = SearchSpace(
-        min_num_nodes=1, max_num_nodes=8, ranks_per_node=2, max_local_batch_size=64, global_batch_size=512
-    )
-    found = enumerate_candidates(space)
-    assert {c.global_batch_size for c in found} == {512}
-    assert {c.num_nodes for c in found} == {1, 2, 4, 8}
-    assert max(c.local_batch_size for c in found) <= 64
-    assert any(c.grad_accum_steps > 1 for c in found if c.num_nodes == 1)
-
-
-def test_an_empty_space_says_what_to_change():
-    with pytest.raises(ObservationError, match="lower min_local_batch_size"):
-        enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
-    with pytest.raises(ObservationError, match="min_num_nodes"):
-        SearchSpace(min_num_nodes=0, max_num_nodes=2, max_local_batch_size=16)
-
-
 def test_full_search_profiles_everything_once():
     done, reason = work_through(Search.FULL, GRID)
     assert sorted(done) == sorted(GRID)
@@ -124,7 +87,7 @@ def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goa
 
 
 @pytest.mark.parametrize("most", [None, 64])
-def test_towards_a_goal_the_largest_cluster_first_runs_what_would_be_chosen_there(most):
+def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chosen_there(most):
     """A user's limit on the batch counts before anything was measured."""
     limit = None if most is None else 8 * 4 * most
     goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
@@ -151,7 +114,7 @@ def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_
     assert seconds[choice.chosen.configuration] <= 1.1 * fastest
 
 
-def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
+def test_the_expected_improvement_grows_with_the_mean_gain_and_with_the_uncertainty():
     def hope(mean: float, spread: float) -> float:
         value = Interval(mean, mean / spread, mean * spread)
         free = Interval(0.0, 0.0, 0.0)
@@ -173,7 +136,7 @@ def test_what_may_be_gained_grows_with_the_promise_and_with_the_doubt():
     assert hope(np.exp(0.5), np.exp(0.17)) > 1e-4
 
 
-def test_a_gigabyte_hour_of_a_rank_weighs_what_as_dear_a_rank_hour_does():
+def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     model = unmeasured_model(generic_prior(), GRID)
     rank, memory, nothing = (
         log_value(model, GRID, replace(GOAL, offers={"default": Offer(usd_per_node_hour=3.0, **more)}))
