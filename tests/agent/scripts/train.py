@@ -43,23 +43,14 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def happen(name: str, model: nn.Module, run: Any) -> None:
+    """End, break or disturb the process as `name` says."""
     if name == "raise":
         raise ValueError("on purpose")
     if name == "oom":
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-    if name == "leave":
+    if name in ("leave", "exit", "term", "kill"):
         print_digest(model)
-        sys.exit(3)
-    if name == "exit":
-        print_digest(model)
-        os._exit(7)
-    if name == "term":
-        print_digest(model)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
-    if name == "kill":
-        print_digest(model)
-        os.kill(os.getpid(), signal.SIGKILL)
+        end(name)
     if name in ("torn", "small-disk"):
         write_half(and_die=name == "torn")
     if name in ("torn", "full-queue") and run.recorder is not None:
@@ -68,14 +59,28 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
         real = time.time
         time.time = lambda: real() - 86_400
     if name in ("fork", "full-queue"):
-        child = os.fork()
-        if child == 0:
-            run.log(loss=1.0)
-            run.finish()
-            # As multiprocessing's children end: a DDP model that dies in one joins threads that it does not have.
-            atexit._run_exitfuncs()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        fork_a_child_that_logs(run)
+
+
+def end(name: str) -> None:
+    """End this process: `sys.exit`, without exit functions, or by a signal."""
+    if name == "leave":
+        sys.exit(3)
+    if name == "exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGTERM if name == "term" else signal.SIGKILL)
+    time.sleep(30)
+
+
+def fork_a_child_that_logs(run: Any) -> None:
+    """The child ends as multiprocessing's do: a DDP model that dies in one joins threads that it does not have."""
+    child = os.fork()
+    if child == 0:
+        run.log(loss=1.0)
+        run.finish()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def write_half(and_die: bool) -> None:
@@ -113,58 +118,83 @@ def print_digest(model: nn.Module, label: str = "weights") -> None:
     print_line(f"{label} {RANK} {digest.hexdigest()}")
 
 
-def main() -> None:
-    arguments = parser.parse_args()
-    at, _, what = arguments.at.partition(":")
-    mine = arguments.who == RANK or what not in ("raise", "oom", "leave", "exit", "term", "kill", "torn")
-    if arguments.spawned:
+def join_group(spawned: bool) -> None:
+    """Join the process group; `spawned`: as under mp.spawn, where no variable names the rank."""
+    if spawned:
         place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         dist.init_process_group("gloo", address, rank=RANK, world_size=int(place["WORLD_SIZE"]))
     elif "RANK" in os.environ:
         dist.init_process_group("gloo")
+
+
+def make_model() -> nn.Module:
+    """The same weights on every rank, under DDP where there is a group."""
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+def make_loader(arguments: argparse.Namespace) -> torch.utils.data.DataLoader[Any]:
+    """Batches of 8 that differ by rank; `--uneven` leaves the last one short."""
     generator = torch.Generator().manual_seed(7 + RANK)
     count = arguments.batches * 8 - (3 if arguments.uneven else 0)
     data = torch.utils.data.TensorDataset(
         torch.randn(count, 32, generator=generator), torch.randint(0, 4, (count,), generator=generator)
     )
-    loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers)
-    scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
+    return torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers)
 
-    run = tula_agent.init(dataset_size=count, epochs=arguments.epochs, grad_accum_steps=None)
+
+def micro_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, batch: Any, seen: int) -> torch.Tensor:
+    """Forward and backward of one batch; the loss."""
+    inputs, labels = batch
+    last = (seen + 1) % arguments.accumulate == 0
+    unreduced = arguments.no_sync and not last and isinstance(model, nn.parallel.DistributedDataParallel)
+    with model.no_sync() if unreduced else contextlib.nullcontext():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+        if arguments.overflow and seen % 8 == 5:
+            loss = loss * float("inf")
+        if arguments.late == RANK:
+            time.sleep(0.02)
+        scaled = loss / arguments.accumulate
+        (scaler.scale(scaled) if scaler else scaled).backward()
+    return loss
+
+
+def optimizer_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, optimizer: Any) -> None:
+    """One step of the optimizer, through the scaler where there is one."""
+    if arguments.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def main() -> None:
+    arguments = parser.parse_args()
+    at, _, what = arguments.at.partition(":")
+    mine = arguments.who == RANK or what not in ("raise", "oom", "leave", "exit", "term", "kill", "torn")
+    join_group(arguments.spawned)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = make_loader(arguments)
+    scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
+    used_scaler = scaler if arguments.amp else None
+
+    run = tula_agent.init(dataset_size=len(loader.dataset), epochs=arguments.epochs, grad_accum_steps=None)
     run.watch(model, optimizer, scaler)
     seen = 0
     for _epoch in range(arguments.epochs):
-        for inputs, labels in run.steps(loader):
+        for batch in run.steps(loader):
             if at and seen == int(at) and mine:
                 happen(what, model, run)
-            last = (seen + 1) % arguments.accumulate == 0
-            apart = arguments.no_sync and not last and isinstance(model, nn.parallel.DistributedDataParallel)
-            with model.no_sync() if apart else contextlib.nullcontext():
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
-                    loss = nn.functional.cross_entropy(model(inputs), labels)
-                if arguments.overflow and seen % 8 == 5:
-                    loss = loss * float("inf")
-                if arguments.late == RANK:
-                    time.sleep(0.02)
-                if arguments.amp and scaler is not None:
-                    scaler.scale(loss / arguments.accumulate).backward()
-                else:
-                    (loss / arguments.accumulate).backward()
-            if last:
-                if arguments.clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                if arguments.amp and scaler is not None:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            loss = micro_step(arguments, model, used_scaler, batch, seen)
+            if (seen + 1) % arguments.accumulate == 0:
+                optimizer_step(arguments, model, used_scaler, optimizer)
             run.log(loss=loss)
             if arguments.trace:
                 print_digest(model, f"step {seen}")
