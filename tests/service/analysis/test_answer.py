@@ -75,7 +75,7 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     assert "stable" in decision.reason
 
 
-def test_a_plan_that_ends_says_what_later_jobs_learn_and_how_well_it_predicts() -> None:
+def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
     data, decision = profiled(job())
     assert decision.posteriors is not None
     assert list(decision.posteriors) == ["default"]
