@@ -180,7 +180,7 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
         step_time = {c: workload.step_time_s[c] for c in members}
         best = min(step_time.values())
         goal = Goal(Objective.TIME, Training(_DATASET), {"default": Offer()})
-        only_members = {c: 1.0 if c in members else _NEVER for c in workload.candidates}
+        only_members: dict[Configuration, float] = {c: 1.0 if c in members else _NEVER for c in workload.candidates}
         runs, choice = recommended(workload, goal, only_members)
         verified.append(step_time[choice.chosen.configuration] / best - 1.0)  # type: ignore[union-attr, index]
         unverified.append(step_time[min(members, key=lambda c: (mean_s[c], c))] / best - 1.0)
