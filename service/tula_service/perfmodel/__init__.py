@@ -2,11 +2,11 @@
 
 Arrays and dataclasses in, arrays and dataclasses out; everything is deterministic. Bad input raises
 `points.ObservationError` (a `ValueError`) with one sentence. Import from the modules; `docs/model.md` maps each
-equation to its function. What a job goes through, in order:
+equation to its function. The calls for one job, in order:
 
     candidates = candidates.enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=16, ...))
-    next_runs  = planner.plan(search, candidates, observations, goal=goal, budget=PlanBudget(max_runs=6))
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))
-    answer     = recommend.recommend(candidates, model, goal, ...)      # predict, price, curve, knee, choose
+    answer     = recommend.recommend(candidates, model, goal, memory={...})      # predict, price, curve, knee, choose
+    next_runs  = planner.plan(search, candidates, model, goal=goal, recommendation=answer)
 """
