@@ -4,7 +4,7 @@
 
 FILE has single-device step times (columns as tests/data/single_device.csv). Every row is guessed by the product's own
 prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
-`here` are jobs on the same device, `elsewhere` on others; `same` precision, or `any`. Keys are
+`here` is the number of jobs on the same GPU, `elsewhere` on others; `same` precision, or `any`. Keys are
 `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
 long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
 targets from hardware figures alone. A history that no row has is left out.
@@ -27,7 +27,7 @@ from tula_service.perfmodel.priors import EarlierScale, ModelFacts, StepTimePrio
 
 TABLE = DATA / "single_device.csv"
 SEED = 7
-HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # (here, elsewhere)
+HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # jobs on the same GPU, on others
 _NORMAL_90 = 1.645
 
 
@@ -60,7 +60,7 @@ def read(path: Path) -> list[Timing]:
 
 
 def histories(
-    timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draws: int
+    timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int
 ) -> Iterator[tuple[Timing, list[Timing]]]:
     """Each row with `draws` histories of other networks, where there are enough to draw from."""
     dice = random.Random(SEED)
@@ -74,15 +74,15 @@ def histories(
         ]
         near = [each for each in others if each.gpu == target.gpu]
         far = [each for each in others if each.gpu != target.gpu]
-        if len(near) >= here and len(far) >= elsewhere:
+        if len(near) >= num_same_gpu and len(far) >= num_other_gpu:
             for _ in range(draws):
-                yield target, dice.sample(near, here) + dice.sample(far, elsewhere)
+                yield target, dice.sample(near, num_same_gpu) + dice.sample(far, num_other_gpu)
 
 
-def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draws: int) -> dict[str, float]:
+def score(timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int) -> dict[str, float]:
     """Errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
-    for target, history in histories(timings, here, elsewhere, same, draws):
+    for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws):
         earlier = [EarlierScale(each.log_ratio, each.gpu) for each in history]
         corrected = scale_from_jobs(target.guess, earlier, device=target.gpu)
         off = abs(target.log_ratio + float(target.guess.mean[0] - corrected.mean[0]))
@@ -91,7 +91,7 @@ def score(timings: Sequence[Timing], here: int, elsewhere: int, same: bool, draw
         without.append(math.exp(abs(target.log_ratio)) - 1.0)
     if not factors:
         return {}
-    prefix = f"cold.{'same' if same else 'any'}.{here}.{elsewhere}"
+    prefix = f"cold.{'same' if same else 'any'}.{num_same_gpu}.{num_other_gpu}"
     return {
         f"{prefix}.cases": float(len(factors)),
         f"{prefix}.median": median(factors),
@@ -117,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, float] = {}
     rows = []
     for same in (True, False):
-        for here, elsewhere in HISTORIES:
-            found = score(timings, here, elsewhere, same, draws)
+        for num_same_gpu, num_other_gpu in HISTORIES:
+            found = score(timings, num_same_gpu, num_other_gpu, same, draws)
             if not found:
                 continue
             figures |= found
@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(
                 [
                     "same" if same else "any",
-                    str(here),
-                    str(elsewhere),
+                    str(num_same_gpu),
+                    str(num_other_gpu),
                     f"{cases:.0f}",
                     *cells,
                     f"{100 * coverage:.0f} %",

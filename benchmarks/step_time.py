@@ -170,7 +170,7 @@ def recommended(
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
     """For every global batch that several clusters can run: which of them is fastest?
 
-    `best_num_nodes`: each batch is a job of its own that may profile any configuration, at most six in all, the
+    `best_num_nodes`: each batch is a separate job that may profile any configuration, at most six in all, the
     verification of its choice included. `best_num_nodes_planned`: six planned runs serve all batches, none is verified.
     """
     model = fit_step_time(workload.measure(planned), candidates=workload.candidates)
@@ -208,14 +208,14 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
     """The figures over all workloads, by key."""
     out: dict[str, float] = {}
     for grid in ("regular", "hard"):
-        here = [r for r in results if r.grid == grid]
-        out[f"{grid}.workloads"] = float(len(here))
+        chosen = [r for r in results if r.grid == grid]
+        out[f"{grid}.workloads"] = float(len(chosen))
         for name in PLANS:
-            errors = [r.error[name] for r in here if r.error[name] == r.error[name]]
+            errors = [r.error[name] for r in chosen if r.error[name] == r.error[name]]
             out[f"{grid}.{name}.median"], out[f"{grid}.{name}.p90"] = median(errors), percentile(errors, 0.9)
-            inside = [r.coverage[name] for r in here if r.coverage[name] == r.coverage[name]]
+            inside = [r.coverage[name] for r in chosen if r.coverage[name] == r.coverage[name]]
             out[f"{grid}.{name}.coverage"] = mean(inside)
-        both = [r.coverage[name] for r in here for name in ("adaptive4", "adaptive6")]
+        both = [r.coverage[name] for r in chosen for name in ("adaptive4", "adaptive6")]
         out[f"coverage.{grid}"] = mean([value for value in both if value == value])
     for name in CHOICES:
         regrets = [r.regret[name] for r in results if name in r.regret]
@@ -243,10 +243,10 @@ def by_source(results: Sequence[Figures]) -> dict[str, float]:
             "source": [r for r in results if r.source == source],
             "without": [r for r in results if r.source != source],
         }
-        for part, here in parts.items():
-            figures = summarise(here)
+        for part, chosen in parts.items():
+            figures = summarise(chosen)
             out |= {f"{part}.{source}.{key}": figures[key] for key in BY_SOURCE}
-            out[f"{part}.{source}.workloads"] = float(len(here))
+            out[f"{part}.{source}.workloads"] = float(len(chosen))
     return out
 
 

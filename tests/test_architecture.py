@@ -107,6 +107,41 @@ def test_the_shared_helpers_import_no_benchmark() -> None:
     assert {name for name in found if not name.startswith("benchmarks.support")} == set()
 
 
+def private_names(path: Path) -> set[str]:
+    """Functions, methods and attributes of a file whose names begin with one underscore."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def private_uses(path: Path, names: set[str]) -> list[str]:
+    """Where a file reads one of these names of another object than `self`, or imports or patches it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and ast.unparse(node.value) not in ("self", "cls", "os")
+        ):
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tula_"):
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {one.name}" for one in node.names if one.name in names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            texts = {one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(texts & names)]
+    return found
+
+
+def test_tests_and_benchmarks_use_no_private_name_of_the_product() -> None:
+    names = set().union(*(private_names(path) for path in modules(*PRODUCT)))
+    folders = ("tests", "benchmarks", "experiments", "examples")
+    assert [use for path in modules(*folders) for use in private_uses(path, names)] == []
+
+
 def commands(command: Any, words: tuple[str, ...] = ("tula",)) -> list[str]:
     """Every command that does something, as one types it."""
     children = getattr(command, "commands", None)

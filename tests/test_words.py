@@ -153,6 +153,11 @@ def test_nor_f(told, *, x):
     ]
 
 
+@pytest.mark.parametrize("folder", [*CHECKED, *DOCUMENTS])
+def test_no_name_comment_message_or_document_uses_a_banned_word(folder: str) -> None:
+    assert [str(place) for place in check(files(folder))] == []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.test_words", description=__doc__)
     parser.add_argument("folders", nargs="*", default=[*CHECKED, *DOCUMENTS])

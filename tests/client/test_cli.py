@@ -186,7 +186,7 @@ def test_watch_stays_while_the_service_is_away(
         client.archive_job(job)
         answers = [client.job, _away, client.job, client.job]
         monkeypatch.setattr(client, "job", lambda job_id: answers.pop(0)(job_id), raising=False)
-        watch._live(client, job, quiet_s=0.01)
+        watch.live_view(client, job, quiet_s=0.01)
     assert answers == []
     assert "archived" in capsys.readouterr().out
 

@@ -56,5 +56,4 @@ def test_a_terminal_shows_the_remaining_time(tmp_path):
         reporter.started(job.plan[0], tmp_path / "log")
         reporter.finished(job.plan[0], Outcome("succeeded"), tmp_path / "log", 72.0)
         reporter.job(job)
-        reporter._progress.refresh()
     assert "1 left, about 2 min" in printed.getvalue()

@@ -52,7 +52,7 @@ def watch(
             for event in client.events(job_id, last_id=0):
                 print(event.model_dump_json(), flush=True)
         else:
-            _live(client, job_id)
+            live_view(client, job_id)
 
 
 def view(client: Client, job_id: str, events: Sequence[Event]) -> RenderableType:
@@ -81,7 +81,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     )
 
 
-def _live(client: Client, job_id: str, *, quiet_s: float = QUIET_S) -> None:
+def live_view(client: Client, job_id: str, *, quiet_s: float = QUIET_S) -> None:
+    """Redraw the view at each event and every `quiet_s` seconds, until the job has ended."""
     seen: list[Event] = []
     arrived = threading.Event()
     # The stream blocks until an event arrives, so a daemon thread reads it.

@@ -41,7 +41,7 @@ class DriftState:
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
-    """The state after these steps, in order; the sums go on from where they were, and an alarm stays.
+    """The state after these steps, in order; the sums continue, and an alarm stays.
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
     adds nothing, one step adds at most 2, and the sum must reach 12. So single stragglers (one in ten, however slow)

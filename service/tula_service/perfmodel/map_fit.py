@@ -204,8 +204,8 @@ def _fit_member(
 ) -> Member:
     """Damped Gauss-Newton on whitened log residuals.
 
-    A point further than three deviations from what the others predict for it is taken to be a case of its own, the
-    worst one first, at most three and one in five: it is still believed where it was measured, but bends nothing else.
+    A point further than three deviations from what the others predict for it is treated as a separate case, the worst
+    one first, at most three and one in five: its own prediction keeps it, and it influences no other.
     """
     shared = residual_covariance(targets.points, targets.points, scales)
     own = np.full(targets.log_step.size, scales.own**2)
@@ -304,16 +304,16 @@ class Merged:
 
     def targets(self, rows: npt.NDArray[np.bool_], scales: ResidualScales) -> Targets:
         """What the fit has to meet on these rows; a mean of k runs has 1/k of the run-to-run variance."""
-        here, repeats = self.observations.take(rows), self.repeats[rows]
-        within = np.nan_to_num(here.relative_sd, nan=0.0)
+        chosen, repeats = self.observations.take(rows), self.repeats[rows]
+        within = np.nan_to_num(chosen.relative_sd, nan=0.0)
         compute = np.where(
-            np.isfinite(here.compute_time_s), here.compute_time_s, here.step_time_s - here.exposed_comm_time_s
+            np.isfinite(chosen.compute_time_s), chosen.compute_time_s, chosen.step_time_s - chosen.exposed_comm_time_s
         )
-        micro = compute / here.points.grad_accum_steps
-        usable = np.isfinite(micro) & (micro > 0.0) & (compute <= here.step_time_s * 1.02)
+        micro = compute / chosen.points.grad_accum_steps
+        usable = np.isfinite(micro) & (micro > 0.0) & (compute <= chosen.step_time_s * 1.02)
         return Targets(
-            points=here.points,
-            log_step=np.log(here.step_time_s),
+            points=chosen.points,
+            log_step=np.log(chosen.step_time_s),
             noise_variance=scales.noise**2 / repeats + within**2,
             log_compute=np.log(np.where(usable, micro, np.nan)),
         )
@@ -386,13 +386,13 @@ def _implausible(observations: StepTimeObservations) -> list[str]:
     if ratio[slow, fast] <= _IMPLAUSIBLE:
         return []
     return [
-        f"A step of {_shown(points, slow)} took {ratio[slow, fast]:.3g} times as long as one of "
-        f"{_shown(points, fast)}, which has more to do: one of them ran under other conditions (threads of a process, "
-        "other work on the node); measure both again."
+        f"A step of {_configuration_text(points, slow)} took {ratio[slow, fast]:.3g} times as long as one of "
+        f"{_configuration_text(points, fast)}, which has more to do: one of them ran under other "
+        "conditions (threads of a process, other work on the node); measure both again."
     ]
 
 
-def _shown(points: Points, row: int) -> str:
+def _configuration_text(points: Points, row: int) -> str:
     nodes = int(points.num_nodes[row])
     return f"{nodes} node{'s' if nodes > 1 else ''} at local batch {points.local_batch_size[row]:.0f}"
 

@@ -64,10 +64,10 @@ def corner_design(candidates: Sequence[Configuration]) -> list[int]:
     """The paper's partial search: smallest and largest batch on the smallest and the largest cluster of each type."""
     rows: list[int] = []
     for name in sorted({c.instance_type for c in candidates}):
-        here = [row for row, c in enumerate(candidates) if c.instance_type == name]
-        sizes = [candidates[row].world_size for row in here]
+        of_type = [row for row, c in enumerate(candidates) if c.instance_type == name]
+        sizes = [candidates[row].world_size for row in of_type]
         for size in dict.fromkeys((max(sizes), min(sizes))):
-            cluster = [row for row in here if candidates[row].world_size == size]
+            cluster = [row for row in of_type if candidates[row].world_size == size]
             ordered = sorted(cluster, key=lambda row: (candidates[row].local_batch_size, candidates[row]))
             rows.extend(dict.fromkeys((ordered[-1], ordered[0])))
     return rows

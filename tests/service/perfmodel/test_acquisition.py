@@ -127,10 +127,10 @@ def test_where_every_run_is_dear_predictions_stay_wide():
 
 
 def test_where_little_is_uncertain_three_runs_are_enough():
-    alike = [make_configuration(1, 4, batch) for batch in (128, 160, 192, 256)]
-    done = designed(alike, TIME)
+    similar = [make_configuration(1, 4, batch) for batch in (128, 160, 192, 256)]
+    done = designed(similar, TIME)
     assert len(done) == 3
-    assert "stable" in str(following(done, alike, TIME, time=mostly_launches).stop_reason)
+    assert "stable" in str(following(done, similar, TIME, time=mostly_launches).stop_reason)
 
 
 def test_the_variance_that_a_run_removes_is_divided_by_its_cost():

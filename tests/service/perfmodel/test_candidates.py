@@ -18,7 +18,7 @@ def test_powers_of_two_always_hold_both_ends(smallest, extra):
     values = powers_of_two(smallest, smallest + extra)
     assert values[0] == smallest
     assert values[-1] == smallest + extra
-    assert all(later <= 2 * earlier for earlier, later in pairwise(values))
+    assert all(larger <= 2 * smaller for smaller, larger in pairwise(values))
 
 
 def test_candidates_span_nodes_and_batches_with_both_ends():

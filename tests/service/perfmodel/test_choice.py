@@ -95,7 +95,7 @@ def test_time_and_cost_never_fall_with_the_rate_the_nodes_the_restart_or_the_int
         (found,) = estimates([(count, 25, 0.5)], replace(offer, spot=changed))
         return found
 
-    here = of(spot)
+    base = of(spot)
     assert spot_slowdown(spot, nodes) >= 1.0 - 1e-12
     rate, restart, interval = spot.interruptions_per_node_hour, spot.restart_s, spot.checkpoint_interval_s
     for worse in (
@@ -103,8 +103,8 @@ def test_time_and_cost_never_fall_with_the_rate_the_nodes_the_restart_or_the_int
         of(replace(spot, restart_s=restart * more)),
         of(replace(spot, checkpoint_interval_s=interval * more)),
     ):
-        assert worse.time_s.mean >= here.time_s.mean * (1 - 1e-9)
-        assert worse.cost_usd.mean >= here.cost_usd.mean * (1 - 1e-9)
+        assert worse.time_s.mean >= base.time_s.mean * (1 - 1e-9)
+        assert worse.cost_usd.mean >= base.cost_usd.mean * (1 - 1e-9)
     assert spot_slowdown(spot, nodes * 2) >= spot_slowdown(spot, nodes) * (1 - 1e-9)
 
 

@@ -17,7 +17,7 @@ from tula_service.perfmodel.points import ObservationError
 SIZES = st.floats(1.0, 1e6)
 
 
-def test_a_telemetry_column_gives_the_later_half_with_an_error_that_shrinks_with_length():
+def test_a_telemetry_column_gives_the_second_half_with_an_error_that_shrinks_with_length():
     rng = np.random.default_rng(1)
     early, late = np.full(2000, 10.0), 300.0 * np.exp(rng.normal(0.0, 0.3, 2000))
     long = estimate_noise_scale(np.concatenate([early, late]))

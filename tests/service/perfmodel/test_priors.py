@@ -82,7 +82,7 @@ def test_without_earlier_jobs_the_guess_stays_what_it_is():
     assert corrected(guess, []) is guess
 
 
-def test_a_job_here_says_more_than_one_elsewhere_and_neither_is_believed_whole():
+def test_a_job_on_the_same_device_counts_more_than_one_on_another_and_neither_counts_fully():
     assert 0.2 < shift([EarlierScale(1.0, "there")]) < shift([EarlierScale(1.0, "here")]) < 0.9
 
 
@@ -151,7 +151,7 @@ def test_the_correction_is_the_same_every_time_and_in_any_order():
     assert reversed_.mean[0] == pytest.approx(first.mean[0], abs=1e-9)
 
 
-def test_the_same_network_on_a_processor_nobody_knows_moves_to_a_device_with_a_wide_interval():
+def test_a_network_from_an_unknown_processor_transfers_with_a_wide_interval():
     learnt = replace(a_guess(), sd=a_guess().sd * 0.1)
     gpu = Hardware(15.7, 25.0, 900.0)
     sure, unsure = (prior_from_other_type(learnt, Hardware(0.06, 25.0, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0))

@@ -39,7 +39,7 @@ def test_on_demand_and_spot_are_separate_estimates_that_compete() -> None:
     assert found.choice.chosen.spot, "at a third of the price an interruption every hundred hours is worth it"
 
 
-def test_what_failed_or_may_not_fit_has_an_estimate_but_is_not_chosen() -> None:
+def test_a_candidate_that_failed_or_may_not_fit_has_an_estimate_but_is_not_chosen() -> None:
     first = cheapest().choice.chosen
     assert first is not None
     for name in ("unavailable", "doubtful"):

@@ -93,7 +93,7 @@ def test_more_runs_narrow_the_intervals():
     assert np.median(many) < 0.6 * np.median(few)
 
 
-def test_what_lies_outside_the_measured_range_is_flagged_and_uncertain():
+def test_predictions_outside_the_measured_range_are_flagged_and_uncertain():
     model = fit_step_time(observe([c for c in PLANNED if c.num_nodes <= 4]), candidates=GRID)
     inside, beyond = model.predict([make_configuration(4, 4, 128), make_configuration(32, 4, 128)]), None
     beyond = inside.extrapolated[1]
@@ -132,12 +132,12 @@ def test_one_bad_run_does_not_bend_the_rest():
     ],
 )
 def test_less_work_that_took_far_longer_is_said_to_have_run_under_other_conditions(slow, fast, said):
-    told = " ".join(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1])).notes)
+    notes = " ".join(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1])).notes)
     if said is None:
-        assert "other conditions" not in told
+        assert "other conditions" not in notes
     else:
-        assert said in told
-        assert "measure both again" in told
+        assert said in notes
+        assert "measure both again" in notes
 
 
 def test_repeats_are_merged_and_contradictions_are_named():
@@ -156,7 +156,7 @@ def test_repeats_are_merged_and_contradictions_are_named():
         ([c for c in GRID if c.num_nodes == 2], "same cluster size"),
     ],
 )
-def test_what_the_data_cannot_tell_is_said_and_still_gets_an_interval(configurations, words):
+def test_parameters_that_the_data_do_not_determine_are_named_and_have_an_interval(configurations, words):
     model = fit_step_time(observe(configurations), candidates=GRID)
     assert any(words in note for note in model.notes)
     predicted = model.predict(GRID)
@@ -230,7 +230,7 @@ V100 = Hardware(peak_tflops=15.7, inter_node_gbps=25.0, memory_gb_per_s=900.0)
 T4 = Hardware(peak_tflops=8.1, inter_node_gbps=25.0, memory_gb_per_s=320.0)
 
 
-def test_what_one_instance_type_showed_is_moved_to_another_by_what_their_hardware_differs_in():
+def test_measurements_of_one_instance_type_are_transferred_to_another_by_their_hardware():
     slower = 900.0 / 320.0
     other = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "t4") for c in GRID]
     seen = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
@@ -268,7 +268,7 @@ def test_each_instance_type_starts_from_its_own_prior():
         model.predict([make_configuration(1, 1, 128, 1, "tpu")])
 
 
-def test_hardware_that_nobody_knows_is_guessed_and_said_to_be_uncertain():
+def test_unknown_hardware_is_guessed_and_marked_uncertain():
     facts = ModelFacts(parameter_count=25.6e6, flops_per_sample=4.1e9)
     known = prior_from_hardware(facts, V100, reference_batch_size=128)
     guessed = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
