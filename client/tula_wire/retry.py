@@ -28,7 +28,7 @@ def retry_after_s(header: str | None, now: datetime) -> float | None:
         return float(text[:9])
     try:
         when = parsedate_to_datetime(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if when.tzinfo is None:
         when = when.replace(tzinfo=timezone.utc)

@@ -76,6 +76,7 @@ def test_no_retry_means_one_attempt() -> None:
         ("soon", None),
         ("-1", None),
         ("nan", None),
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
         (format_datetime(NOW + timedelta(seconds=90)), 90.0),
         (format_datetime(NOW - timedelta(seconds=90)), 0.0),
     ],
