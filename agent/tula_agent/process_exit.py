@@ -66,18 +66,18 @@ def dump_stacks_at(at_s: float, rank: int) -> None:
     """Write the stack of every thread to standard error at `at_s` (Unix time, seconds), if this process still runs.
 
     Only the first call in a process counts. `tula` dumps the stacks of ranks on its own machine; ranks on other nodes
-    dump theirs. A timer writes the rank's number next to them, which `faulthandler.dump_traceback_later` cannot.
+    dump theirs. A thread writes the rank's number next to them, which `faulthandler.dump_traceback_later` cannot.
     """
     global _dumps_stacks_pid
     if _dumps_stacks_pid == os.getpid():
         return
     _dumps_stacks_pid = os.getpid()
-    timer = threading.Timer(max(0.0, at_s - time.time()), _dump_stacks, [rank])
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=_dump_stacks, args=(at_s, rank), name="tula-stacks", daemon=True).start()
 
 
-def _dump_stacks(rank: int) -> None:
+def _dump_stacks(at_s: float, rank: int) -> None:
+    while (left := at_s - time.time()) > 0:
+        time.sleep(min(left, 60.0))  # a clock that is corrected meanwhile counts, and no time is too far for `sleep`
     # `tula` searches the run's log for this line. To the descriptor, since frameworks replace sys.stderr.
     where = f"process {os.getpid()} on {socket.gethostname()}"
     os.write(_STDERR, f"\ntula: stack of rank {rank} ({where}) near its time limit:\n".encode())

@@ -19,6 +19,12 @@ stuck_on_purpose()
 """
 
 
+def test_a_time_too_far_away_for_a_timer_prints_nothing() -> None:
+    program = "import time; from tula_agent.process_exit import dump_stacks_at as d; d(1e300, 0); time.sleep(0.2)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+
+
 def test_a_rank_that_hangs_dumps_its_stack_at_the_given_time(tmp_path: Path) -> None:
     environment = {
         **os.environ,
