@@ -36,7 +36,6 @@ class AgentConfig:
     spool_dir: Path
     rank: int
     world_size: int
-    local_rank: int
     ranks_per_node: int
     restart: str
     plan: ProfilePlan | None
@@ -80,7 +79,6 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
         rank=_first(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0, at_least=0),
         world_size=_first(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"), 1, at_least=1),
-        local_rank=_first(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0, at_least=0),
         ranks_per_node=_first(environ, ("LOCAL_WORLD_SIZE",), 1, at_least=1),
         restart="-".join((environ.get("TULA_RESTART", "0"), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         plan=_plan(environ),

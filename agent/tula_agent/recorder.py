@@ -384,7 +384,7 @@ class Recorder:
             return
         from tula_agent.scaling.thresholds import ThresholdPoller  # the optimizer has imported it already
 
-        # The policy that the script names is a choice; only one that a user set for the job goes before it.
+        # The service answers for this policy, or for one that a user set for the job.
         policy = optimizer.scripted_thresholds.policy
         path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
         self._threshold_poller = ThresholdPoller(path, optimizer, self.config.run_id)

@@ -302,9 +302,8 @@ class Run:
         resumed_at = self.position.resumed_at
         if self.recorder is None:
             return resumed_at + step
-        restarted = (
-            self.recorder.config.restart.rpartition("-")[2] != "0"
-        )  # the last part; the first belongs to `tula run`
+        restarts_by_torchrun = self.recorder.config.restart.rpartition("-")[2]  # the first part is that of `tula run`
+        restarted = restarts_by_torchrun != "0"
         return (0 if restarted else resumed_at) + step * self.recorder.timer.grad_accum_steps
 
 
