@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
@@ -72,13 +71,15 @@ def dump_stacks_at(at_s: float, rank: int) -> None:
     if _dumps_stacks_pid == os.getpid():
         return
     _dumps_stacks_pid = os.getpid()
-    threading.Thread(target=_dump_stacks, args=(at_s, rank), name="tula-stacks", daemon=True).start()
+    from socket import gethostname  # milliseconds, which a run without a time limit need not spend
+
+    threading.Thread(target=_dump_stacks, args=(at_s, rank, gethostname()), name="tula-stacks", daemon=True).start()
 
 
-def _dump_stacks(at_s: float, rank: int) -> None:
+def _dump_stacks(at_s: float, rank: int, host: str) -> None:
     while (left := at_s - time.time()) > 0:
         time.sleep(min(left, 60.0))  # a clock that is corrected meanwhile counts, and no time is too far for `sleep`
     # `tula` searches the run's log for this line. To the descriptor, since frameworks replace sys.stderr.
-    where = f"process {os.getpid()} on {socket.gethostname()}"
-    os.write(_STDERR, f"\ntula: stack of rank {rank} ({where}) near its time limit:\n".encode())
+    head = f"tula: stack of rank {rank} (process {os.getpid()} on {host}) near its time limit:"
+    os.write(_STDERR, f"\n{head}\n".encode())
     faulthandler.dump_traceback(_STDERR)
