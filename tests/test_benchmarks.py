@@ -20,9 +20,7 @@ from tests.support.fork_server import SERVICE, ForkServer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-EXPERIMENTS = sorted(
-    path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py") if "--smoke" in path.read_text()
-)
+EXPERIMENTS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py"))
 NEEDS_A_CLUSTER = {"cluster"}
 TIMEOUT_S = 240
 """Far above the seconds that each takes, for a busy machine."""
@@ -83,7 +81,6 @@ def numbers(value: Any) -> Iterator[float]:
     [
         pytest.param(name, marks=pytest.mark.cluster("namespaces") if name in NEEDS_A_CLUSTER else ())
         for name in names()
-        if "--smoke" in (ROOT / "benchmarks" / f"{name}.py").read_text()
     ],
 )
 def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: ForkServer, tmp_path: Path) -> None:
