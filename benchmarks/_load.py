@@ -67,7 +67,7 @@ class Measured:
 
 def drive(host: str, port: int, headers: str, requests: Sequence[Request], load: Load) -> Measured:
     """Send in a closed loop from `load.processes` processes; a request that is not answered 2xx counts as failed."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # clean processes; the benchmark is imported once for all
     results: multiprocessing.Queue[tuple[list[float], int, int]] = context.Queue()
     begin = context.Barrier(load.processes + 1)
     clients = [

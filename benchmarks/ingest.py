@@ -6,7 +6,7 @@ A step value is one number of one column of one step. Load comes from separate p
 service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk,
 before and after each case: a fraction is of the mean of both. `cpu_s_per_million` is user and system time of the
 service's processes per million step values, which other work on the machine changes less than it changes rates.
-`--smoke` runs every case for a fraction of a second: its figures only show that the benchmark works.
+`--smoke` runs every case for a fraction of a second with one worker: it only shows that the benchmark works.
 The peer is MLflow's own server on SQLite, from an environment made for it; a metric there is a step value here.
 """
 
@@ -43,7 +43,7 @@ COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
 RUNS = 8
 SAMPLES = 500
-SMOKE = Load(processes=1, connections=2, warmup_s=0.5, measure_s=1.0)
+SMOKE = Load(processes=1, connections=2, warmup_s=0.2, measure_s=0.4)
 
 
 def series(steps: int, seed: int) -> np.ndarray:
@@ -216,7 +216,7 @@ def main() -> None:
     rows: list[tuple[str, ...]] = []
     with databases() as fresh:
         for engine in wanted.engines:
-            _engine(engine, fresh[engine], load, figures, rows)
+            _engine(engine, fresh[engine], load, 1 if wanted.smoke else 2, figures, rows)
     if wanted.peer:
         _peer(wanted.peer_python, load.measure_s, figures, rows)
     print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
@@ -245,7 +245,9 @@ def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tup
     print(" ", rows[-1], flush=True)
 
 
-def _engine(engine: str, fresh: list[str], load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]) -> None:
+def _engine(
+    engine: str, fresh: list[str], load: Load, workers: int, figures: dict[str, float], rows: list[tuple[str, ...]]
+) -> None:
     def case(on: Service, key: str, name: str, kind: str, steps: int) -> Measured:
         found, cpu_s_per_request = measure(on, load, kind, steps)
         values_per_request = steps * (len(COLUMNS) if kind != "samples" else 1)
@@ -272,7 +274,7 @@ def _engine(engine: str, fresh: list[str], load: Load, figures: dict[str, float]
         limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
         measured = {engine: case(one, engine, "packed 1,000 x 4, 1 worker", "packed", 1000)}
         limits.append(raw())
-        with service(fresh.pop(), 2) as two:
+        with service(fresh.pop(), workers) as two:
             key = f"{engine}.workers_2"
             measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
         limits.append(raw())
