@@ -116,9 +116,14 @@ class Jobs(Repository):
         return self._record(row, self._counts([job_id]))
 
     def lock(self, job_id: str) -> JobRecord:
-        """The job, locked until this transaction ends: only one transaction at a time plans or publishes for it."""
+        """The job, locked until this transaction ends: only one transaction at a time plans or publishes for it.
+
+        FOR NO KEY UPDATE: rows that refer to the job, such as events, may be inserted meanwhile. A plain FOR UPDATE
+        would make their foreign keys wait here while they hold a run or the lock of the job's events.
+        """
         if self._postgres:
-            self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
+            row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
+            self._connection.execute(row.with_for_update(key_share=True))
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
@@ -206,7 +211,7 @@ class Jobs(Repository):
         )
 
     def begin_delete(self, job_id: str) -> None:
-        """Make the job invisible at once; `usecases/retention.py` then removes its rows piece by piece."""
+        """Make the job invisible at once; `usecases/jobs.py` then removes its rows piece by piece."""
         self._connection.execute(
             sa.update(jobs).where(jobs.c.id == job_id).values(state=_DELETING, idempotency_key=None)
         )

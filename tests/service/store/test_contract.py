@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sqlalchemy as sa
 
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
@@ -240,8 +242,6 @@ class TestLedgerFitsScalingEvents:
         assert found.outcome.measured_step_time_s == 0.56
 
     def test_the_database_itself_refuses_to_change_an_entry(self, store: Store) -> None:
-        import sqlalchemy as sa
-
         job = a_job(store)
         with store.transaction() as tx:
             tx.ledger.append(self.entry(job.id))
@@ -277,6 +277,32 @@ class TestLedgerFitsScalingEvents:
             found = tx.events.after(job.id, first)
             assert tx.events.last_id(job.id) == second
         assert [(event.id, event.kind, event.data) for event in found] == [(second, "run", {"state": "running"})]
+
+    def test_a_locked_job_still_takes_events_of_others_so_that_no_two_wait_for_each_other(
+        self, postgres_url: str
+    ) -> None:
+        store = Store.open(postgres_url)
+        job = a_job(store)
+        run = a_run(store, job.id)
+
+        def announce() -> None:
+            with store.transaction() as tx:
+                assert tx.leases.claim(job.id, holder="h", lease_s=10) is not None
+                tx.events.append(job.id, "run", run_id=run.id)
+
+        with ThreadPoolExecutor(1) as launcher:
+            with store.transaction() as tx:
+                tx.jobs.lock(job.id)
+                announced = launcher.submit(announce)
+                waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                while not announced.done() and not tx.connection.execute(waiting).scalar():
+                    pass
+                tx.runs.update(run.id, predicted_step_time_s=0.5)
+                tx.events.append(job.id, "job")
+            announced.result()
+        with store.reading() as tx:
+            assert [event.kind for event in tx.events.after(job.id)] == ["run", "job"]
+        store.close()
 
     def test_the_newest_events_of_some_kinds_come_first(self, store: Store) -> None:
         job, other = a_job(store), a_job(store)
