@@ -128,20 +128,18 @@ class Expectation:
     recommendation_id: str | None = None
 
 
-def expectation(tx: Transaction, job: JobRecord, configuration: Configuration) -> Expectation:
+def expectation(data: JobData, configuration: Configuration, recommendation_id: str | None) -> Expectation:
     """What is expected of a run about to start; empty where no model can predict it."""
-    answer = analyse(load_job_data(tx, job))
+    answer = analyse(data)
     if not isinstance(answer, Answer):
         return Expectation()
     return Expectation(
-        answer.expected_step_time(configuration),
-        answer.expected_peak_bytes(configuration),
-        _followed(tx, job, configuration),
+        answer.expected_step_time(configuration), answer.expected_peak_bytes(configuration), recommendation_id
     )
 
 
-def _followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """The newest recommendation of this configuration, preferably for the job's own objective."""
+def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
+    """The id of the newest recommendation of this configuration, preferably for the job's own objective."""
     for objective in sorted((each.value for each in Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:

@@ -17,7 +17,7 @@ from tula_service.domain import (
     configuration_mismatch,
 )
 from tula_service.errors import Conflict, InvalidInput, NotFound
-from tula_service.store import NewRun, RunRecord, Store, Transaction
+from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.planning import replan
@@ -94,50 +94,66 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
-    """Register a run outside the plan: training, or a measurement of the user's own choice."""
-    with store.reading() as tx:
-        job = visible_job(tx, principal, job_id)
-        spec = spec_of(job)
-        configuration = request.configuration
-        known = [cluster.instance_type for cluster in spec.cluster]
-        if configuration.instance_type not in known:
-            raise InvalidInput(
-                f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(known)}.",
-                field="configuration.instance_type",
-            )
-        _continued_run(tx, job_id, request)
-        # The fit is made in a transaction that only reads, so that no writer waits for it.
-        expected = recommendations.expectation(tx, job, configuration)
-    with store.transaction() as tx:
-        now = tx.jobs.lock(job_id)
-        fail_vanished(tx, job_id)
-        before = _continued_run(tx, job_id, request)
-        if now.spec != job.spec:  # new measurements alone hardly move it, so they cost no second fit
-            expected = recommendations.expectation(tx, now, configuration)
-        if before is not None and not before.state.is_final:
-            to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
-            _end(tx, before, to, EndCause.SUPERSEDED)
-        profile = request.kind == "profile"
-        run = tx.runs.create(
-            job_id,
-            NewRun(
-                RunKind(request.kind),
-                configuration,
-                state=RunState.CLAIMED,
-                origin=RunOrigin.USER,
-                purpose="Asked for by the user." if profile else "Training.",
-                instruction=instruction_of(spec) if profile else None,
-                method=request.method,
-                predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
-                recommendation_id=expected.recommendation_id,
-                holder=request.holder,
-                lease_s=request.lease_s,
-            ),
-        )
-        if not profile:
-            monitoring.start(tx, now, run, expected, before)
-        tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
-        return view(tx.runs.get(run.id))
+    """Register a run outside the plan: training, or a measurement of the user's own choice. Raises Busy."""
+    while True:
+        job, expected = _expected(store, principal, job_id, request)
+        with store.transaction() as tx:
+            now = tx.jobs.lock(job_id)
+            if now.spec == job.spec:  # new measurements alone hardly move it, so they cost no second fit
+                return _created(tx, now, request, expected)
+
+
+def _expected(
+    store: Store, principal: Principal, job_id: str, request: wire.RunCreate
+) -> tuple[JobRecord, recommendations.Expectation]:
+    """The job, and what its data let expect of the run. No transaction is open during the fit."""
+    configuration = request.configuration
+    with store.compute_slot():
+        with store.reading() as tx:
+            job = visible_job(tx, principal, job_id)
+            known = [cluster.instance_type for cluster in spec_of(job).cluster]
+            if configuration.instance_type not in known:
+                raise InvalidInput(
+                    f"Instance type {configuration.instance_type!r} is not in this job's cluster: "
+                    f"use {', '.join(known)}.",
+                    field="configuration.instance_type",
+                )
+            _continued_run(tx, job_id, request)
+            data = recommendations.load_job_data(tx, job)
+            followed = recommendations.followed(tx, job, configuration)
+        return job, recommendations.expectation(data, configuration, followed)
+
+
+def _created(
+    tx: Transaction, job: JobRecord, request: wire.RunCreate, expected: recommendations.Expectation
+) -> wire.Run:
+    """Store the run, and end the training that it continues. The caller holds the job's lock."""
+    fail_vanished(tx, job.id)
+    before = _continued_run(tx, job.id, request)
+    if before is not None and not before.state.is_final:
+        to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
+        _end(tx, before, to, EndCause.SUPERSEDED)
+    profile = request.kind == "profile"
+    run = tx.runs.create(
+        job.id,
+        NewRun(
+            RunKind(request.kind),
+            request.configuration,
+            state=RunState.CLAIMED,
+            origin=RunOrigin.USER,
+            purpose="Asked for by the user." if profile else "Training.",
+            instruction=instruction_of(spec_of(job)) if profile else None,
+            method=request.method,
+            predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
+            recommendation_id=expected.recommendation_id,
+            holder=request.holder,
+            lease_s=request.lease_s,
+        ),
+    )
+    if not profile:
+        monitoring.start(tx, job, run, expected, before)
+    tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
+    return view(tx.runs.get(run.id))
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import sqlalchemy as sa
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
@@ -49,24 +50,25 @@ def planned_twice(cluster: Cluster, job_id: str) -> list[wire.Configuration]:
     return [configuration for configuration, times in Counter(planned).items() if times > 1]
 
 
-def test_no_fit_and_no_search_runs_in_a_writing_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracked = WriteTracker(store.engine)
+def test_no_fit_and_no_search_holds_a_connection(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = store.engine.pool
+    assert isinstance(pool, sa.pool.QueuePool)
     calls: Counter[str] = Counter()
 
     def seen(name: str, original):  # type: ignore[no-untyped-def]
         def wrapped(*args, **options):  # type: ignore[no-untyped-def]
             calls[name] += 1
-            assert not getattr(WriteTracker.writing, "now", False), f"{name} ran inside a writing transaction"
+            assert pool.checkedout() == 0, f"{name} ran inside a transaction"
             return original(*args, **options)
 
         return wrapped
 
     monkeypatch.setattr(answer, "fit_step_time", seen("fit", answer.fit_step_time))
     monkeypatch.setattr(plan, "plan", seen("plan", plan.plan))
-    cluster = Cluster(tracked)
+    cluster = Cluster(store)
     job_id = cluster.register().job.id
     cluster.work(job_id)
-    jobs.change(tracked, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
+    jobs.change(store, ANONYMOUS, job_id, wire.JobPatch(objective="knee"))
     best = cluster.recommendation(job_id).chosen
     assert best is not None
     cluster.patch(cluster.train(job_id, best.configuration).id, "succeeded")
