@@ -186,4 +186,4 @@ def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
 
 def _safe(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:
     probability = evidence.memory.fit_probability(c)
-    return c in evidence.measured or probability is None or probability >= required_fit_probability(spec)
+    return c in evidence.fitted or probability is None or probability >= required_fit_probability(spec)

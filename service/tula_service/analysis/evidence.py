@@ -36,13 +36,15 @@ class Evidence:
 
     `candidates` fit into memory; `ruled_out` maps those that do not to a sentence. `failed` configurations may neither
     be planned nor chosen: their newest run failed for another reason than memory. `rows` names the configuration and
-    the run of each observation, `measured` the step time of each configuration, s.
+    the run of each observation, `measured` the step time of each configuration, s. `fitted` also holds configurations
+    that ran, and so fit into memory, but whose step time is ignored.
     """
 
     candidates: tuple[Configuration, ...]
     observed: StepTimeObservations | None
     rows: tuple[tuple[Configuration, str], ...]
     measured: Mapping[Configuration, float]
+    fitted: frozenset[Configuration]
     memory: MemoryEvidence
     ruled_out: Mapping[Configuration, str]
     failed: frozenset[Configuration]
@@ -77,14 +79,16 @@ def evidence_of(data: JobData) -> Evidence:
     failed = misconfigured | _failed(data, {summary.run_id for summary in failures.contradicted})
     candidates, ruled_out = _feasible(data, memory)
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
+    fitted = frozenset(configuration for configuration, _ in rows)
     return Evidence(
         candidates=candidates,
         observed=_observations(timed),
         rows=tuple((c, s.run_id) for c, s in timed),
         measured={c: s.step_time_s for c, s in timed if s.step_time_s is not None},
+        fitted=fitted,
         memory=memory,
         ruled_out=ruled_out,
-        failed=frozenset(failed - {configuration for configuration, _ in rows}),
+        failed=frozenset(failed - fitted),
         num_runs=len(timed),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *failures.warnings, *memory.warnings))),

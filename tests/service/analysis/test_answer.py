@@ -128,6 +128,18 @@ def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do(
     assert "lower min_local_batch_size" in str(explanation.infeasible_fields(analysis)["why"])
 
 
+def test_a_configuration_that_ran_fits_into_memory_even_where_its_step_time_is_ignored() -> None:
+    data = job()
+    for batch, peak in ((32, 2e9), (64, 4e9), (128, 7.9e9)):
+        reading = MemoryReading("cuda_allocator", int(peak), capacity_bytes=8 * 10**9, context_bytes=0)
+        largest = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
+        data = measured(data, largest, memory=reading)
+    probability = answer_of(data).evidence.memory.fit_probability(largest)
+    assert probability is not None
+    assert probability < data.spec.profiling.memory_safety
+    assert largest not in answer_of(data.ignoring(data.runs[-1].id)).doubtful
+
+
 def test_a_question_about_any_configuration_costs_no_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = profiled(job())
     answer = answer_of(data)
