@@ -20,8 +20,8 @@ class StopAgreement:
     """The first rank decides; the others read its decision at fixed steps.
 
     `join` once, after steps that synchronise gradients: all ranks with an agent call it at the same time, so that a
-    rank without one costs PEERS_WITHIN_S once. From then on a rank waits only for a first rank that measures too and
-    that its own training waits for. Ranks without a rendezvous never agree.
+    rank without one costs PEERS_WITHIN_S once. After joining, ranks wait only for the first rank's decision, and only
+    in a training that waits for the first rank anyway. Ranks without a rendezvous never agree.
 
     single_rank: there is one rank. joined: it is known whether all ranks take part. agreed: all do; only then may a
     loop end early.
@@ -148,7 +148,11 @@ class Profiling:
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None) -> bool:
-        """True when the run ends with `step`; its time in seconds, or None where it is not comparable."""
+        """True when the run ends with `step`; its time in seconds, or None where it is not comparable.
+
+        The service may ask for the end in its reply, and the first rank by its own estimate of precision; the run ends
+        at the next step at which all ranks read the decision.
+        """
         if self.plan is None:
             return False
         if step_time_s is not None:
@@ -156,7 +160,8 @@ class Profiling:
         measured = step + 1 - self.plan.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
-        enough = self._stop_requested or (self.leads and median_relative_error(self._times) <= self.plan.precision)
+        precise = self.plan.precision > 0 and median_relative_error(self._times) <= self.plan.precision
+        enough = self._stop_requested or (self.leads and precise)
         if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough):
             self.stopping = True
             return True

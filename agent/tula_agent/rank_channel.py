@@ -2,7 +2,8 @@
 
 1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). Messages
    between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no agent,
-   can neither delay nor be delayed by it. It decides when a profiling run stops and carries telemetry, never a weight.
+   can neither delay nor be delayed by it. It carries telemetry and the decision to stop a
+   profiling run, never a weight.
 2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same place, and
    all must compute the same bits: numbers that change a weight are summed by the collective that training uses anyway.
 3. A gather of objects (`CollectiveCalls` in checkpoint/collective.py). The script calls `run.checkpoint` on all ranks;

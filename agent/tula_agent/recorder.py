@@ -190,7 +190,7 @@ class Recorder:
             self._last_step_s = timing.step_time_s
             if self._step_ended(timing, interval):
                 self.timer.restart()
-        if clock is not None and self.timer.between_steps and self._samples(self.timer.step):
+        if clock is not None and self.timer.between_steps and self._is_sampled(self.timer.step):
             clock.begin()
 
     def batch_ready(self, batch: Any, loader: Any) -> None:
@@ -318,7 +318,7 @@ class Recorder:
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
         # The last, smaller batch of an epoch belongs to another configuration.
         usual = timing.local_batch_size == self._batch_size and not timing.uneven
-        sampled = usual and self._samples(step)
+        sampled = usual and self._is_sampled(step)
         if interval is not None:
             self.readings.add_device(step, interval) if sampled else interval.release()
         self.readings.add_step(timing, step < warmup_steps, sampled)
@@ -344,7 +344,7 @@ class Recorder:
             self.exporter.wake()
         return True
 
-    def _samples(self, step: int) -> bool:
+    def _is_sampled(self, step: int) -> bool:
         """True when a step of this number becomes a sample."""
         return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
 

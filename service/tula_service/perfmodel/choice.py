@@ -84,8 +84,8 @@ def choose(
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
-    `within_limits_is_likely` is False and `reason` states the chance. `Objective.TIME_TO_QUALITY` is least time: price
-    with `steps_factor` first.
+    `within_limits_is_likely` is False and `reason` states the chance. `Objective.TIME_TO_QUALITY` chooses the least
+    time among estimates that were priced with a `steps_factor` (see `recommend`).
     """
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")

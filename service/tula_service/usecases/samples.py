@@ -50,7 +50,7 @@ class SampleIngest:
                 raise _no_such_rank(batch.rank, world_size)
             if counted.stored:
                 diagnosis_due = monitoring.ingest(tx, run, new)
-            stop, reason = _may_stop(tx, run)
+            stop, reason = _stop_advice(tx, run)
             tx.leases.renew(run_id)
             if counted.stored and self._runs.may_announce(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
@@ -86,7 +86,8 @@ def _parsed(cursor: str) -> SampleCursor:
     return int(found[1]), int(found[2])
 
 
-def _may_stop(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
+def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
+    """Whether the sender should end the run, and why; refreshes the summary of a profiling run."""
     if run.state is RunState.CANCELLED:
         return True, "The run was cancelled."
     if run.state.is_final:
