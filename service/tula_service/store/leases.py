@@ -20,7 +20,7 @@ class Leases(Repository):
 
     A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
     run with an expired lease to the plan, and the next change of a job fails a training whose lease has expired
-    (`usecases/runs.py: fail_vanished`), which a later heartbeat reopens. A final state ends the lease. Times come from
+    (`usecases/runs.py: fail_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from
     the store's clock, so the clocks of replicas must agree to about a second.
     """
 
