@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +193,10 @@ def _patched(
 
 
 def _refuse_crossing(by_user: Mapping[str, Any], scripted: Mapping[str, float]) -> None:
-    """Raise InvalidInput if the bounds in force, the script's before the user's, leave no factor between them."""
+    """Raise InvalidInput if the bounds in force, the script's before the user's, leave no factor between them, or if
+    the user's two bounds do, since the next script may pass neither."""
+    if by_user.get("s_max", math.inf) < by_user.get("s_min", 0.0):
+        scripted = {}
     bounds = {"s_min": _DEFAULT_S_MIN, **by_user, **scripted}
     s_min, s_max = bounds["s_min"], bounds.get("s_max")
     if s_max is None or s_max >= s_min:

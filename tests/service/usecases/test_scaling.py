@@ -231,5 +231,7 @@ def test_bounds_that_cross_the_scripts_are_refused(training: tuple[Cluster, str,
     assert refused.value.field == "s_max"
     with pytest.raises(InvalidInput, match="of the training script"):
         change(cluster, job_id, "ags", s_min=0.1, s_max=0.5)
+    with pytest.raises(InvalidInput, match=r"s_max = 2 would be below s_min = 3:"):
+        change(cluster, job_id, "ags", s_min=3.0, s_max=2.0)  # for the next script, which may pass neither
     assert change(cluster, job_id, "ags", delta=0.3).delta == 0.3
     assert change(cluster, job_id, "ags", s_max=2.0).s_max == 2.0
