@@ -90,8 +90,11 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """The inverse of `to_json`; fields of earlier versions are ignored."""
+        """The inverse of `to_json`; fields that only earlier versions had are ignored."""
         known = {name: state[name] for name in (each.name for each in fields(cls)) if name in state}
+        # Earlier versions stored of a change of speed only its diagnosis, and the announced limits as `said`.
+        known.setdefault("unsteady", known.get("sentence") is not None)
+        known.setdefault("announced", state.get("said", []))
         if known.get("detector") is not None:
             known["detector"] = DriftState(**known["detector"])
         if known.get("alarm") is not None:

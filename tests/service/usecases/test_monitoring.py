@@ -233,9 +233,13 @@ def test_advice_that_failed_after_its_diagnosis_is_retried_with_the_next_samples
 
 def test_the_state_that_an_earlier_version_stored_is_read() -> None:
     alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
-    stored = Monitor(alarm=alarm).to_json() | {"ratios": {"run": 2.0}, "level_s": 0.2, "said": ["deadline"]}
-    del stored["alarm"]["explained"]
-    assert Monitor.read(stored).alarm == alarm
+    stored = Monitor(alarm=alarm, sentence="Slower").to_json() | {"ratios": {"run": 2.0}, "level_s": 0.2}
+    stored["said"] = ["deadline"]
+    del stored["alarm"]["explained"], stored["announced"], stored["unsteady"]
+    found = Monitor.read(stored)
+    assert found.alarm == alarm
+    assert found.unsteady, "else the next samples would make its mean step time a measurement"
+    assert found.announced == ["deadline"]
     assert not alarm.explained
 
 
