@@ -8,7 +8,7 @@ machine can only slow a step; their difference is the machine's uncertainty. Eac
 that none learns from another. It prints, per search: the median error of predicted step times over the candidates that
 it did not profile, the regret of its recommendation in measured time, and the fraction of the full search's
 node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
-until the service raises the alarm, and the alarms before the cut. `--smoke` takes two candidates on two nodes and one
+until the service raises the alarm, and the alarms before the cut. `--smoke` takes two candidates on two nodes and no
 full search: its figures only show that the benchmark works.
 """
 
@@ -66,8 +66,8 @@ precision = {precision}
 class Size:
     """How much is measured: N = 2, 4, ... `max_nodes` and b = 8, 16, ... `max_batch`; steps per run and before the cut.
 
-    `max_runs` bounds the searches that are compared; the service's default without it. `repeat` measures every
-    candidate a second time, after the searches.
+    `max_runs` bounds the searches that are compared; the service's default without it. `full` measures every
+    candidate before and after the searches; without it, the partial search is the truth, as it measures both of two.
     """
 
     max_nodes: int = 8
@@ -75,7 +75,7 @@ class Size:
     measuring_steps: int = 40
     steady_steps: int = 2000
     max_runs: int | None = None
-    repeat: bool = True
+    full: bool = True
 
     @property
     def num_candidates(self) -> int:
@@ -83,7 +83,7 @@ class Size:
         return (self.max_nodes.bit_length() - 1) * (self.max_batch.bit_length() - 3)
 
 
-SMOKE = Size(max_nodes=2, max_batch=16, measuring_steps=8, steady_steps=30, max_runs=1, repeat=False)
+SMOKE = Size(max_nodes=2, max_batch=16, measuring_steps=8, steady_steps=30, max_runs=1, full=False)
 
 
 def main() -> int:
@@ -140,9 +140,10 @@ class Bench:
 
     def compare(self) -> dict[str, float]:
         """Errors, regrets and costs of both searches against every candidate measured."""
-        before = self.tune("full", project="before")
+        before = self.tune("full", project="before") if self.size.full else None
         found = {search: self.tune(search) for search in ("adaptive", "partial")}
-        after = self.tune("full", project="after") if self.size.repeat else before
+        after = self.tune("full", project="after") if self.size.full else found["partial"]
+        before = before or after
         first, again = _step_times(before), _step_times(after)
         truth = {key: min(first[key], again[key]) for key in first if key in again}
         price = min(_node_seconds(before), _node_seconds(after))

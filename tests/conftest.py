@@ -25,6 +25,7 @@ os.environ.pop("COLUMNS", None)  # commands would print for the width of this te
 LONG_FIRST = (
     "test_crash.py",
     "tests/e2e/",
+    "tests/test_benchmarks.py",
     "tests/test_documents.py",
     "tests/agent/test_failures_ddp.py",
     "tests/browser/",
