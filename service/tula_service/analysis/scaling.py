@@ -82,7 +82,7 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
         body |= _rolled_back(body, seen)
         reasons.append(f"rolled back, from a checkpoint at step {body['restore']['step']} or before: {drop}")
     elif body.get("rolled_back") != seen.run_id:  # after a roll-back, tuning would only return to the same place
-        tuned, reason = _tuned(body["tuned"], seen)
+        tuned, reason = _tuned(body, seen)
         if tuned:
             before = {name: body["tuned"].get(name) for name in ("delta", "small_batch_size")}
             mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step, "before": before}
@@ -100,9 +100,14 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
     return body | {"reason": "; ".join(reasons), "run_id": seen.run_id, "from_step": seen.last_step}
 
 
-def _tuned(tuned: Body, seen: ScalingTelemetry) -> tuple[dict[str, float], str]:
-    """The numbers to publish, none that the script passed, and why."""
-    largest = seen.global_batch_size
+def _tuned(body: Body, seen: ScalingTelemetry) -> tuple[dict[str, float], str]:
+    """The numbers to publish, and why: none that the script passed, and none that a user's value hides.
+
+    A later drop in accuracy would be blamed on a hidden number, although it never was in force.
+    """
+    tuned, largest = body["tuned"], seen.global_batch_size
+    policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
+    fixed = {*seen.scripted}.union(set.intersection(*(set(body["set"].get(policy, {})) for policy in policies)))
     delta = tuned.get("delta") or seen.reported.get("delta") or _DEFAULT_DELTA
     small = tuned.get("small_batch_size") or seen.reported.get("small_batch_size") or seen.local_batch_size
     found = tune_thresholds(
@@ -116,7 +121,7 @@ def _tuned(tuned: Body, seen: ScalingTelemetry) -> tuple[dict[str, float], str]:
     new_delta, new_small, high = found
     moved = {"delta": new_delta} if new_delta != delta else {}
     moved |= {"small_batch_size": new_small} if new_small != small else {}
-    kept = {name: value for name, value in moved.items() if name not in seen.scripted and tuned.get(name) != value}
+    kept = {name: value for name, value in moved.items() if name not in fixed and tuned.get(name) != value}
     return kept, f"{', '.join(kept)}: 90 % of recent steps vary by less than {high:.2g}"
 
 

@@ -80,6 +80,17 @@ def test_a_number_that_a_user_set_overrides_the_tuned_one_of_its_policy_only() -
     assert in_force(body, "gain") == {}
 
 
+def test_a_number_that_a_users_value_hides_is_not_tuned() -> None:
+    calm = replace(SEEN, variability=np.full(200, 0.1))
+    by_user = {"ags": {"delta": 0.7}}
+    body = next_body(first_body() | {"policy": "ags", "set": by_user}, 1, calm)
+    assert body is not None
+    assert body["tuned"].get("delta") is None
+    both = next_body(first_body() | {"set": by_user | {"static": {"delta": 0.7}}}, 1, calm)
+    assert both is not None
+    assert both["tuned"].get("delta") is None
+
+
 def test_a_lasting_drop_restores_the_numbers_before_and_the_step_where_the_ranks_switched() -> None:
     body = next_body(tuned(delta=0.1), 2, seen(0.70, 0.72, 0.73, 0.74, 0.60, 0.61, before=4))
     assert body is not None
