@@ -279,7 +279,7 @@ def _from_bytes(name: str, column: bytes, count: int) -> FloatArray:
 def _from_list(name: str, column: list[float | None], count: int) -> FloatArray:
     if len(column) != count:
         raise InvalidInput(
-            f"columns.{name} has {len(column)} values but steps has {count}: send one value a step.",
+            f"columns.{name} has {len(column)} values but steps has {count}: send one value per step.",
             field=f"columns.{name}",
         )
     return np.array(column, np.float64)
