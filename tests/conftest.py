@@ -22,14 +22,9 @@ from tula_service.store.migrations import upgrade_schema
 
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
-LONG_FIRST = (
-    "test_crash.py",
-    "tests/e2e/",
-    "tests/test_benchmarks.py",
-    "tests/test_documents.py",
-    "tests/agent/test_failures_ddp.py",
-    "tests/browser/",
-)
+NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/test_benchmarks.py")
+"""They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""
+LONG_FIRST = ("test_crash.py", "tests/e2e/", "tests/test_documents.py", "tests/agent/test_failures_ddp.py")
 
 
 WHY_NO_CLUSTER = {
@@ -48,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, kind in kinds.items():
         if (reason := reasons[kind]) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: not any(part in str(item.path) for part in LONG_FIRST))
+    groups = (NETWORK_FIRST, LONG_FIRST)
+    items.sort(key=lambda item: [not any(part in str(item.path) for part in group) for group in groups])
 
 
 def skipped(config: pytest.Config) -> list[pytest.TestReport]:
