@@ -120,21 +120,22 @@ def analyse(data: JobData, objective: str | None = None) -> Analysis:
     """Fit the evidence of a job once, price every candidate, and choose for this objective or the job's own."""
     wanted = Objective(objective or data.objective)
     try:
-        evidence = evidence_of(data)
+        return _answer(data, wanted)
     except ObservationError as error:
         return Infeasible(data, wanted, str(error))
+
+
+def _answer(data: JobData, wanted: Objective) -> Answer:
+    evidence = evidence_of(data)
     lessons = lessons_of(data)
     prior = prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None)
-    try:
-        model = fit_step_time(
-            evidence.observed,
-            form=StepTimeForm(data.spec.step_time_model),
-            prior=prior,
-            candidates=evidence.candidates,
-            interval_scale=lessons.interval_scale,
-        )
-    except ObservationError as error:
-        return Infeasible(data, wanted, str(error))
+    model = fit_step_time(
+        evidence.observed,
+        form=StepTimeForm(data.spec.step_time_model),
+        prior=prior,
+        candidates=evidence.candidates,
+        interval_scale=lessons.interval_scale,
+    )
     spec = job_data.payable(data.spec, evidence.memory.models)
     goal = goal_of(spec, wanted)
     efficiency = None
