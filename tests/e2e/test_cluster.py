@@ -48,6 +48,16 @@ def rate_mbit(cluster: Cluster, size: int) -> float:
         return float(receiver.stdout.readline())
 
 
+def best_rate_mbit(cluster: Cluster, size: int, *, enough: float) -> float:
+    """The best of at most ten transfers, since a busy machine only lowers it; ends at the first above `enough`."""
+    best = 0.0
+    for _ in range(10):
+        best = max(best, rate_mbit(cluster, size))
+        if best > enough:
+            break
+    return best
+
+
 CONNECT = """
 import socket, sys, time
 began = time.monotonic()
@@ -87,10 +97,10 @@ def step_time_s(cluster: Cluster) -> float:
 def test_links_hold_their_rate_and_training_feels_it() -> None:
     with Cluster(2, 100) as cluster:
         names = [cluster.namespace(node) for node in range(2)]
-        assert 80 < max(rate_mbit(cluster, 5_000_000) for _ in range(3)) < 105  # a busy machine only lowers it
+        assert 80 < best_rate_mbit(cluster, 5_000_000, enough=80) < 105
         fast = step_time_s(cluster)
         cluster.set_rate(25)
-        assert 18 < max(rate_mbit(cluster, 1_500_000) for _ in range(3)) < 28
+        assert 18 < best_rate_mbit(cluster, 1_500_000, enough=18) < 28
         slow = step_time_s(cluster)
     # 1 MiB of gradients: 84 ms at 100 Mbit/s, 336 ms at a quarter, beside 15 ms of device time.
     assert 0.08 < fast < slow / 1.8
