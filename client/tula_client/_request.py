@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer; header names in lower case."""
+    """An answer; header names are read in lower case."""
 
     status: int
     headers: Mapping[str, str]

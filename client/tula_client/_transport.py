@@ -36,7 +36,6 @@ class Attempts:
     request: Request
     policy: RetryPolicy
     url: str
-    dice: Callable[[], float] = random.random
     attempt: int = 0
     waited_s: float = 0.0
 
@@ -59,7 +58,7 @@ class Attempts:
             attempt=self.attempt,
             waited_s=self.waited_s,
             idempotent=self.request.idempotent,
-            dice=self.dice(),
+            dice=random.random(),
         )
         self.waited_s += wait or 0.0
         return wait
@@ -82,7 +81,7 @@ class SyncTransport:
             except httpx.TransportError as error:
                 self.sleep(attempts.after_failure(error))
                 continue
-            if not _is_error(answer) or (wait := attempts.after_answer(answer)) is None:
+            if (wait := attempts.after_answer(answer)) is None:
                 return call.parse(answer)
             self.sleep(wait)
 
@@ -91,7 +90,7 @@ class SyncTransport:
         try:
             with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
                 if response.status_code != 200:
-                    raise parse_error(Answer(response.status_code, _headers(response), response.read()))
+                    raise parse_error(Answer(response.status_code, response.headers, response.read()))
                 yield from response.iter_lines()
         except httpx.TransportError as error:
             raise unreachable(str(self.http.base_url), error) from error
@@ -102,7 +101,7 @@ class SyncTransport:
             for part in response.iter_bytes():
                 body += part
                 _check_size(body)
-            return Answer(response.status_code, _headers(response), bytes(body))
+            return Answer(response.status_code, response.headers, bytes(body))
 
 
 @dataclass
@@ -121,7 +120,7 @@ class AsyncTransport:
             except httpx.TransportError as error:
                 await asyncio.sleep(attempts.after_failure(error))
                 continue
-            if not _is_error(answer) or (wait := attempts.after_answer(answer)) is None:
+            if (wait := attempts.after_answer(answer)) is None:
                 return call.parse(answer)
             await asyncio.sleep(wait)
 
@@ -130,7 +129,7 @@ class AsyncTransport:
         try:
             async with self.http.stream(**_arguments(request), timeout=STREAM_TIMEOUT) as response:
                 if response.status_code != 200:
-                    raise parse_error(Answer(response.status_code, _headers(response), await response.aread()))
+                    raise parse_error(Answer(response.status_code, response.headers, await response.aread()))
                 async for line in response.aiter_lines():
                     yield line
         except httpx.TransportError as error:
@@ -142,7 +141,7 @@ class AsyncTransport:
             async for part in response.aiter_bytes():
                 body += part
                 _check_size(body)
-            return Answer(response.status_code, _headers(response), bytes(body))
+            return Answer(response.status_code, response.headers, bytes(body))
 
 
 def unreachable(url: str, error: Exception) -> TulaError:
@@ -153,17 +152,9 @@ def unreachable(url: str, error: Exception) -> TulaError:
     )
 
 
-def _is_error(answer: Answer) -> bool:
-    return answer.status >= 400
-
-
 def _check_size(body: bytearray) -> None:
     if len(body) > MAX_ANSWER_BYTES:
         raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
-
-
-def _headers(response: httpx.Response) -> dict[str, str]:
-    return {name.lower(): value for name, value in response.headers.items()}
 
 
 class _Arguments(TypedDict):

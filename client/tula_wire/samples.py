@@ -66,18 +66,8 @@ class SampleBatch(WireModel):
     @model_validator(mode="after")
     def _aligned(self) -> Self:
         rows = len(self.sequence)
-        for name in (
-            "step",
-            "step_time_s",
-            "compute_time_s",
-            "comm_time_s",
-            "exposed_comm_time_s",
-            "input_time_s",
-            "skew_s",
-            "straggler_rank",
-        ):
-            column = getattr(self, name)
-            if column is not None and len(column) != rows:
+        for name, column in self:
+            if isinstance(column, list) and len(column) != rows:
                 raise ValueError(f"{name} has {len(column)} entries but sequence has {rows}: send equal lengths")
         return self
 
