@@ -36,9 +36,9 @@ class InProcess(httpx.BaseTransport):
         return asyncio.run(answer())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    """The application on a fresh, migrated SQLite file, one for each module of tests."""
+    """The application on a fresh, migrated SQLite file; each test registers jobs of other names."""
     database = str(tmp_path_factory.mktemp("client") / "tula.db")
     migrate(database)
     built = create_app(Settings(database=database))
@@ -46,7 +46,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     built.state.services.store.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def address(app: FastAPI) -> Iterator[str]:
     """The same application on a free port of this machine."""
     config = uvicorn.Config(
