@@ -1,11 +1,14 @@
 """Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has a class.
 
+`exit_code` of an exception is the exit code of a `tula` command that it ends.
+
 TulaError
 ├── MissingExtraError            an optional part of Tula is not installed
 ├── ServiceUnreachableError      no answer
 ├── UnexpectedAnswerError        an answer that no Tula service gives
-├── JobNotFoundError             no job has that id or name (`handle`)
-├── LaunchError                  `tula tune` and `tula run` (`launch.errors`)
+├── JobNotFoundError             no job has that id or name
+├── UsageError                   a wrong option, file or command template
+├── LaunchError                  what stops `tula tune` and `tula run`
 └── ProblemError                 the service rejected the request; `problem` holds the document
     ├── InvalidInputError        422
     ├── UnauthenticatedError     401
@@ -21,13 +24,50 @@ TulaError
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import ClassVar
 
 from tula_wire import Problem, ProblemType
 
 
+class ExitCode(IntEnum):
+    """Exit codes of `tula`; scripts may rely on them."""
+
+    OK = 0
+    FAILED = 1
+    """The command failed."""
+    USAGE = 2
+    """An option, a file or a field is wrong; nothing was done."""
+    UNREACHABLE = 3
+    """The service is unreachable or unavailable."""
+    DENIED = 4
+    """The token is missing, wrong, or lacks permission."""
+    NOT_FOUND = 5
+    """No such job, run or chart."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
 class TulaError(Exception):
     """Base of all exceptions of this package."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.FAILED
+
+
+class JobNotFoundError(TulaError):
+    """No job has that id or name."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class UsageError(TulaError):
+    """The command line, a file named there, or the template of a command is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class LaunchError(TulaError):
+    """What stops `tula tune` or `tula run`, with the remedy."""
 
 
 class MissingExtraError(TulaError):
@@ -40,6 +80,8 @@ class MissingExtraError(TulaError):
 
 class ServiceUnreachableError(TulaError):
     """No answer: nothing listens at the address, the name does not resolve, or the request timed out."""
+
+    exit_code = ExitCode.UNREACHABLE
 
 
 class UnexpectedAnswerError(TulaError):
@@ -70,12 +112,14 @@ class InvalidInputError(ProblemError):
     """A field is missing, unknown or out of range."""
 
     type = ProblemType.INVALID
+    exit_code = ExitCode.USAGE
 
 
 class NotFoundError(ProblemError):
     """No such job, run, chart or token, or it belongs to another project."""
 
     type = ProblemType.NOT_FOUND
+    exit_code = ExitCode.NOT_FOUND
 
 
 class ConflictError(ProblemError):
@@ -88,18 +132,21 @@ class UnauthenticatedError(ProblemError):
     """The request has no token, or one that is unknown, expired or revoked."""
 
     type = ProblemType.UNAUTHENTICATED
+    exit_code = ExitCode.DENIED
 
 
 class ForbiddenError(ProblemError):
     """The token is valid but does not permit the request."""
 
     type = ProblemType.FORBIDDEN
+    exit_code = ExitCode.DENIED
 
 
 class TooLargeError(ProblemError):
     """The body is larger than the service accepts."""
 
     type = ProblemType.TOO_LARGE
+    exit_code = ExitCode.USAGE
 
 
 class UnsupportedMediaError(ProblemError):
@@ -112,12 +159,14 @@ class TooManyRequestsError(ProblemError):
     """The rate limit was exceeded, even after the retries."""
 
     type = ProblemType.TOO_MANY_REQUESTS
+    exit_code = ExitCode.UNREACHABLE
 
 
 class ServiceUnavailableError(ProblemError):
     """The service cannot serve at present, even after the retries."""
 
     type = ProblemType.UNAVAILABLE
+    exit_code = ExitCode.UNREACHABLE
 
 
 class InternalServiceError(ProblemError):

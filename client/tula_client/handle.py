@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tula_client._errors import MissingExtraError, NotFoundError, TulaError
+from tula_client._errors import JobNotFoundError, MissingExtraError, NotFoundError, TulaError
 from tula_client.plots import altair_chart, save
 from tula_client.tables import TABLES, Row, Table, candidate_rows, ledger_rows, run_rows
 from tula_wire import Event, Job, JobSpec, JobSummary, Objective, Predictions, Recommendation, Run
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from tula_client._client import Client
 
 PAGE = 100
-
-
-class JobNotFoundError(TulaError):
-    """No job has that id or name."""
 
 
 class JobHandle:

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from tests.client.launch.fakes import FakeService, configuration
-from tula_client.cli.eta import seconds_left
-from tula_client.cli.progress import ProgressReporter
+from tula_client.cli.progress import ProgressReporter, seconds_left
 from tula_client.launch.judge import Outcome
 
 

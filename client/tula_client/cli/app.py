@@ -22,15 +22,14 @@ def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code; failures are printed to standard error."""
     from pydantic import ValidationError
 
-    from tula_client._errors import TulaError
+    from tula_client._errors import ExitCode, TulaError
     from tula_client._faults import faults
     from tula_client.cli.commands import build
-    from tula_client.cli.exit_codes import ExitCode, exit_code
 
     try:
         result = build(arguments)(args=arguments, prog_name="tula", standalone_mode=False)
     except TulaError as error:
-        return _fail(str(error), exit_code(error))
+        return _fail(str(error), error.exit_code)
     except ValidationError as error:
         place, remedy = faults(error)[0]
         return _fail(f"{'.'.join(map(str, place)) or error.title}: {remedy}", ExitCode.USAGE)

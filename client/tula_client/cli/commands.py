@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Final
@@ -10,8 +11,7 @@ import typer
 
 from tula_client._errors import TulaError
 from tula_client._settings import package_version, service_url
-from tula_client.cli.options import Json
-from tula_client.cli.output import emit, set_url
+from tula_client.cli.output import Json, emit
 
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
@@ -61,7 +61,7 @@ def _root(
     url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
 ) -> None:
     if url:
-        set_url(service_url(url))
+        os.environ["TULA_URL"] = service_url(url)  # also for every command that this one starts
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
@@ -96,11 +96,7 @@ def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., Non
     remedy = f"run pip install 'tula[{extra}]'" if extra else f"reinstall {point.value.partition(':')[0]}"
 
     def missing() -> None:
-        raise MissingPartError(f"{name} is not available ({error}): {remedy}")
+        raise TulaError(f"{name} is not available ({error}): {remedy}")
 
     missing.__doc__ = f"Not available: {remedy}."
     return missing
-
-
-class MissingPartError(TulaError):
-    """A sub-command's package is not installed, or broken."""

@@ -11,8 +11,8 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from tula_client._errors import UsageError
 from tula_client._faults import faults
-from tula_client.cli.exit_codes import UsageError
 from tula_wire import DEFAULT_INSTANCE_TYPE, MAX_STEPS, Configuration, JobSpec, SampleBatch
 
 REQUIRED: Final = {

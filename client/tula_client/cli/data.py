@@ -15,11 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from tula_client._client import Client
-from tula_client._errors import MissingExtraError, TulaError
+from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli import csv_samples, format
-from tula_client.cli.exit_codes import UsageError
-from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import connect, emit
+from tula_client.cli.output import JobName, Json, emit
 from tula_client.handle import JobHandle, all_runs, find_job
 from tula_client.plots import FORMATS
 from tula_client.tables import Row, Table
@@ -47,7 +45,7 @@ def plot(
     """Draw a chart of a job into a file."""
     if output.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"--output: {output.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
-    with connect() as client:
+    with Client() as client:
         JobHandle.of(client, job).plot(chart, output, quantity=quantity)
     emit({"written": str(output)}, f"Wrote {output}.", as_json)
 
@@ -60,7 +58,7 @@ def export(
 ) -> None:
     """Write a job's candidates, runs or ledger as a table; without --output, as CSV on standard output."""
     kind = _format(output, as_json)
-    with connect() as client:
+    with Client() as client:
         rows = JobHandle.of(client, job).rows(what)
     if kind == "parquet":
         content = _parquet(rows)
@@ -98,7 +96,7 @@ def import_(
     except csv.Error as error:
         raise UsageError(f"{file} is not a CSV file ({error})") from None
     boot_id = "csv-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    with connect() as client:
+    with Client() as client:
         found = client.job(find_job(client, job))
         csv_samples.check(measured, found.spec)
         sent = [_send(client, found.id, one, boot_id) for one in measured]

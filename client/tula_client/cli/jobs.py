@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tula_client._client import Client
+from tula_client._errors import UsageError
 from tula_client.cli import format
-from tula_client.cli.exit_codes import UsageError
-from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import connect, emit, note, table
+from tula_client.cli.output import JobName, Json, emit, table
 from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
@@ -36,11 +37,11 @@ def add(
 ) -> None:
     """Register a job without running it and print its recommendation; the same file finds the same job."""
     described = load_spec(spec)
-    with connect() as client:
+    with Client() as client:
         found = register(client, described)
         answer = client.recommendation(found.job.id)
     for text in found.notes:
-        note(text)
+        print(text, file=sys.stderr)
     title = Text.assemble((found.job.name, "bold"), f"  {found.job.id}")
     emit(answer, Group(title, recommendation_view(answer)), as_json)
 
@@ -53,14 +54,14 @@ def list_jobs(
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    with connect() as client:
+    with Client() as client:
         page = client.jobs(search=search, state=state, archived=archived, limit=limit)
     emit(page, list_view(page), as_json)
 
 
 def show(job: JobName, as_json: Json = False) -> None:
     """Show a job with its plan, its runs, its recommendation, and predictions beside measurements."""
-    with connect() as client:
+    with Client() as client:
         job_id = find_job(client, job)
         found = client.job(job_id)
         runs = list(all_runs(client, job_id))
@@ -71,7 +72,7 @@ def show(job: JobName, as_json: Json = False) -> None:
 
 def archive(job: JobName, as_json: Json = False) -> None:
     """Hide a job from lists; its measurements are kept."""
-    with connect() as client:
+    with Client() as client:
         found = client.archive_job(find_job(client, job))
     emit(found, f"Archived {found.name} ({found.id}).", as_json)
 
@@ -82,7 +83,7 @@ def delete(
     as_json: Json = False,
 ) -> None:
     """Delete a job with its measurements; this cannot be undone."""
-    with connect() as client:
+    with Client() as client:
         found = client.job(find_job(client, job))
         if not yes:
             if as_json:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,28 +16,29 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
+from tula_client._errors import UsageError
 from tula_client.cli import format
-from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import console, emit
+from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import find_job
-from tula_client.launch.errors import TemplateError
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
-from tula_client.launch.report import Reporter, Silent
-from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
-from tula_client.launch.train import Trained, TrainOptions, train
+from tula_client.launch.train import TrainOptions, train
 from tula_client.launch.tune import PlanOptions, Tuned, work_through
 from tula_client.launch.workdir import WorkDir
+from tula_wire import Run
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
 """Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
 _TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
 """Seconds between SIGTERM and SIGKILL of a training: enough to write a checkpoint."""
+
+_Runs = Sequence[tuple[Run, Outcome]]
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="Launch command with {placeholders}: see tula launchers.")
@@ -84,7 +84,7 @@ def tune(
     template, stop = _templates(command, launcher, stop_command)
     job_spec = load_spec(spec)
     template.check(job_spec)
-    with _connect() as client, _reporter(as_json) as reporter:
+    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
         registered = register(client, job_spec, work_dir)
         job, work = registered.job, WorkDir(work_dir, registered.job.id)
         with work.locked() as holder, _signals_interrupt():
@@ -92,7 +92,7 @@ def tune(
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
-            options = _options(client, stop, time_limit)
+            options = RunnerOptions(time_limit_s=time_limit, stop_template=stop)
             plan = PlanOptions(max_parallel=max_parallel, node_budget=nodes, max_failures=max_failures)
             tuned = work_through(Runner(client, work, holder, options, reporter), job, template, plan)
             trained = None
@@ -124,12 +124,12 @@ def run(
     if fresh and reconfigure:
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
     template, stop = _templates(command, launcher, stop_command)
-    with _connect() as client, _reporter(as_json) as reporter:
+    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
         found = client.job(find_job(client, job))
         template.check(found.spec)
         work = WorkDir(work_dir, found.id)
         with work.locked() as holder, _signals_interrupt():
-            options = dataclasses.replace(_options(client, stop, time_limit), grace_s=_TRAINING_GRACE_S)
+            options = RunnerOptions(time_limit_s=time_limit, grace_s=_TRAINING_GRACE_S, stop_template=stop)
             runner = Runner(client, work, holder, options, reporter)
             wanted = TrainOptions(method=method, max_restarts=max_restarts, fresh=fresh, reconfigure=reconfigure)
             trained = train(runner, found, template, wanted)
@@ -157,29 +157,16 @@ def _templates(command: list[str], launcher: str | None, stop_command: str | Non
         return Template(tuple(words)), Template(tuple(stop_words)) if stop_words else None
     try:
         stop = Template(tuple(shlex.split(stop_command)))
-    except (ValueError, TemplateError) as error:
+    except (ValueError, UsageError) as error:
         message = str(error)
-        raise TemplateError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
+        raise UsageError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
     return Template(tuple(words)), stop
-
-
-def _connect() -> Client:
-    return Client(timeout_s=_TIMEOUT_S, retry=_RETRY)
-
-
-def _options(client: Client, stop: Template | None, time_limit_s: float | None) -> RunnerOptions:
-    return RunnerOptions(
-        url=client.url,
-        token=os.environ.get("TULA_TOKEN") or None,
-        time_limit_s=time_limit_s,
-        stop_template=stop,
-    )
 
 
 @contextmanager
 def _reporter(as_json: bool) -> Iterator[Reporter]:
     if as_json:
-        yield Silent()
+        yield Reporter()
         return
     with ProgressReporter(console()) as reporter:
         yield reporter
@@ -200,33 +187,40 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
-    return {"state": outcome.state, "message": outcome.message, "lines": list(outcome.lines)}
-
-
-def _tuned_plain(tuned: Tuned, trained: Trained | None) -> dict[str, Any]:
+def _tuned_plain(tuned: Tuned, trained: _Runs | None) -> dict[str, Any]:
     return {
         "job": tuned.job,
         "reason": tuned.reason,
-        "runs": [{"run": run.id, **_outcome(outcome)} for run, outcome in tuned.finished],
+        "runs": _runs_plain(tuned.finished),
         "recommendation": tuned.recommendation,
         "trained": None if trained is None else _trained_plain(trained),
     }
 
 
-def _trained_plain(trained: Trained) -> dict[str, Any]:
-    attempts = [
-        {"run": one.run.id, "configuration": one.run.configuration, **_outcome(one.outcome)} for one in trained.attempts
-    ]
+def _trained_plain(attempts: _Runs) -> dict[str, Any]:
+    run, _ = attempts[-1]
     return {
-        "run": trained.run.id,
-        "configuration": trained.configuration,
-        "global_batch_size": trained.configuration.global_batch_size,
-        "attempts": attempts,
+        "run": run.id,
+        "configuration": run.configuration,
+        "global_batch_size": run.configuration.global_batch_size,
+        "attempts": _runs_plain(attempts),
     }
 
 
-def _tuned_view(tuned: Tuned, trained: Trained | None) -> RenderableType:
+def _runs_plain(runs: _Runs) -> list[dict[str, Any]]:
+    return [
+        {
+            "run": run.id,
+            "configuration": run.configuration,
+            "state": outcome.state,
+            "message": outcome.message,
+            "lines": outcome.lines,
+        }
+        for run, outcome in runs
+    ]
+
+
+def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:
     lines: list[RenderableType] = [
         Text(f"{tuned.job.name} ({tuned.job.id}): {tuned.reason}"),
         Text(),
@@ -237,5 +231,6 @@ def _tuned_view(tuned: Tuned, trained: Trained | None) -> RenderableType:
     return Group(*lines)
 
 
-def _trained_view(trained: Trained) -> RenderableType:
-    return Text(f"Trained with {format.configuration(trained.configuration)}: run {trained.run.id}.")
+def _trained_view(attempts: _Runs) -> RenderableType:
+    run, _ = attempts[-1]
+    return Text(f"Trained with {format.configuration(run.configuration)}: run {run.id}.")

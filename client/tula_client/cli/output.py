@@ -1,4 +1,4 @@
-"""Prints results of commands, as text or JSON, and connects to the service."""
+"""Options and output that commands share: results as text or as JSON."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
 from pydantic import BaseModel
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from tula_client._client import Client
 from tula_wire import Configuration
 
-
-def connect() -> Client:
-    """A client of the service at `--url` or TULA_URL."""
-    return Client()
-
-
-def set_url(url: str) -> None:
-    """Use the service at `url` in this process and in every command that it starts."""
-    os.environ["TULA_URL"] = url
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]
 
 
 def console() -> Console:
@@ -36,29 +29,15 @@ def console() -> Console:
 def emit(value: Any, human: RenderableType, as_json: bool) -> None:
     """Print `value` as one JSON document, or `human` as text."""
     if as_json:
-        print(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_plain))
     elif isinstance(human, str):
         print(human)  # a sentence is one line, however long
     else:
         console().print(human)
 
 
-def note(sentence: str) -> None:
-    """Print a message that is no result, on standard error."""
-    print(sentence, file=sys.stderr)
-
-
-def plain(value: Any) -> Any:
-    """Wire models and configurations, and collections of them, as JSON values."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Configuration):
-        return asdict(value)
-    if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
-    return value
+def _plain(value: BaseModel | Configuration) -> dict[str, Any]:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else asdict(value)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from tula_client._client import Client
 from tula_client.cli import format
-from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import connect, emit, table
+from tula_client.cli.output import JobName, Json, emit, table
 from tula_client.handle import find_job
 from tula_wire import Candidate, Configuration, Objective, Recommendation
 
@@ -36,7 +36,7 @@ def recommend(
     as_json: Json = False,
 ) -> None:
     """Print the recommended configuration with its predictions and the reason."""
-    with connect() as client:
+    with Client() as client:
         answer = client.recommendation(find_job(client, job), objective=objective)
     emit(answer, recommendation_view(answer, candidates=candidates), as_json)
 

@@ -17,8 +17,7 @@ from tula_client._client import Client
 from tula_client._errors import NotFoundError, ServiceUnavailableError, ServiceUnreachableError, TulaError
 from tula_client.cli import format
 from tula_client.cli.jobs import job_view
-from tula_client.cli.options import JobName, Json
-from tula_client.cli.output import connect, console, emit
+from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.handle import find_job
 from tula_wire import Event, Run, TelemetrySeries
 
@@ -43,7 +42,7 @@ def watch(
 
     With --json, prints every event of the job as one line.
     """
-    with connect() as client:
+    with Client() as client:
         job_id = find_job(client, job)
         if once:
             plain = {"job": client.job(job_id), "runs": client.runs(job_id, limit=RUNS).runs}

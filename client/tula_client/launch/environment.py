@@ -61,5 +61,6 @@ def command_environment(
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
-    outer = {name: inherited[name] for name in ("TULA_DISABLED", "TULA_PROJECT") if name in inherited}
-    return {**defaults, **kept, **outer, **variables}
+    if "TULA_DISABLED" in inherited:
+        defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
+    return {**defaults, **kept, **variables}

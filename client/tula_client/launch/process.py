@@ -8,29 +8,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from tula_client._errors import UsageError
 from tula_client.launch import supervisor
-from tula_client.launch.errors import CommandNotFoundError
 
 _MARGIN_S = 45.0
 """Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
-
-
-class Started(Protocol):
-    """A started command, as the runner uses it."""
-
-    def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
-
-    def request_stop(self) -> None:
-        """Ask the command to stop; returns at once."""
-
-    def dump_stacks(self) -> None:
-        """Ask every rank to print its stacks; returns at once."""
-
-    def stop(self) -> int:
-        """Stop the command and all processes below it; the exit status."""
 
 
 class Process:
@@ -58,8 +41,8 @@ class Process:
         """Ask for SIGTERM, the grace period, then SIGKILL; returns at once."""
         self._order(b"s")
 
-    def stop(self) -> int:
-        """Stop the command and all processes below it; the exit status."""
+    def stop(self) -> None:
+        """Stop the command and all processes below it."""
         self.request_stop()
         try:
             self._supervisor.wait(timeout=self._grace_s + _MARGIN_S)
@@ -67,7 +50,6 @@ class Process:
             self._supervisor.kill()
             self._supervisor.wait()
         self._close()
-        return self.poll() or 0
 
     def _order(self, letter: bytes) -> None:
         if self._supervisor.stdin is not None and self._supervisor.poll() is None:
@@ -96,13 +78,11 @@ def start(
     """Start `command` in another session, output appended to `log`.
 
     `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
-    `CommandNotFoundError` if the first word of either is no program on this machine.
+    `UsageError` if the first word of either is no program on this machine.
     """
     for what, words in (("command", command), ("stop command", stop_command)):
         if words and shutil.which(words[0], path=environment.get("PATH")) is None:
-            raise CommandNotFoundError(
-                f"the {what} {words[0]!r} was not found on this machine: check its spelling or install it"
-            )
+            raise UsageError(f"the {what} {words[0]!r} was not found on this machine: check its spelling or install it")
     options = ["--grace", str(grace_s)]
     if stop_command:
         options += ["--stop-command", json.dumps(list(stop_command))]

@@ -10,65 +10,74 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, ParamSpec, TypeVar
 
 from tula_client._client import Client
-from tula_client._errors import ConflictError, TulaError
-from tula_client.launch import pending_cancel
+from tula_client._errors import (
+    ConflictError,
+    ServiceUnavailableError,
+    ServiceUnreachableError,
+    TooManyRequestsError,
+    TulaError,
+)
 from tula_client.launch.environment import command_environment, run_variables
-from tula_client.launch.judge import Outcome, agent_warnings, judge, ran_out_of_memory, tail
-from tula_client.launch.process import Started, start
-from tula_client.launch.report import Reporter
-from tula_client.launch.retry_until_back import UNREACHABLE, RetryUntilBack
+from tula_client.launch.judge import Outcome, agent_warnings, judge, tail
+from tula_client.launch.process import Process, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Run, RunPatch
+from tula_wire import Job, Run, RunPatch
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LEASE_S: Final = 60.0
+"""Seconds after which the service takes back a run whose `tula` died."""
+POLL_S: Final = 0.05
+RETRY_S: Final = 600.0
+"""Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
+_RETRY_INTERVAL_S: Final = 1.0
+_UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError)
+"""Errors after which the service is expected to answer again."""
+_HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _UPLOAD_TIMEOUT_S: Final = 120.0
+_STOP_COMMAND_TIMEOUT_S: Final = 30.0
 _STACKS_BEFORE_S: Final = 5.0
 """Seconds before the time limit at which a rank that runs the agent prints its own stack, on whatever node it runs."""
+_SUBMITTED: Final = "submitted-"
 
 
-class StartCommand(Protocol):
-    """Starts a command; outside of tests, `process.start`."""
+class Reporter:
+    """Called for every event, in order; must not raise. This one reports nothing."""
 
-    def __call__(
-        self,
-        command: list[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        grace_s: float,
-        stop_command: list[str] | None,
-    ) -> Started:
-        """Start `command`, output appended to `log`."""
+    def job(self, job: Job) -> None:
+        """The job changed: its plan, or how much of it is done."""
+
+    def started(self, run: Run, log: Path) -> None:
+        """The command of a run was started."""
+
+    def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
+        """The command of a run ended and was judged."""
+
+    def waiting(self, reason: str) -> None:
+        """Nothing can be started at present."""
+
+    def note(self, text: str) -> None:
+        """A message for the user."""
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
     """How runs are launched.
 
-    time_limit_s: longest duration of a run. lease_s: seconds after which the service takes back a run whose `tula`
-    died. grace_s: seconds between SIGTERM and SIGKILL. retry_s: longest wait for an unreachable service.
+    time_limit_s: longest duration of a run. grace_s: seconds between SIGTERM and SIGKILL. stop_template: the command
+    that cancels a cluster job. inherited: environment variables of the commands.
     """
 
-    url: str
-    token: str | None = None
     time_limit_s: float | None = None
-    lease_s: float = 60.0
     grace_s: float = 10.0
-    poll_s: float = 0.05
-    retry_s: float = 600.0
     stop_template: Template | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-
-
-def upload_spool(folder: Path, options: RunnerOptions) -> None:
-    """Send the samples that an agent could not send, with `tula upload` in another process."""
-    command = [sys.executable, "-m", "tula_client.cli", "upload", str(folder)]
-    environment = {**options.inherited, "TULA_URL": options.url, "TULA_TOKEN": options.token or ""}
-    subprocess.run(command, env=environment, capture_output=True, timeout=_UPLOAD_TIMEOUT_S, check=False)
 
 
 @dataclass
@@ -77,14 +86,12 @@ class ActiveRun:
 
     run: Run
     launch_id: str
-    process: Started
+    process: Process
     log: Path
     started_at: float
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     cancelled: bool = False
-    out_of_memory_seen_at: float | None = None
-    out_of_memory: bool = False
 
 
 class Runner:
@@ -98,8 +105,7 @@ class Runner:
         options: RunnerOptions,
         reporter: Reporter,
         *,
-        start_command: StartCommand = start,
-        upload: Callable[[Path, RunnerOptions], None] = upload_spool,
+        start_command: Callable[..., Process] = start,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
@@ -110,11 +116,24 @@ class Runner:
         self.options = options
         self.reporter = reporter
         self.sleep = sleep
-        self.retrying = RetryUntilBack(options.retry_s, reporter, clock=clock, sleep=sleep)
         self._start_command = start_command
-        self._upload = upload
         self._clock = clock
         self._wall_clock = wall_clock
+
+    def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
+        deadline = self._clock() + RETRY_S
+        reported = False
+        while True:
+            try:
+                return call(*args, **kwargs)
+            except _UNREACHABLE as error:  # noqa: PERF203
+                if self._clock() >= deadline:
+                    raise
+                if not reported:
+                    reported = True
+                    self.reporter.waiting(f"The service is unreachable ({error}): retrying for {RETRY_S:g} s.")
+                self.sleep(_RETRY_INTERVAL_S)
 
     def start(
         self,
@@ -127,7 +146,7 @@ class Runner:
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
-        Raises `CommandNotFoundError` after releasing the lease.
+        Raises `UsageError`, after releasing the lease, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -137,8 +156,8 @@ class Runner:
         limit = self.options.time_limit_s
         variables = run_variables(
             run,
-            url=self.options.url,
-            token=self.options.token,
+            url=self.service.url,
+            token=self.options.inherited.get("TULA_TOKEN"),
             spool=spool,
             checkpoints=checkpoints,
             restart=restart,
@@ -155,7 +174,7 @@ class Runner:
         stop = self.options.stop_template
         stop_command = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
         if stop_command is not None:
-            pending_cancel.record(self.work, launch_id, stop_command)
+            self.work.save(_SUBMITTED + launch_id, {"stop_command": stop_command})
         try:
             process = self._start_command(
                 command,
@@ -165,7 +184,7 @@ class Runner:
                 stop_command=stop_command,
             )
         except TulaError:
-            pending_cancel.clear(self.work, launch_id)
+            self.work.delete(_SUBMITTED + launch_id)
             self.release(run)
             raise
         now = self._clock()
@@ -191,21 +210,20 @@ class Runner:
         ):
             active.process.stop()
         if now >= active.next_heartbeat_at:
-            active.next_heartbeat_at = now + self.options.lease_s / 3
+            active.next_heartbeat_at = now + LEASE_S / 3
             self._renew_lease(active)
-            self._stop_if_out_of_memory(active, now)
         return None
 
     def finish(self, active: ActiveRun, status: int) -> Outcome:
         """Judge a command that ended with `status` and report the outcome to the service."""
-        pending_cancel.clear(self.work, active.launch_id)
+        self.work.delete(_SUBMITTED + active.launch_id)
         lines = tail(active.log)
         run = self._run_with_samples(active.run.id)
         limit = self.options.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = (
             Outcome("cancelled", "The run was cancelled at the service.")
             if active.cancelled
-            else judge(run, 137 if active.out_of_memory else status, lines, timed_out_after_s=limit)
+            else judge(run, status, lines, timed_out_after_s=limit)
         )
         if run.state != outcome.state:
             try:
@@ -220,13 +238,22 @@ class Runner:
     def abandon(self, active: ActiveRun) -> None:
         """Stop the command and give its run back."""
         active.process.stop()
-        pending_cancel.clear(self.work, active.launch_id)
+        self.work.delete(_SUBMITTED + active.launch_id)
         self.release(active.run)
 
     def cancel_pending(self) -> None:
-        """Run the stop commands that an earlier `tula` in this folder left behind."""
-        for launch_id in pending_cancel.cancel_pending(self.work, self.options.inherited):
-            self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
+        """Run the stop commands that an earlier `tula` in this folder left behind.
+
+        A stop command is on disk while its command runs, so that a cluster job is cancelled even after a reboot. The
+        caller holds the folder's lock, so no other `tula` supervises these starts. A stop command that fails is not
+        repeated: most often its job is gone because the supervisor cancelled it.
+        """
+        for name in self.work.names(_SUBMITTED):
+            words = (self.work.load(name) or {}).get("stop_command")
+            if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
+                launch_id = name.removeprefix(_SUBMITTED)
+                self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
+            self.work.delete(name)
 
     def release(self, run: Run) -> None:
         """Give the lease back, or cancel a training run; if the service is unreachable, the lease expires."""
@@ -243,25 +270,28 @@ class Runner:
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):
-            self._upload(spool, self.options)
+            self._succeeds([sys.executable, "-m", "tula_client.cli", "upload", str(spool)], _UPLOAD_TIMEOUT_S)
             run = self.retrying(self.service.run, run_id)
         return run
 
-    def _stop_if_out_of_memory(self, active: ActiveRun, now: float) -> None:
-        """Stop a profiling script that caught its out-of-memory and hangs, a grace period after it logged the error."""
-        if active.run.kind != "profile" or active.stacks_dumped_at is not None or active.out_of_memory:
-            return
-        if not ran_out_of_memory(tail(active.log)):
-            active.out_of_memory_seen_at = None
-        elif active.out_of_memory_seen_at is None:
-            active.out_of_memory_seen_at = now
-            active.next_heartbeat_at = now + self.options.grace_s
-        elif now - active.out_of_memory_seen_at >= self.options.grace_s:
-            active.out_of_memory = True
-            active.process.request_stop()
+    def _succeeds(self, command: list[str], timeout_s: float) -> bool:
+        """Run a short command with the environment of this `tula`."""
+        environment = {**self.options.inherited, "TULA_URL": self.service.url}
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
 
     def _renew_lease(self, active: ActiveRun) -> None:
-        patch = RunPatch(state="running", holder=self.holder, lease_s=self.options.lease_s)
+        patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S)
         try:
             self.service.patch_run(active.run.id, patch)
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
@@ -271,5 +301,5 @@ class Runner:
                 return
             if active.cancelled:
                 active.process.request_stop()
-        except UNREACHABLE:
-            active.next_heartbeat_at = self._clock() + min(5.0, self.options.lease_s / 6)
+        except _UNREACHABLE:
+            active.next_heartbeat_at = self._clock() + _HEARTBEAT_RETRY_S

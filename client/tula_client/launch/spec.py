@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tula_client._errors import UsageError
 from tula_client._faults import faults
-from tula_client.launch.errors import SpecError
 from tula_wire import JobSpec
 
 if sys.version_info >= (3, 11):
@@ -20,17 +20,17 @@ else:
 
 
 def load_spec(path: Path) -> JobSpec:
-    """The job that `path` describes; raises `SpecError` with each wrong field and its remedy."""
+    """The job that `path` describes; raises `UsageError` with each wrong field and its remedy."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
+        raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} is not valid TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError(_explain(path, document, error)) from None
+        raise UsageError(_explain(path, document, error)) from None
 
 
 def _explain(path: Path, document: dict[str, Any], error: ValidationError) -> str:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from tula_client.launch.errors import TemplateError
+from tula_client._errors import UsageError
 from tula_wire import Configuration, JobSpec
 
 PLACEHOLDERS: Final = {
@@ -34,10 +34,10 @@ class Template:
 
     def __post_init__(self) -> None:
         if not self.words or not self.words[0].strip():
-            raise TemplateError("no command was given: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
+            raise UsageError("no command was given: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
         for name in sorted(self.placeholders - PLACEHOLDERS.keys()):
             known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-            raise TemplateError(
+            raise UsageError(
                 f"the command holds the unknown placeholder {{{name}}}: use one of {known}, "
                 f"or write {{{{{name}}}}} for literal braces"
             )
@@ -80,12 +80,12 @@ class Template:
         return [_TOKEN.sub(replace, word) for word in self.words if resume is not None or not _holds_resume(word)]
 
     def check(self, spec: JobSpec) -> None:
-        """Raise `TemplateError` if the job varies something for which the command has no placeholder."""
+        """Raise `UsageError` if the job varies something for which the command has no placeholder."""
         has = self.placeholders
         for needed, varies, because in _needs(spec):
             if varies and not any(names <= has for names in needed):
                 wanted = " or ".join(" with ".join(f"{{{n}}}" for n in sorted(names)) for names in needed)
-                raise TemplateError(f"the command has no {wanted}, but {because}: add it where the launcher expects it")
+                raise UsageError(f"the command has no {wanted}, but {because}: add it where the launcher expects it")
 
     @property
     def can_accumulate(self) -> bool:
@@ -207,5 +207,5 @@ def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
     """(whole template, template of the command that cancels it) for script and arguments under a named launcher."""
     launcher = LAUNCHERS.get(name)
     if launcher is None:
-        raise TemplateError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")
+        raise UsageError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")
     return [*launcher.words, *command], list(launcher.stop_words)

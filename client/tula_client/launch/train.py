@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from tula_client._errors import InvalidInputError
-from tula_client.launch.errors import LaunchError, TrainingFailedError
+from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
-from tula_client.launch.run_loop import ActiveRun, Runner
+from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir, may_hold_files
 from tula_wire import Configuration, Job, Run, RunCreate
@@ -25,33 +23,15 @@ _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 1
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train with, and how often to restart.
+    """How to train, and how often to restart.
 
     `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation.
     """
 
-    configuration: Configuration | None = None
     method: str | None = None
     max_restarts: int = 10
     fresh: bool = False
     reconfigure: bool = False
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of the training."""
-
-    run: Run
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A training that finished."""
-
-    run: Run
-    configuration: Configuration
-    attempts: tuple[Attempt, ...]
 
 
 @dataclass
@@ -59,7 +39,7 @@ class _State:
     """What is kept on disk between attempts and between calls of `tula run`."""
 
     configuration: Configuration
-    training: int
+    training: int = 1
     restart: int = 0
     run_id: str | None = None
 
@@ -68,29 +48,25 @@ class _State:
 
     @classmethod
     def load(cls, work: WorkDir) -> _State | None:
-        state = work.load(_STATE)
-        if state is None:
-            return None
         try:
-            configuration = TypeAdapter(Configuration).validate_python(state["configuration"])
-            return cls(configuration, int(state.get("training", 1)), int(state["restart"]), state.get("run_id"))
-        except (KeyError, TypeError, ValueError):
+            return TypeAdapter(cls).validate_python(work.load(_STATE))
+        except ValidationError:
             return None
 
 
-def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -> Trained:
-    """Train until the command succeeds.
+def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -> list[tuple[Run, Outcome]]:
+    """Train until the command succeeds; every start with its outcome, the successful one last.
 
     After an out-of-memory, continues with the next smaller configuration (`next_smaller`); after a pre-emption, or a
     failure since which a checkpoint was written, with the same one; both from the last checkpoint. Calling it again
     after `tula` died continues too, if there is a checkpoint.
 
-    Raises `TrainingFailedError`, and the client's errors.
+    Raises `LaunchError`, and the client's errors.
     """
     runner.cancel_pending()
     state = _begin(runner, job, options)
     checkpoints = runner.work.checkpoints(state.training)
-    attempts: list[Attempt] = []
+    attempts: list[tuple[Run, Outcome]] = []
     while True:
         before = _newest_file(checkpoints)
         run = _create_run(runner, job, state, options)
@@ -101,23 +77,21 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         state.save(runner.work)
         status = _wait(runner, active)
         outcome = runner.finish(active, status)
-        attempts.append(Attempt(run, outcome))
+        attempts.append((run, outcome))
         if outcome.state == "succeeded":
             runner.work.delete(_STATE)
-            return Trained(run, state.configuration, tuple(attempts))
+            return attempts
         if len(attempts) > options.max_restarts:
-            raise TrainingFailedError(
-                f"the training was started {len(attempts)} times without finishing: see {active.log}"
-            )
+            raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
         if outcome.state == "out_of_memory":
-            fallback = _fall_back(runner, job, template, state.configuration)
-            runner.reporter.note(fallback.explanation)
-            state.configuration = fallback.configuration
+            smaller = _fall_back(runner, job, template, state.configuration)
+            runner.reporter.note(_explain_fallback(state.configuration, smaller))
+            state.configuration = smaller
         elif outcome.state == "failed" and (status in _PREEMPTED or _newest_file(checkpoints) != before):
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
             lines = "".join(f"\n    {line}" for line in outcome.lines)
-            raise TrainingFailedError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
+            raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
         state.save(runner.work)
 
 
@@ -128,8 +102,8 @@ def _begin(runner: Runner, job: Job, options: TrainOptions) -> _State:
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
         note("The unfinished training left no checkpoint: starting another.")
         state = None  # its configuration may be an outdated guess
-    if state is None or (options.configuration is not None and options.configuration != state.configuration):
-        return _State(options.configuration or _recommended(runner, job), work.next_training())
+    if state is None:
+        return _State(_recommended(runner, job), work.next_training())
     if options.reconfigure:
         state.configuration = _recommended(runner, job)
         note("Continuing the unfinished training with the current recommendation.")
@@ -145,7 +119,7 @@ def _wait(runner: Runner, active: ActiveRun) -> int:
     """The exit status of the command; if the wait is interrupted, stops the command."""
     try:
         while (status := runner.poll(active)) is None:
-            runner.sleep(runner.options.poll_s)
+            runner.sleep(POLL_S)
     except BaseException:
         runner.abandon(active)
         raise
@@ -160,7 +134,7 @@ def _create_run(runner: Runner, job: Job, state: _State, options: TrainOptions) 
         method=options.method,
         continues=state.run_id,
         holder=runner.holder,
-        lease_s=runner.options.lease_s,
+        lease_s=LEASE_S,
     )
     try:
         return runner.retrying(runner.service.create_run, job.id, create)
@@ -193,74 +167,51 @@ def _newest_file(folder: Path) -> tuple[str, float] | None:
     return (max(entries)[1], max(entries)[0]) if entries else None
 
 
-@dataclass(frozen=True)
-class Fallback:
-    """The configuration to continue with, and a sentence that explains it."""
-
-    configuration: Configuration
-    same_global_batch: bool
-    explanation: str
-
-
-def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Fallback:
+def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Configuration:
     """The next smaller configuration, within the bound of the memory model, which has seen the failure."""
     recommendation = runner.retrying(runner.service.recommendation, job.id)
     bound = recommendation.max_local_batch_size.get(failed.instance_type)
-    fallback = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
-    if fallback is None:
-        raise TrainingFailedError(
+    smaller = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
+    if smaller is None:
+        raise LaunchError(
             f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller one: "
             "use a smaller model or more memory per rank"
         )
-    return fallback
+    return smaller
 
 
 def next_smaller(
-    failed: Configuration,
-    *,
-    can_accumulate: bool,
-    max_local_batch_size: int | None = None,
-    min_local_batch_size: int = 1,
-) -> Fallback | None:
+    failed: Configuration, *, can_accumulate: bool, max_local_batch_size: int | None = None
+) -> Configuration | None:
     """What to try after `failed` ran out of memory; None if there is nothing smaller.
 
     First the same global batch B from a smaller local batch b and more accumulation (b * accumulation constant), the
-    largest such b below the failed one and at most `max_local_batch_size`. Without a way to accumulate, the same nodes
-    with half the local batch, hence a smaller B.
+    largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter of that bound:
+    smaller ones waste the accelerator. Without a way to accumulate, the same nodes with half the local batch, hence a
+    smaller B.
     """
     bound = min(failed.local_batch_size - 1, max_local_batch_size or failed.local_batch_size)
     if can_accumulate:
         per_rank = failed.local_batch_size * failed.grad_accum_steps
-        for local in _divisors_below(per_rank, bound):
-            if local >= min_local_batch_size:
-                smaller = replace(failed, local_batch_size=local, grad_accum_steps=per_rank // local)
-                return Fallback(smaller, True, _explain_same_batch(failed, smaller))
+        for local in range(bound, max(1, bound // 4) - 1, -1):
+            if per_rank % local == 0:
+                return replace(failed, local_batch_size=local, grad_accum_steps=per_rank // local)
     local = failed.local_batch_size // 2
     while local > bound:
         local //= 2
-    if local < max(1, min_local_batch_size):
-        return None
-    smaller = replace(failed, local_batch_size=local)
-    return Fallback(smaller, False, _explain_smaller_batch(failed, smaller))
+    return replace(failed, local_batch_size=local) if local else None
 
 
-def _divisors_below(number: int, bound: int) -> Iterator[int]:
-    """Divisors of `number` from `bound` down, but not below a quarter of it: smaller ones waste the accelerator."""
-    return (d for d in range(bound, max(1, bound // 4) - 1, -1) if number % d == 0)
-
-
-def _explain_same_batch(failed: Configuration, smaller: Configuration) -> str:
-    return (
-        f"Out of memory at a local batch of {failed.local_batch_size}: continuing with {smaller.local_batch_size} and "
-        f"{smaller.grad_accum_steps} accumulation steps. The global batch stays {smaller.global_batch_size}, so keep "
-        "the learning rate; a step takes longer."
-    )
-
-
-def _explain_smaller_batch(failed: Configuration, smaller: Configuration) -> str:
+def _explain_fallback(failed: Configuration, smaller: Configuration) -> str:
+    start = f"Out of memory at a local batch of {failed.local_batch_size}: continuing with {smaller.local_batch_size}"
+    if smaller.global_batch_size == failed.global_batch_size:
+        return (
+            f"{start} and {smaller.grad_accum_steps} accumulation steps. The global batch stays "
+            f"{smaller.global_batch_size}, so keep the learning rate; a step takes longer."
+        )
     ratio = smaller.global_batch_size / failed.global_batch_size
     return (
-        f"Out of memory at a local batch of {failed.local_batch_size}: continuing with {smaller.local_batch_size}. The "
-        f"global batch falls from {failed.global_batch_size} to {smaller.global_batch_size}: multiply a learning rate "
-        f"chosen for the larger batch by {ratio:g} (SGD, linear rule) or {sqrt(ratio):.3g} (Adam, square root rule)."
+        f"{start}. The global batch falls from {failed.global_batch_size} to {smaller.global_batch_size}: multiply a "
+        f"learning rate chosen for the larger batch by {ratio:g} (SGD, linear rule) or {sqrt(ratio):.3g} (Adam, square "
+        "root rule)."
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tula_client.launch.errors import ConfigurationMismatchError, LaunchError, TooManyFailuresError
+from tula_client._errors import LaunchError
 from tula_client.launch.judge import Outcome
-from tula_client.launch.run_loop import ActiveRun, Runner
+from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
 from tula_wire import ClaimRequest, Job, Recommendation, Run, RunClaimed
 
@@ -38,9 +38,8 @@ def work_through(runner: Runner, job: Job, template: Template, options: PlanOpti
     """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
 
     Stops if a run fails before any has succeeded, after `max_failures` failures in a row, and if a run used another
-    configuration than planned. Measurements are kept. Raises `TooManyFailuresError`, `ConfigurationMismatchError`,
-    `CommandNotFoundError`, `LaunchError` if every pending run needs more nodes than `node_budget`, and the client's
-    errors.
+    configuration than planned. Measurements are kept. Raises `LaunchError`, also if every pending run needs more nodes
+    than `node_budget`, `UsageError` if there is no such command, and the client's errors.
     """
     runner.cancel_pending()
     for run in job.plan:  # leases of an earlier `tula`, which is dead: this process holds the folder's lock
@@ -81,17 +80,16 @@ class _PlanLoop:
             if status is not None:
                 self._active.remove(active)
                 self._finish(active, status)
-        poll_s = self._runner.options.poll_s
         free = self._budget - sum(active.run.configuration.num_nodes for active in self._active)
         if len(self._active) >= self._options.max_parallel or free <= 0:
-            return poll_s
-        claim = ClaimRequest(holder=self._runner.holder, lease_s=self._runner.options.lease_s, max_nodes=free)
+            return POLL_S
+        claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
         claimed = self._runner.retrying(self._runner.service.claim, self._job_id, claim)
         if claimed.run is not None:
             self._active.append(self._runner.start(claimed.run, self._template))
-            return poll_s
+            return POLL_S
         self.reason = claimed.reason
-        return max(poll_s, _WAIT_BESIDE_RUNS_S) if self._active else self._wait_s(claimed)
+        return _WAIT_BESIDE_RUNS_S if self._active else self._wait_s(claimed)
 
     def abandon(self) -> None:
         """Stop all commands and give their runs back."""
@@ -109,15 +107,13 @@ class _PlanLoop:
             self._check_configuration(active)
         self._failures = self._failures + 1 if outcome.state == "failed" else 0
         if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
-            raise TooManyFailuresError(_explain_failure(active, outcome, self._failures))
+            raise LaunchError(_explain_failure(active, outcome, self._failures))
 
     def _check_configuration(self, active: ActiveRun) -> None:
         """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
         mismatch = self._runner.retrying(self._runner.service.run, active.run.id).configuration_mismatch
         if mismatch is not None:
-            raise ConfigurationMismatchError(
-                f"{mismatch} The measurement is kept for the configuration that ran. Log: {active.log}"
-            )
+            raise LaunchError(f"{mismatch} The measurement is kept for the configuration that ran. Log: {active.log}")
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
         """Seconds until the next claim while nothing runs; None once the plan is done."""

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tula_client.launch.errors import WorkDirBusyError, WorkDirError
+from tula_client._errors import LaunchError, UsageError
 
 _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 """Ray merges lines that differ only in digits, and would show the stack of one rank only."""
@@ -41,21 +41,20 @@ class WorkDir:
         """Lock the folder; yields the name under which this folder holds leases, the same after a restart.
 
         The kernel releases the lock when the process ends, even by kill -9, so under the lock any lease of that name is
-        an orphan. Raises `WorkDirBusyError` if another process has the lock, `WorkDirError` if the folder cannot be
-        used.
+        an orphan. Raises `LaunchError` if another process has the lock, `UsageError` if the folder cannot be used.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("a")
         except OSError as error:
-            raise WorkDirError(
+            raise UsageError(
                 f"the folder {self.path} cannot be used ({error.strerror}): give another --work-dir"
             ) from None
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise WorkDirBusyError(
+                raise LaunchError(
                     f"another tula uses {self.path} for this job: wait for it or give another --work-dir"
                 ) from None
             yield self._holder()

@@ -39,6 +39,8 @@ def spec(max_nodes=4):
 class FakeService:
     """Keeps the rules that matter here: leases by holder, final states that stay, an optional absence."""
 
+    url = "http://x"
+
     def __init__(self, configurations=(), chosen=None):
         self.runs, self.away, self.calls, self.bound = {}, 0, [], {}
         self.chosen, self.holders, self.continued = chosen, {}, []
@@ -147,7 +149,6 @@ class FakeProcess:
 
     def stop(self):
         self.request_stop()
-        return self.status
 
 
 class Bench:
@@ -161,7 +162,7 @@ class Bench:
             service,
             self.work,
             "me",
-            RunnerOptions(url="http://x", inherited={"PATH": "/bin"}, **options),
+            RunnerOptions(inherited={"PATH": "/bin"}, **options),
             reporter,
             start_command=self.start,
             clock=lambda: self.now,

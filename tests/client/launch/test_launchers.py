@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from tula_client._errors import UsageError
 from tula_client.cli.launch import launchers
-from tula_client.launch.errors import TemplateError
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration
@@ -52,7 +52,7 @@ def test_the_file_of_variables_is_for_the_user_alone(tmp_path):
 
 
 def test_an_unknown_launcher_is_refused_with_those_that_exist():
-    with pytest.raises(TemplateError, match="'lsf' is unknown: use one of torchrun, slurm, ray"):
+    with pytest.raises(UsageError, match="'lsf' is unknown: use one of torchrun, slurm, ray"):
         with_launcher("lsf", SCRIPT)
 
 

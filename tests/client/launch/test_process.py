@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_client.launch.errors import CommandNotFoundError
+from tula_client._errors import UsageError
 from tula_client.launch.process import start
 
 # A command whose grandchild moves to another session, as torchrun's ranks do, and may ignore SIGTERM.
@@ -68,13 +68,13 @@ def test_a_killed_command_reads_as_128_plus_its_signal(tmp_path):
 
 
 def test_a_missing_command_is_named(tmp_path):
-    with pytest.raises(CommandNotFoundError, match="'no-such-launcher' was not found"):
+    with pytest.raises(UsageError, match="'no-such-launcher' was not found"):
         start(["no-such-launcher"], environment=environment(), log=tmp_path / "log")
 
 
 def test_a_command_whose_stop_command_is_missing_is_not_started(tmp_path):
     command = [sys.executable, "-c", "print('started', flush=True)"]
-    with pytest.raises(CommandNotFoundError, match="the stop command 'scancl' was not found"):
+    with pytest.raises(UsageError, match="the stop command 'scancl' was not found"):
         start(command, environment=environment(), log=tmp_path / "log", stop_command=["scancl", "1"])
     assert not (tmp_path / "log").exists()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_client.launch.errors import TemplateError
+from tula_client._errors import UsageError
 from tula_client.launch.template import Template
 from tula_wire import Configuration, JobSpec
 
@@ -65,12 +65,12 @@ def test_text_without_braces_is_passed_on_unchanged(text):
 
 
 def test_an_unknown_placeholder_is_refused_by_name():
-    with pytest.raises(TemplateError, match=r"unknown placeholder \{batch\}.*\{local_batch_size\}"):
+    with pytest.raises(UsageError, match=r"unknown placeholder \{batch\}.*\{local_batch_size\}"):
         Template(("python", "x.py", "{batch}"))
 
 
 def test_an_empty_command_is_refused():
-    with pytest.raises(TemplateError, match="no command was given"):
+    with pytest.raises(UsageError, match="no command was given"):
         Template(())
 
 
@@ -92,7 +92,7 @@ def test_an_empty_command_is_refused():
     ],
 )
 def test_a_quantity_that_the_job_varies_needs_its_placeholder(command, changes, missing):
-    with pytest.raises(TemplateError, match=missing):
+    with pytest.raises(UsageError, match=missing):
         Template(command).check(spec(**changes))
 
 

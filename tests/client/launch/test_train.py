@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
-from tula_client.launch.errors import LaunchError, TrainingFailedError
+from tula_client._errors import LaunchError
 from tula_client.launch.template import Template
 from tula_client.launch.train import TrainOptions, next_smaller, train
 
@@ -19,6 +19,11 @@ RESUMING = Template((*TEMPLATE.words, "--resume={resume}"))
 
 def go(bench, service, template=RESUMING, **options):
     return train(bench.runner, service.job("job-1"), template, TrainOptions(**options))
+
+
+def trained_with(attempts):
+    """The configuration of the start that succeeded."""
+    return attempts[-1][0].configuration
 
 
 def script(*fates):
@@ -51,7 +56,7 @@ def bench_of(tmp_path, service, notes, *fates, **options):
 def test_training_uses_the_recommended_configuration(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
-    assert go(bench, service).configuration == configuration(2, 64)
+    assert trained_with(go(bench, service)) == configuration(2, 64)
     assert [command for command, _, _ in bench.started] == [["launch", "2", "64", "1"]]
 
 
@@ -60,7 +65,7 @@ def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the
     bench = bench_of(tmp_path, service, notes, (137, True), (137, False), (0, False))
     trained = go(bench, service)
     assert [command[1:4] for command, _, _ in bench.started] == [["2", "64", "1"], ["2", "32", "2"], ["2", "16", "4"]]
-    assert trained.configuration.global_batch_size == 128
+    assert trained_with(trained).global_batch_size == 128
     assert "global batch stays 128, so keep the learning rate" in notes.notes[0]
     assert [environment["TULA_RESTART"] for _, environment, _ in bench.started] == ["0", "1", "2"]
     assert bench.started[0][0][4:] == []
@@ -71,7 +76,7 @@ def test_without_a_way_to_accumulate_the_global_batch_falls_and_so_should_the_le
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
     trained = go(bench, service, Template(("launch", "{world_size}", "{local_batch_size}")))
-    assert trained.configuration == configuration(2, 32)
+    assert trained_with(trained) == configuration(2, 32)
     assert "falls from 128 to 64" in notes.notes[0]
     assert "by 0.5 (SGD, linear rule) or 0.707 (Adam" in notes.notes[0]
 
@@ -80,21 +85,21 @@ def test_the_memory_models_new_bound_is_respected(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     service.bound = {"default": 20}
     bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
-    assert go(bench, service).configuration == configuration(2, 16, 4)
+    assert trained_with(go(bench, service)) == configuration(2, 16, 4)
 
 
 def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (143, True), (1, True), (0, False))
     trained = go(bench, service)
-    assert [attempt.outcome.state for attempt in trained.attempts] == ["failed", "failed", "succeeded"]
+    assert [outcome.state for _, outcome in trained] == ["failed", "failed", "succeeded"]
     assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints()}"
 
 
 def test_a_failure_without_progress_is_not_repeated(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (1, False), (0, False))
-    with pytest.raises(TrainingFailedError, match="exit code 1"):
+    with pytest.raises(LaunchError, match="exit code 1"):
         go(bench, service)
     assert len(bench.started) == 1
 
@@ -102,7 +107,7 @@ def test_a_failure_without_progress_is_not_repeated(tmp_path):
 def test_restarts_are_bounded(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, *[(143, True)] * 9)
-    with pytest.raises(TrainingFailedError, match="started 3 times"):
+    with pytest.raises(LaunchError, match="started 3 times"):
         go(bench, service, max_restarts=2)
 
 
@@ -120,11 +125,11 @@ def test_the_same_command_after_a_crash_goes_on_with_the_smaller_configuration(t
     with pytest.raises(KeyboardInterrupt):
         go(bench, service)
     again = bench_of(tmp_path, service, notes, (0, False))
-    assert go(again, service).configuration == configuration(2, 32, 2)
+    assert trained_with(go(again, service)) == configuration(2, 32, 2)
     assert again.started[0][1]["TULA_RESTART"] == "2"
     assert again.started[0][0][4] == f"--resume={again.work.checkpoints()}"
     fresh = bench_of(tmp_path, service, notes, (0, False))
-    assert go(fresh, service).configuration == configuration(2, 64)
+    assert trained_with(go(fresh, service)) == configuration(2, 64)
 
 
 def test_every_start_says_which_run_it_goes_on_from(tmp_path):
@@ -136,7 +141,7 @@ def test_every_start_says_which_run_it_goes_on_from(tmp_path):
 
 def test_a_run_that_the_service_has_forgotten_does_not_keep_its_checkpoints_from_being_used(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
-    with pytest.raises(TrainingFailedError):
+    with pytest.raises(LaunchError):
         go(bench_of(tmp_path, service, notes, (143, True)), service, max_restarts=0)
     restored = FakeService(chosen=configuration())  # from a back-up of before that run
     bench = bench_of(tmp_path, restored, notes, (0, False))
@@ -149,7 +154,7 @@ def test_a_run_that_the_service_has_forgotten_does_not_keep_its_checkpoints_from
 def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(tmp_path, monkeypatch):
     service, notes = FakeService(chosen=configuration()), Notes()
     first = bench_of(tmp_path, service, notes, (143, True))
-    with pytest.raises(TrainingFailedError):
+    with pytest.raises(LaunchError):
         go(first, service, max_restarts=0)
 
     def stale(folder, *, onerror):
@@ -167,7 +172,7 @@ def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before
     first = bench_of(tmp_path, service, notes, (0, True))
     go(first, service)
     finished = bench_of(tmp_path, service, notes, (1, True), (1, False))
-    with pytest.raises(TrainingFailedError):
+    with pytest.raises(LaunchError):
         go(finished, service)
     fresh = bench_of(tmp_path, service, notes, (0, False))
     go(fresh, service, fresh=True)
@@ -182,22 +187,22 @@ def test_another_training_does_not_resume_from_the_checkpoints_of_the_one_before
 def test_reconfigure_continues_a_training_with_the_current_recommendation(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (143, True), (143, True))
-    with pytest.raises(TrainingFailedError):
+    with pytest.raises(LaunchError):
         go(bench, service, max_restarts=1)
     service.chosen = configuration(4, 32)
     reconfigured = bench_of(tmp_path, service, notes, (0, False))
-    assert go(reconfigured, service, reconfigure=True).configuration == configuration(4, 32)
+    assert trained_with(go(reconfigured, service, reconfigure=True)) == configuration(4, 32)
     assert reconfigured.started[0][0][4] == f"--resume={reconfigured.work.checkpoints()}"
     assert service.continued[-1] == "r1"
 
 
 def test_a_start_without_a_checkpoint_does_not_fix_the_configuration(tmp_path):
     service, notes = FakeService(chosen=configuration(1, 32)), Notes()
-    with pytest.raises(TrainingFailedError):
+    with pytest.raises(LaunchError):
         go(bench_of(tmp_path, service, notes, (1, False)), service)
     service.chosen = configuration(2, 64)  # tuned since
     bench = bench_of(tmp_path, service, notes, (0, False))
-    assert go(bench, service).configuration == configuration(2, 64)
+    assert trained_with(go(bench, service)) == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
     assert any("left no checkpoint: starting another" in note for note in notes.notes)
 
@@ -234,11 +239,10 @@ def test_training_without_a_recommendation_fails_with_the_reason(tmp_path):
 )
 def test_every_fallback_is_smaller_and_the_chain_ends(batch, accumulation, can_accumulate, bound):
     now, seen = configuration(2, batch, accumulation), 0
-    while (fallback := next_smaller(now, can_accumulate=can_accumulate, max_local_batch_size=bound)) is not None:
-        after = fallback.configuration
+    while (after := next_smaller(now, can_accumulate=can_accumulate, max_local_batch_size=bound)) is not None:
         assert after.local_batch_size < now.local_batch_size
         assert bound is None or after.local_batch_size <= bound
-        if fallback.same_global_batch:
+        if after.grad_accum_steps != now.grad_accum_steps:
             assert can_accumulate
             assert after.global_batch_size == now.global_batch_size
         else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from tula_client._errors import LaunchError, UsageError
 from tula_client._faults import faults
-from tula_client.launch.errors import SpecError, WorkDirBusyError
 from tula_client.launch.spec import idempotency_key, load_spec
 from tula_client.launch.workdir import WorkDir
 from tula_service.api.errors import field_errors
@@ -23,7 +23,7 @@ cluster = { max_nodes = 4 }
 def test_a_second_tula_is_refused_and_its_successor_has_the_same_holder_name(tmp_path):
     with (
         WorkDir(tmp_path, "job-1").locked() as first,
-        pytest.raises(WorkDirBusyError, match="another tula uses"),
+        pytest.raises(LaunchError, match="another tula uses"),
         WorkDir(tmp_path, "job-1").locked(),
     ):
         pass
@@ -63,7 +63,7 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
 def test_an_error_in_a_specification_names_the_field(tmp_path, change, said):
     path = tmp_path / "job.toml"
     path.write_text(SPEC.replace(*change))
-    with pytest.raises(SpecError, match=said) as error:
+    with pytest.raises(UsageError, match=said) as error:
         load_spec(path)
     assert "\n" not in str(error.value)
 
@@ -73,7 +73,7 @@ def test_all_that_is_wrong_is_named_each_on_its_line(tmp_path):
     path.write_text(
         SPEC.replace("dataset = { size = 10 }", 'serach = "full"').replace("max_nodes = 4", "max_nodes = 0")
     )
-    with pytest.raises(SpecError) as error:
+    with pytest.raises(UsageError) as error:
         load_spec(path)
     first, *rest = str(error.value).splitlines()
     assert first == f"{path}: 3 fields are wrong:"
@@ -113,7 +113,7 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(SpecError, match=r"job\.toml cannot be read \(No such file"):
+    with pytest.raises(UsageError, match=r"job\.toml cannot be read \(No such file"):
         load_spec(tmp_path / "job.toml")
 
 
