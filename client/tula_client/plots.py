@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from tula_client._errors import MissingExtraError, TulaError
+from tula_client._errors import MissingExtraError, TulaError, UsageError
 
 FORMATS: Final = ("png", "svg", "json")
 
@@ -23,17 +23,22 @@ def altair_chart(spec: dict[str, Any]) -> Any:
 def save(spec: dict[str, Any], path: Path, *, scale: float = 2.0) -> None:
     """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
 
-    `scale` is device pixels per chart pixel of a PNG. Rendering needs no network. Raises `TulaError` for another
-    suffix, an unwritable path or a missing renderer.
+    `scale` is device pixels per chart pixel of a PNG. Rendering needs no network. Raises `UsageError` for another
+    suffix, or a path that cannot be written, `MissingExtraError` without the renderer.
     """
     kind = path.suffix.lower().lstrip(".")
     if kind not in FORMATS:
-        raise TulaError(f"--output: {path.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
+        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
     content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind, scale)
+    write_file(path, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that the user named; raises `UsageError` if it cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise TulaError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _render(spec: dict[str, Any], kind: str, scale: float) -> bytes:

@@ -30,17 +30,17 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "lacks 'num_nodes', 'local_batch_size', 'step_time_s'"),
-        ("num_nodes,local_batch_size,step_time\n1,2,3\n", "does not know 'step_time'"),
+        ("", "num_nodes: is required; add it. local_batch_size: is required; add it. step_time_s: is required"),
+        ("num_nodes,local_batch_size,step_time\n1,2,3\n", "step_time: is not known"),
         ("num_nodes,local_batch_size,step_time_s\n", "no measurements"),
         ("num_nodes,local_batch_size,step_time_s\n1,32\n", "line 2: give 3 values"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,1,1\n", "line 2: give 3 values"),
         ("num_nodes,local_batch_size,step_time_s\n0,32,1\n", "line 2: num_nodes"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: 'nan'"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s must be above 0"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: 'fast' is not a number"),
-        ("num_nodes,local_batch_size,step_time\n1,32,1\n", "'step_time' (did you mean step_time_s?)"),
-        ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "has twice 'num_nodes'"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: is NaN or infinite"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s: must be above 0"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: input should be a valid number"),
+        ("num_nodes,local_batch_size,step_time\n1,32,1\n", "step_time: is not known; did you mean step_time_s?"),
+        ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "num_nodes: stands there twice"),
         (
             "num_nodes,local_batch_size,step_time_s\n1,32,1\n1,64,1\n1,32,2e6\n",
             "line 4: step_time_s: must be at most 1000000.0; give a smaller value, or remove the line",
@@ -48,7 +48,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ("num_nodes,local_batch_size,step_time_s,input_time_s\n1,32,1,\n1,32,1,1e9\n", "line 3: input_time_s: must be"),
         (
             "num_nodes,local_batch_size,step_time_s,peak_bytes\n1,32,1,9\n1,32,1,1e30\n1,32,1,8\n",
-            "line 3: peak_bytes: must be at most 1152921504606846976; give a smaller value",
+            "line 3: peak_bytes: must be at most 1.152921504606847e+18; give a smaller value",
         ),
         (
             "num_nodes,local_batch_size,step_time_s\n" + "1,32,1\n" * 10_000 + "1,32,1e7\n",

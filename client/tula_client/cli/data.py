@@ -19,7 +19,7 @@ from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli import csv_samples, format
 from tula_client.cli.output import JobName, Json, emit
 from tula_client.handle import JobHandle, all_runs, find_job
-from tula_client.plots import FORMATS
+from tula_client.plots import write_file
 from tula_client.tables import Row, Table
 from tula_wire import Run, RunCreate, RunPatch
 
@@ -43,8 +43,6 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw a chart of a job into a file."""
-    if output.suffix.lower().lstrip(".") not in FORMATS:
-        raise UsageError(f"--output: {output.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
     with Client() as client:
         JobHandle.of(client, job).plot(chart, output, quantity=quantity)
     emit({"written": str(output)}, f"Wrote {output}.", as_json)
@@ -67,10 +65,7 @@ def export(
     if output is None:
         sys.stdout.write(content.decode())
         return
-    try:
-        output.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
+    write_file(output, content)
     text = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."
     emit({"written": str(output), "rows": len(rows)}, text, as_json)
 
@@ -100,7 +95,7 @@ def import_(
         found = client.job(find_job(client, job))
         csv_samples.check(measured, found.spec)
         sent = [_send(client, found.id, one, boot_id) for one in measured]
-    rows, new = sum(len(one.step_time_s) for one in measured), sum(stored for _, stored in sent)
+    rows, new = sum(len(one.rows) for one in measured), sum(stored for _, stored in sent)
     configurations = "; ".join(format.configuration(one.configuration) for one in measured)
     text = (
         f"{new} new steps, {rows - new} known before, of {len(sent)} configuration{'s' if len(sent) != 1 else ''}: "
