@@ -62,10 +62,21 @@ def ledger_rows(ledger: Ledger) -> list[Row]:
     ]
 
 
-def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
-    def is_same(other: Candidate | None) -> bool:
-        return other is not None and other.configuration == candidate.configuration and other.spot == candidate.spot
+def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
+    """The role of a candidate in the answer."""
 
+    def is_same(other: Candidate | None) -> bool:
+        return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
+
+    return {
+        "chosen": is_same(recommendation.chosen),
+        "least_time": is_same(recommendation.least_time),
+        "least_cost": is_same(recommendation.least_cost),
+        "knee": recommendation.knee.found and recommendation.knee.configuration == candidate.configuration,
+    }
+
+
+def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
     row = _configuration(candidate.configuration)
     for name in ("step_time_s", "epoch_time_s", "total_time_s", "cost_usd", "memory_bytes"):
         row.update(_estimate(name, getattr(candidate, name)))
@@ -81,10 +92,7 @@ def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
         "extrapolated": candidate.extrapolated,
         "dominated": candidate.dominated,
         "excluded_by": candidate.excluded_by,
-        "chosen": is_same(recommendation.chosen),
-        "least_time": is_same(recommendation.least_time),
-        "least_cost": is_same(recommendation.least_cost),
-        "knee": recommendation.knee.configuration == candidate.configuration,
+        **roles(candidate, recommendation),
     }
 
 

@@ -13,6 +13,7 @@ from tula_client._client import Client
 from tula_client.cli import format
 from tula_client.cli.output import JobName, Json, emit, table
 from tula_client.handle import find_job
+from tula_client.tables import roles
 from tula_wire import Candidate, Configuration, Objective, Recommendation
 
 BASIS = {
@@ -137,17 +138,11 @@ def _cost(one: Candidate) -> str:
 
 
 def _marks(one: Candidate, answer: Recommendation) -> list[str]:
-    def is_same(other: Candidate | None) -> bool:
-        return other is not None and (other.configuration, other.spot) == (one.configuration, one.spot)
-
-    marks = [
-        ("recommended", is_same(answer.chosen)),
-        ("least time", is_same(answer.least_time)),
-        ("least cost", is_same(answer.least_cost)),
-        ("knee", answer.knee.found and answer.knee.configuration == one.configuration),
-        ("spot", one.spot),
-        ("measured", one.profiled),
-        ("extrapolated", one.extrapolated),
-        ("excluded", one.excluded_by is not None),
-    ]
-    return [name for name, holds in marks if holds]
+    marks = {
+        **roles(one, answer),
+        "spot": one.spot,
+        "measured": one.profiled,
+        "extrapolated": one.extrapolated,
+        "excluded": one.excluded_by is not None,
+    }
+    return [{"chosen": "recommended"}.get(name, name.replace("_", " ")) for name, holds in marks.items() if holds]

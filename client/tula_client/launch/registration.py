@@ -15,7 +15,7 @@ from tula_client._client import Client
 from tula_client.handle import all_jobs
 from tula_client.launch.spec import idempotency_key
 from tula_client.launch.workdir import WorkDir
-from tula_wire import ClusterSpec, Job, JobPatch, JobSpec
+from tula_wire import Job, JobPatch, JobSpec
 
 _STATE: Final = "registered"
 _MAX_JOBS: Final = 20
@@ -71,7 +71,8 @@ def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Reg
             notes.append(_explain_new_job(spec.name, job, known))
     comparison = _compare(job, spec)
     if comparison.changes and not comparison.fixed:
-        job = client.patch_job(job.id, _patch(comparison.changes, spec))
+        prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
+        job = client.patch_job(job.id, JobPatch(objective=spec.objective, limits=spec.limits, prices=prices))
         changes = _format_changes(comparison.changes)
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")
     return Registered(job, tuple(notes), first_spec)
@@ -131,12 +132,9 @@ def _values_by_path(spec: JobSpec) -> dict[str, Any]:
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     for cluster in spec.cluster:
         plain = cluster.model_dump(mode="json", exclude={"instance_type"})
-        values.update(_flatten(_cluster_path(cluster, spec), plain))
+        path = "cluster" if len(spec.cluster) == 1 else f"cluster[{cluster.instance_type}]"
+        values.update(_flatten(path, plain))
     return values
-
-
-def _cluster_path(cluster: ClusterSpec, spec: JobSpec) -> str:
-    return "cluster" if len(spec.cluster) == 1 else f"cluster[{cluster.instance_type}]"
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -145,22 +143,6 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flatten(f"{path}.{name}" if path else name, inner)
     else:
         yield path, value
-
-
-def _patch(changes: Changes, spec: JobSpec) -> JobPatch:
-    values: dict[str, Any] = {}
-    if "objective" in changes:
-        values["objective"] = spec.objective
-    if any(path.startswith("limits.") for path in changes):
-        values["limits"] = spec.limits
-    prices = {
-        cluster.instance_type: cluster.price
-        for cluster in spec.cluster
-        if any(path.startswith(f"{_cluster_path(cluster, spec)}.price.") for path in changes)
-    }
-    if prices:
-        values["prices"] = prices
-    return JobPatch(**values)
 
 
 def _format_changes(changes: Changes) -> str:

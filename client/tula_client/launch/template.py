@@ -45,9 +45,7 @@ class Template:
     @property
     def placeholders(self) -> frozenset[str]:
         """Names between single braces, anywhere in the command."""
-        return frozenset(
-            match.group(1) for word in self.words for match in _TOKEN.finditer(word) if match.group(1) is not None
-        )
+        return frozenset().union(*map(_names_in, self.words))
 
     def fill(
         self,
@@ -59,25 +57,16 @@ class Template:
         env_file: str = "",
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None."""
-        values = {
-            "num_nodes": str(configuration.num_nodes),
-            "ranks_per_node": str(configuration.ranks_per_node),
-            "world_size": str(configuration.world_size),
-            "local_batch_size": str(configuration.local_batch_size),
-            "global_batch_size": str(configuration.global_batch_size),
-            "grad_accum_steps": str(configuration.grad_accum_steps),
-            "instance_type": configuration.instance_type,
-            "resume": resume or "",
-            "run_id": run_id,
-            "launch_id": launch_id,
-            "env_file": env_file,
-        }
+        of_start = {"resume": resume or "", "run_id": run_id, "launch_id": launch_id, "env_file": env_file}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
-            return values[name] if name is not None else match.group(0)[0]
+            if name is None:
+                return match.group(0)[0]
+            return of_start[name] if name in of_start else str(getattr(configuration, name))
 
-        return [_TOKEN.sub(replace, word) for word in self.words if resume is not None or not _holds_resume(word)]
+        kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
+        return [_TOKEN.sub(replace, word) for word in kept]
 
     def check(self, spec: JobSpec) -> None:
         """Raise `UsageError` if the job varies something for which the command has no placeholder."""
@@ -90,15 +79,15 @@ class Template:
     @property
     def can_accumulate(self) -> bool:
         """True if the placeholders let the command accumulate gradients."""
-        return _can_accumulate(self.placeholders)
+        return any(names <= self.placeholders for names in _ACCUMULATION)
 
 
-def _holds_resume(word: str) -> bool:
-    return any(match.group(1) == "resume" for match in _TOKEN.finditer(word))
+def _names_in(word: str) -> frozenset[str]:
+    return frozenset(name for name in _TOKEN.findall(word) if name)
 
 
-def _can_accumulate(names: frozenset[str]) -> bool:
-    return "grad_accum_steps" in names or {"local_batch_size", "global_batch_size"} <= names
+_ACCUMULATION: Final = (frozenset({"grad_accum_steps"}), frozenset({"local_batch_size", "global_batch_size"}))
+"""Sets of placeholders, each of which tells a script how many micro-steps to accumulate."""
 
 
 def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
@@ -107,10 +96,6 @@ def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
     one_batch = batch.max_local_batch_size == batch.min_local_batch_size and batch.global_batch_size is None
-    accumulate: tuple[frozenset[str], ...] = (
-        frozenset({"grad_accum_steps"}),
-        frozenset({"local_batch_size", "global_batch_size"}),
-    )
     return [
         (
             (frozenset({"num_nodes"}), frozenset({"world_size"})),
@@ -128,7 +113,7 @@ def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
             "the job tries several batch sizes",
         ),
         (
-            accumulate,
+            _ACCUMULATION,
             batch.max_grad_accum_steps > 1,
             f"the job allows up to {batch.max_grad_accum_steps} accumulation steps",
         ),
