@@ -9,7 +9,7 @@ from tula_service.errors import NotFound
 from tula_service.store._base import Repository
 from tula_service.store.records import FloatArray, IntArray, NewChunk
 from tula_service.store.tables import runs, telemetry_chunks
-from tula_service.store.telemetry_codec import pack, stride_of, unpack
+from tula_service.store.telemetry_codec import pack, unpack
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
 _INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
@@ -23,18 +23,16 @@ INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXIS
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
     """The row of a chunk, compressed before the transaction starts."""
     steps = chunk.steps
-    stride = stride_of(steps)
-    in_order = stride is not None and stride >= 0
     return (
         run_key,
         chunk.rank,
         chunk.boot_id,
         chunk.sequence,
-        int(steps[0] if in_order else steps.min()),
-        int(steps[-1] if in_order else steps.max()),
+        int(steps.min()),
+        int(steps.max()),
         int(steps.size),
         ",".join(chunk.names),
-        pack(steps, chunk.values, stride),
+        pack(steps, chunk.values),
     )
 
 
@@ -66,10 +64,9 @@ class Telemetry(Repository):
     def last_step(self, run_key: int, *, rank: int = 0) -> int | None:
         """The last step of which one rank sent telemetry, None before its first chunk."""
         chunk = telemetry_chunks.c
-        found = self._connection.execute(
-            sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == rank)
-        ).scalar()
-        return None if found is None else int(found)
+        last = sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == rank)
+        found: int | None = self._scalar(last)
+        return found
 
     def read(
         self,

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tula_service.store import telemetry_codec
-from tula_service.store.telemetry_codec import stride_of, unpack
+from tula_service.store.telemetry_codec import pack, unpack
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 50))
-
-
-def pack(steps: np.ndarray, values: np.ndarray) -> bytes:
-    """As a chunk is packed."""
-    return telemetry_codec.pack(steps, values, stride_of(steps))
 
 
 @given(values=arrays.arrays(np.float64, shapes), first=st.integers(0, 2**52), stride=st.integers(0, 100))
