@@ -15,7 +15,7 @@
 5. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
    grow in commit order.
 
-Transactions from `reading()` take no lock; on SQLite they see one snapshot.
+Transactions from `reading()` take no lock and see one snapshot (REPEATABLE READ on Postgres).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Transaction]:
-        """A transaction that only reads; on SQLite it never waits for a lock."""
+        """A transaction that only reads, all of it from one snapshot."""
         with self._begin(writes=False) as tx:
             yield tx
 
@@ -143,7 +143,10 @@ class Store:
     def _begin(self, *, writes: bool) -> Iterator[Transaction]:
         try:
             with self.engine.connect() as connection:
-                connection = connection.execution_options(**{WRITES: writes})
+                options: dict[str, Any] = {WRITES: writes}
+                if not writes and not is_sqlite(self.engine):
+                    options["isolation_level"] = "REPEATABLE READ"
+                connection = connection.execution_options(**options)
                 with connection.begin():
                     yield Transaction(connection, self.now, writable=writes)
         except sa.exc.TimeoutError as error:

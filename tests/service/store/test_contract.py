@@ -23,6 +23,17 @@ from tula_service.store import (
 )
 
 
+def test_a_reading_transaction_sees_one_snapshot(store: Store) -> None:
+    """What is committed meanwhile shows in the next transaction."""
+    a_job(store)
+    with store.reading() as tx:
+        assert tx.jobs.list().total == 1
+        a_job(store, name="meanwhile")
+        assert tx.jobs.list().total == 1
+    with store.reading() as tx:
+        assert tx.jobs.list().total == 2
+
+
 class TestJobs:
     """Jobs and their lists."""
 
