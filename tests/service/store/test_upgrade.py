@@ -27,7 +27,10 @@ from tula_service.store.tables import METADATA, scaling_versions
 
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
 ASSETS = Path(__file__).parent / "assets"
-"""One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest."""
+"""One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest.
+
+Users have databases of released schemas only, so a schema that no release had needs none. The newest has one at once:
+the release that comes next will write it."""
 
 
 def restored(asset: Path, url: str) -> sa.Engine:
@@ -86,7 +89,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
 
 
 def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
-    """0004: origin and end cause are read from purpose and message once, by the migration."""
+    """Origin and end cause are read from purpose and message once, by the migration."""
     engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
     rows = {
         "planned": ("profile", "succeeded", "Largest cluster.", None),
@@ -121,8 +124,8 @@ def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
 
 
 def test_stored_thresholds_keep_their_numbers(tmp_path: Path) -> None:
-    """0005: what users set stays by policy, what was tuned is kept once, and the mark of tuning is on its run."""
-    engine = restored(ASSETS / "0004.sqlite.sql", str(tmp_path / "old.db"))
+    """What users set stays by policy, what was tuned is kept once, and the mark of tuning is on its run."""
+    engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
     free = {"delta": None, "small_batch_size": None}
     own = free | {"set": {"delta": 0.7, "granularity": "channel"}}
     policies = {"gain": free, "none": free, "ags": own, "static": free}
@@ -154,8 +157,8 @@ def test_stored_thresholds_keep_their_numbers(tmp_path: Path) -> None:
 
 
 def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_path: Path) -> None:
-    """0006: plan state, validation error and lessons leave the cache, which keeps its answers."""
-    engine = restored(ASSETS / "0005.sqlite.sql", str(tmp_path / "old.db"))
+    """Plan state, validation error and lessons leave the cache, which keeps its answers."""
+    engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
     posterior = {"mean": [0.0], "sd": [1.0], "reference_batch_size": 32.0}
     facts = {
         "plan due": "out of memory",

@@ -42,6 +42,10 @@ CREATE TABLE jobs (
 	prediction_error DOUBLE PRECISION, 
 	idempotency_key TEXT, 
 	fingerprint TEXT, 
+	plan_state TEXT DEFAULT 'current'::text NOT NULL, 
+	retried_up_to_key BIGINT DEFAULT '0'::bigint NOT NULL, 
+	cross_validated_error DOUBLE PRECISION, 
+	cross_validated_runs JSONB, 
 	CONSTRAINT pk_jobs PRIMARY KEY (key), 
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_jobs_id UNIQUE NULLS DISTINCT (id), 
@@ -50,11 +54,22 @@ CREATE TABLE jobs (
 -- next
 CREATE INDEX ix_jobs_model_name ON jobs (model_name);
 -- next
-CREATE INDEX ix_jobs_listed ON jobs (project_id, key, state, name, model_name);
--- next
 CREATE INDEX ix_jobs_project_id_state_key ON jobs (project_id, state, key);
 -- next
+CREATE INDEX ix_jobs_listed ON jobs (project_id, key, state, name, model_name);
+-- next
 CREATE INDEX ix_jobs_project_id_fingerprint ON jobs (project_id, fingerprint);
+-- next
+CREATE TABLE answers (
+	job_id TEXT NOT NULL, 
+	name TEXT NOT NULL, 
+	data_version BIGINT NOT NULL, 
+	model_version TEXT NOT NULL, 
+	body TEXT NOT NULL, 
+	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
+	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
+	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+);
 -- next
 CREATE TABLE events (
 	id BIGSERIAL NOT NULL, 
@@ -69,15 +84,12 @@ CREATE TABLE events (
 -- next
 CREATE INDEX ix_events_job_id_id ON events (job_id, id);
 -- next
-CREATE TABLE fits (
+CREATE TABLE job_lessons (
 	job_id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	model_version TEXT NOT NULL, 
-	body TEXT NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
-	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+	posteriors JSONB NOT NULL, 
+	prediction_pairs JSONB NOT NULL, 
+	CONSTRAINT pk_job_lessons PRIMARY KEY (job_id), 
+	CONSTRAINT fk_job_lessons_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
 CREATE TABLE ledger (
@@ -138,6 +150,7 @@ CREATE TABLE runs (
 	drift_state JSONB, 
 	origin TEXT DEFAULT 'plan'::text NOT NULL, 
 	end_cause TEXT, 
+	scaling_step BIGINT, 
 	CONSTRAINT pk_runs PRIMARY KEY (key), 
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_runs_id UNIQUE NULLS DISTINCT (id)
@@ -273,15 +286,15 @@ CREATE INDEX ix_step_samples_run_key_warmup_step ON step_samples (run_key, warmu
 -- next
 INSERT INTO "alembic_version" ("version_num") VALUES ('0004');
 -- next
-INSERT INTO "projects" ("id", "name", "created_at") VALUES ('default', 'default', '2026-11-22 12:51:44.015626+00:00'::timestamptz);
+INSERT INTO "projects" ("id", "name", "created_at") VALUES ('default', 'default', '2026-11-22 13:25:19.200191+00:00'::timestamptz);
 -- next
-INSERT INTO "jobs" ("key", "id", "project_id", "name", "model_name", "state", "objective", "spec", "data_version", "plan_reason", "created_at", "updated_at", "recommended", "predicted_time_s", "predicted_cost_usd", "saving_vs_smallest_batch", "saving_vs_largest_batch", "prediction_error", "idempotency_key", "fingerprint") VALUES (1, 'job-643e7327bcffb977', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}'::jsonb, 2, '', '2026-01-01 00:00:00+00:00'::timestamptz, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+INSERT INTO "jobs" ("key", "id", "project_id", "name", "model_name", "state", "objective", "spec", "data_version", "plan_reason", "created_at", "updated_at", "recommended", "predicted_time_s", "predicted_cost_usd", "saving_vs_smallest_batch", "saving_vs_largest_batch", "prediction_error", "idempotency_key", "fingerprint", "plan_state", "retried_up_to_key", "cross_validated_error", "cross_validated_runs") VALUES (1, 'job-30aa2e3aa21164f1', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}'::jsonb, 2, '', '2026-01-01 00:00:00+00:00'::timestamptz, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL);
 -- next
-INSERT INTO "fits" ("job_id", "name", "data_version", "model_version", "body", "created_at") VALUES ('job-643e7327bcffb977', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00:00'::timestamptz);
+INSERT INTO "answers" ("job_id", "name", "data_version", "model_version", "body", "created_at") VALUES ('job-30aa2e3aa21164f1', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00:00'::timestamptz);
 -- next
-INSERT INTO "ledger" ("key", "id", "job_id", "created_at", "objective", "basis", "configuration", "prices", "model_version", "data_version", "step_time_s", "step_time_low_s", "step_time_high_s", "cost_usd", "cost_low_usd", "cost_high_usd", "interval_scale") VALUES (1, 'rec-7df468d8bdd12ca7', 'job-643e7327bcffb977', '2026-01-01 00:00:00+00:00'::timestamptz, 'knee', 'profiled', NULL, '{}'::jsonb, '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO "ledger" ("key", "id", "job_id", "created_at", "objective", "basis", "configuration", "prices", "model_version", "data_version", "step_time_s", "step_time_low_s", "step_time_high_s", "cost_usd", "cost_low_usd", "cost_high_usd", "interval_scale") VALUES (1, 'rec-a082dbeb13a61404', 'job-30aa2e3aa21164f1', '2026-01-01 00:00:00+00:00'::timestamptz, 'knee', 'profiled', NULL, '{}'::jsonb, '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO "runs" ("key", "id", "job_id", "project_id", "kind", "state", "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "instance_type", "purpose", "instruction", "message", "method", "position", "holder", "lease_s", "lease_expires_at", "created_at", "started_at", "finished_at", "num_samples", "dropped", "failed_local_batch_size", "predicted_step_time_s", "recommendation_id", "straggler_rank", "drifted", "drift_state", "origin", "end_cause") VALUES (1, 'run-049ea9b027ab3c4c', 'job-643e7327bcffb977', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL);
+INSERT INTO "runs" ("key", "id", "job_id", "project_id", "kind", "state", "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "instance_type", "purpose", "instruction", "message", "method", "position", "holder", "lease_s", "lease_expires_at", "created_at", "started_at", "finished_at", "num_samples", "dropped", "failed_local_batch_size", "predicted_step_time_s", "recommendation_id", "straggler_rank", "drifted", "drift_state", "origin", "end_cause", "scaling_step") VALUES (1, 'run-2930c6824e6cb894', 'job-30aa2e3aa21164f1', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL);
 -- next
 INSERT INTO "run_summaries" ("run_key", "of_num_samples", "num_samples", "num_steps", "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps", "timing_method") VALUES (1, 20, 20, 20, 0.55, 0.014585662097964098, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next

@@ -5,6 +5,19 @@ CREATE TABLE alembic_version (
 -- next
 INSERT INTO "alembic_version" VALUES('0004');
 -- next
+CREATE TABLE "answers" (
+	job_id TEXT NOT NULL, 
+	name TEXT NOT NULL, 
+	data_version BIGINT NOT NULL, 
+	model_version TEXT NOT NULL, 
+	body TEXT NOT NULL, 
+	created_at DATETIME NOT NULL, 
+	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
+	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+);
+-- next
+INSERT INTO "answers" VALUES('job-56fc005694fc9ce1','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+-- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
 	at DATETIME NOT NULL, 
@@ -26,18 +39,13 @@ CREATE TABLE events (
 	CONSTRAINT fk_events_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-CREATE TABLE fits (
+CREATE TABLE job_lessons (
 	job_id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	model_version TEXT NOT NULL, 
-	body TEXT NOT NULL, 
-	created_at DATETIME NOT NULL, 
-	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
-	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+	posteriors JSON NOT NULL, 
+	prediction_pairs JSON NOT NULL, 
+	CONSTRAINT pk_job_lessons PRIMARY KEY (job_id), 
+	CONSTRAINT fk_job_lessons_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
--- next
-INSERT INTO "fits" VALUES('job-af1667133d369773','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE jobs (
 	"key" INTEGER NOT NULL, 
@@ -59,14 +67,14 @@ CREATE TABLE jobs (
 	saving_vs_largest_batch DOUBLE, 
 	prediction_error DOUBLE, 
 	idempotency_key TEXT, 
-	fingerprint TEXT, 
+	fingerprint TEXT, plan_state TEXT DEFAULT 'current' NOT NULL, retried_up_to_key INTEGER DEFAULT '0' NOT NULL, cross_validated_error DOUBLE, cross_validated_runs JSON, 
 	CONSTRAINT pk_jobs PRIMARY KEY ("key"), 
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_jobs_id UNIQUE (id), 
 	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key)
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-af1667133d369773','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL);
+INSERT INTO "jobs" VALUES(1,'job-56fc005694fc9ce1','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0,NULL,NULL);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -90,7 +98,7 @@ CREATE TABLE ledger (
 	CONSTRAINT uq_ledger_id UNIQUE (id)
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-11dce4c845f4581e','job-af1667133d369773','2026-01-01 00:00:00.000000','knee','profiled',NULL,'{}','1',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-420f243451af7b12','job-56fc005694fc9ce1','2026-01-01 00:00:00.000000','knee','profiled',NULL,'{}','1',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -129,7 +137,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-22 12:51:34.925682');
+INSERT INTO "projects" VALUES('default','default','2026-11-22 13:25:10.464823');
 -- next
 CREATE TABLE run_summaries (
 	run_key INTEGER NOT NULL, 
@@ -184,13 +192,13 @@ CREATE TABLE runs (
 	recommendation_id TEXT, 
 	straggler_rank INTEGER, 
 	drifted BOOLEAN NOT NULL, 
-	drift_state JSON, origin TEXT DEFAULT 'plan' NOT NULL, end_cause TEXT, 
+	drift_state JSON, origin TEXT DEFAULT 'plan' NOT NULL, end_cause TEXT, scaling_step BIGINT, 
 	CONSTRAINT pk_runs PRIMARY KEY ("key"), 
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_runs_id UNIQUE (id)
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-ae894f78d6c0ca6b','job-af1667133d369773','default','profile','pending',2,4,32,1,'default','',NULL,NULL,NULL,0,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',NULL,NULL,20,0,NULL,NULL,NULL,NULL,0,NULL,'plan',NULL);
+INSERT INTO "runs" VALUES(1,'run-2e44fd44a9bd9e50','job-56fc005694fc9ce1','default','profile','pending',2,4,32,1,'default','',NULL,NULL,NULL,0,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',NULL,NULL,20,0,NULL,NULL,NULL,NULL,0,NULL,'plan',NULL,NULL);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
