@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import datetime
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
+from tula_service.store.tables import jobs
 from tula_wire import Configuration
 
 Clock: TypeAlias = Callable[[], datetime]
@@ -32,6 +34,14 @@ class Repository:
     def _row(self, statement: sa.Executable) -> RowMap | None:
         return self._connection.execute(statement).mappings().first()
 
+    def _scalar(self, statement: sa.Executable) -> Any:
+        return self._connection.execute(statement).scalar()
+
+    def _bump(self, job_id: str) -> None:
+        """Increment the job's data version, because something that a fit reads has changed."""
+        grown = sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
+        self._connection.execute(grown)
+
     def _insert(self, table: sa.Table) -> Any:
         """An INSERT with ON CONFLICT, in the dialect of this database."""
         if self._postgres:
@@ -48,12 +58,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(8)}"
 
 
+def same_fields(record: type, row: RowMap) -> dict[str, Any]:
+    """What the row holds under the names of the record's fields."""
+    return {field.name: row[field.name] for field in fields(record) if field.name in row}
+
+
 def configuration_from(row: RowMap) -> Configuration:
     """The configuration in the columns of a run or a summary."""
-    return Configuration(
-        num_nodes=row["num_nodes"],
-        ranks_per_node=row["ranks_per_node"],
-        local_batch_size=row["local_batch_size"],
-        grad_accum_steps=row["grad_accum_steps"],
-        instance_type=row["instance_type"],
-    )
+    return Configuration(**same_fields(Configuration, row))

@@ -21,7 +21,7 @@ class AnswerCache(Repository):
 
     def count(self) -> int:
         """Number of cached answers."""
-        return int(self._connection.execute(sa.select(sa.func.count()).select_from(answers)).scalar_one())
+        return int(self._scalar(sa.select(sa.func.count()).select_from(answers)))
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
         """Cache an answer, unless one that rests on newer data is cached already."""
@@ -39,12 +39,6 @@ class AnswerCache(Repository):
         )
 
     def _body(self, job_id: str, name: str, model_version: str, version: sa.ColumnElement[bool]) -> str | None:
-        body = self._connection.execute(
-            sa.select(answers.c.body).where(
-                answers.c.job_id == job_id,
-                answers.c.name == name,
-                answers.c.model_version == model_version,
-                version,
-            )
-        ).scalar()
-        return None if body is None else str(body)
+        wanted = (answers.c.job_id == job_id, answers.c.name == name, answers.c.model_version == model_version, version)
+        body: str | None = self._scalar(sa.select(answers.c.body).where(*wanted))
+        return body

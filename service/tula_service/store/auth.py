@@ -8,7 +8,7 @@ from typing import Final
 import sqlalchemy as sa
 
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, RowMap, new_id
+from tula_service.store._base import Repository, new_id, same_fields
 from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, TokenRecord
 from tula_service.store.tables import audit_log, projects, tokens
 
@@ -41,13 +41,13 @@ class Projects(Repository):
 
     def list(self) -> list[ProjectRecord]:
         """All projects by name."""
-        return [_project(row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
+        return [ProjectRecord(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
     def _one(self, wanted: sa.ColumnElement[bool], name: str) -> ProjectRecord:
         row = self._row(sa.select(projects).where(wanted))
         if row is None:
             raise NotFound.of("project", name)
-        return _project(row)
+        return ProjectRecord(**row)
 
 
 class Tokens(Repository):
@@ -84,19 +84,19 @@ class Tokens(Repository):
         row = self._row(sa.select(tokens).where(tokens.c.id == token_id))
         if row is None:
             raise NotFound.of("token", token_id)
-        return _token(row)
+        return TokenRecord(**same_fields(TokenRecord, row))
 
     def by_hash(self, sha256: str) -> TokenRecord | None:
         """The token with this hash, whatever its state."""
         row = self._row(sa.select(tokens).where(tokens.c.sha256 == sha256))
-        return None if row is None else _token(row)
+        return None if row is None else TokenRecord(**same_fields(TokenRecord, row))
 
     def list(self, *, project_id: str | None = None) -> list[TokenRecord]:
         """Tokens (of a project), newest first."""
         statement = sa.select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
         if project_id is not None:
             statement = statement.where(tokens.c.project_id == project_id)
-        return [_token(row) for row in self._rows(statement)]
+        return [TokenRecord(**same_fields(TokenRecord, row)) for row in self._rows(statement)]
 
     def revoke(self, token_id: str) -> TokenRecord:
         """Revoke a token; revoking twice keeps the first time. Raises NotFound."""
@@ -139,25 +139,5 @@ class Audit(Repository):
 
     def list(self, *, limit: int = 200) -> list[AuditRecord]:
         """Acts, newest first."""
-        rows = self._rows(sa.select(audit_log).order_by(audit_log.c.id.desc()).limit(limit))
-        return [
-            AuditRecord(row["id"], row["at"], row["actor"], row["action"], row["target"], row["detail"]) for row in rows
-        ]
-
-
-def _project(row: RowMap) -> ProjectRecord:
-    return ProjectRecord(row["id"], row["name"], row["created_at"])
-
-
-def _token(row: RowMap) -> TokenRecord:
-    return TokenRecord(
-        id=row["id"],
-        name=row["name"],
-        scope=row["scope"],
-        project_id=row["project_id"],
-        job_id=row["job_id"],
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        last_used_at=row["last_used_at"],
-        revoked_at=row["revoked_at"],
-    )
+        newest = sa.select(audit_log).order_by(audit_log.c.id.desc()).limit(limit)
+        return [AuditRecord(**row) for row in self._rows(newest)]

@@ -24,16 +24,12 @@ class Events(Repository):
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))
         statement = sa.insert(events).values(job_id=job_id, run_id=run_id, kind=kind, at=self._now(), data=data or {})
-        return int(self._connection.execute(statement.returning(events.c.id)).scalar_one())
+        return int(self._scalar(statement.returning(events.c.id)))
 
     def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[EventRecord]:
         """Events of the job with an id above `last_id`, oldest first."""
-        rows = self._rows(
-            sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id).order_by(events.c.id).limit(limit)
-        )
-        return [
-            EventRecord(row["id"], row["job_id"], row["run_id"], row["kind"], row["at"], row["data"]) for row in rows
-        ]
+        later = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
+        return [EventRecord(**row) for row in self._rows(later.order_by(events.c.id).limit(limit))]
 
     def recent(
         self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20
@@ -42,18 +38,11 @@ class Events(Repository):
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)
-        rows = self._rows(statement.order_by(events.c.id.desc()).limit(limit))
-        return [
-            EventRecord(row["id"], row["job_id"], row["run_id"], row["kind"], row["at"], row["data"]) for row in rows
-        ]
+        return [EventRecord(**row) for row in self._rows(statement.order_by(events.c.id.desc()).limit(limit))]
 
     def count_before(self, when: datetime) -> int:
         """The number of events older than `when`."""
-        return int(
-            self._connection.execute(
-                sa.select(sa.func.count()).select_from(events).where(events.c.at < when)
-            ).scalar_one()
-        )
+        return int(self._scalar(sa.select(sa.func.count()).select_from(events).where(events.c.at < when)))
 
     def delete_before(self, when: datetime, *, limit: int) -> int:
         """Delete up to `limit` events older than `when`; returns their number."""
@@ -62,8 +51,4 @@ class Events(Repository):
 
     def last_id(self, job_id: str) -> int:
         """The newest event's id, 0 without any."""
-        return int(
-            self._connection.execute(
-                sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0)).where(events.c.job_id == job_id)
-            ).scalar_one()
-        )
+        return self._scalar(sa.select(sa.func.max(events.c.id)).where(events.c.job_id == job_id)) or 0

@@ -11,32 +11,14 @@ import sqlalchemy as sa
 
 from tula_service.domain import PlanState, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, RowMap, new_id
+from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.records import JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
 
-_UPDATABLE = frozenset(
-    {
-        "name",
-        "state",
-        "objective",
-        "spec",
-        "plan_reason",
-        "recommended",
-        "predicted_time_s",
-        "predicted_cost_usd",
-        "saving_vs_smallest_batch",
-        "saving_vs_largest_batch",
-        "prediction_error",
-        "plan_state",
-        "retried_up_to_key",
-        "cross_validated_error",
-        "cross_validated_runs",
-    }
-)
 _FINAL = [state.value for state in RunState if state.is_final and state is not RunState.CANCELLED]
 _DELETING = "deleting"
+_KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
 
 
 class Jobs(Repository):
@@ -48,62 +30,54 @@ class Jobs(Repository):
         Raises Conflict when the key came with a different request.
         """
         now = self._now()
-        values = {
+        values = asdict(job) | {
             "id": new_id("job"),
-            "project_id": job.project_id,
-            "name": job.name,
-            "model_name": job.model_name,
             "state": "planning",
-            "objective": job.objective,
-            "spec": job.spec,
             "data_version": 0,
             "plan_reason": "",
             "created_at": now,
             "updated_at": now,
-            "idempotency_key": job.idempotency_key,
-            "fingerprint": job.fingerprint,
         }
         statement = (
             self._insert(jobs).values(values).on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
         )
         if self._row(statement.returning(jobs.c.id)) is not None:
-            return self.get(str(values["id"])), True
-        known = self._row(
-            sa.select(jobs.c.id, jobs.c.fingerprint, jobs.c.state).where(
-                jobs.c.project_id == job.project_id, jobs.c.idempotency_key == job.idempotency_key
-            )
-        )
-        if known is None or known["fingerprint"] != job.fingerprint or known["state"] == _DELETING:
-            raise Conflict(
-                "This Idempotency-Key was already used for a different job: send a new key.", field="Idempotency-Key"
-            )
-        return self.get(known["id"]), False
+            return self.get(values["id"]), True
+        known = self._of_key(job.project_id, job.idempotency_key, job.fingerprint)
+        if known is None:  # deleted since
+            raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
+        return known, False
 
     def registered(self, project_id: str, *, idempotency_key: str | None, fingerprint: str) -> JobRecord | None:
         """The job registered under this key, or with this fingerprint; None when the registration is a new one.
 
         Raises Conflict when the key came with a different request.
         """
-        if idempotency_key is not None:
-            known = self._row(
-                sa.select(jobs.c.id, jobs.c.fingerprint, jobs.c.state).where(
-                    jobs.c.project_id == project_id, jobs.c.idempotency_key == idempotency_key
-                )
-            )
-            if known is not None and (known["fingerprint"] != fingerprint or known["state"] == _DELETING):
-                raise Conflict(
-                    "This Idempotency-Key was already used for a different job: send a new key.",
-                    field="Idempotency-Key",
-                )
-            if known is not None:
-                return self.get(known["id"])
-        same = self._row(
+        known = self._of_key(project_id, idempotency_key, fingerprint)
+        if known is not None:
+            return known
+        same = (
             sa.select(jobs.c.id)
             .where(jobs.c.project_id == project_id, jobs.c.fingerprint == fingerprint, jobs.c.state != _DELETING)
             .order_by(jobs.c.key.desc())
             .limit(1)
         )
-        return None if same is None else self.get(same["id"])
+        found = self._scalar(same)
+        return None if found is None else self.get(found)
+
+    def _of_key(self, project_id: str, idempotency_key: str | None, fingerprint: str | None) -> JobRecord | None:
+        if idempotency_key is None:
+            return None
+        known = self._row(
+            sa.select(jobs.c.id, jobs.c.fingerprint, jobs.c.state).where(
+                jobs.c.project_id == project_id, jobs.c.idempotency_key == idempotency_key
+            )
+        )
+        if known is None:
+            return None
+        if known["fingerprint"] != fingerprint or known["state"] == _DELETING:
+            raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
+        return self.get(known["id"])
 
     def get(self, job_id: str, *, project_id: str | None = None) -> JobRecord:
         """The job, if it exists (and belongs to `project_id`, when given). Raises NotFound."""
@@ -128,9 +102,7 @@ class Jobs(Repository):
 
     def data_version(self, job_id: str) -> int:
         """The version of all data that a fit of this job reads. Raises NotFound."""
-        version = self._connection.execute(
-            sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING)
-        ).scalar()
+        version = self._scalar(sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if version is None:
             raise NotFound.of("job", job_id)
         return int(version)
@@ -163,7 +135,7 @@ class Jobs(Repository):
         elif not include_archived:
             wanted.append(jobs.c.state != "archived")
         some = sa.select(sa.literal(1)).select_from(jobs).where(*wanted).limit(count_up_to).subquery("some")
-        total = self._connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one()
+        total = self._scalar(sa.select(sa.func.count()).select_from(some))
         page = sa.select(jobs).where(*wanted).order_by(jobs.c.key.desc()).limit(limit + 1)
         if cursor is not None:
             page = page.where(jobs.c.key < cursor)
@@ -175,11 +147,8 @@ class Jobs(Repository):
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
 
-        `recommended` takes a Configuration or None. Raises NotFound; TypeError for an unknown column.
+        `recommended` takes a Configuration or None. Raises NotFound.
         """
-        unknown = set(values) - _UPDATABLE
-        if unknown:
-            raise TypeError(f"jobs have no such column to update: {sorted(unknown)}")
         if values.get("recommended") is not None:
             values["recommended"] = asdict(values["recommended"])
         if bump:
@@ -206,9 +175,7 @@ class Jobs(Repository):
 
     def bump(self, job_id: str) -> None:
         """Increment the data version, because something that a fit reads has changed."""
-        self._connection.execute(
-            sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
-        )
+        self._bump(job_id)
 
     def begin_delete(self, job_id: str) -> None:
         """Make the job invisible at once; `usecases/jobs.py` then removes its rows piece by piece."""
@@ -247,29 +214,12 @@ class Jobs(Repository):
     @staticmethod
     def _record(row: RowMap, counts: dict[str, tuple[int, int]]) -> JobRecord:
         done, planned = counts.get(row["id"], (0, 0))
-        return JobRecord(
-            id=row["id"],
-            project_id=row["project_id"],
-            name=row["name"],
-            model_name=row["model_name"],
-            state=row["state"],
-            objective=row["objective"],
-            spec=row["spec"],
-            data_version=row["data_version"],
-            plan_reason=row["plan_reason"],
-            created_at=row["created_at"],
-            updated_at=row["updated_at"],
-            recommended=None if row["recommended"] is None else Configuration(**row["recommended"]),
-            predicted_time_s=row["predicted_time_s"],
-            predicted_cost_usd=row["predicted_cost_usd"],
-            saving_vs_smallest_batch=row["saving_vs_smallest_batch"],
-            saving_vs_largest_batch=row["saving_vs_largest_batch"],
-            prediction_error=row["prediction_error"],
-            plan_state=PlanState(row["plan_state"]),
-            retried_up_to_key=row["retried_up_to_key"],
-            cross_validated_error=row["cross_validated_error"],
-            cross_validated_runs=row["cross_validated_runs"] or (),
-            runs_done=done,
-            runs_planned=planned,
-            cursor=row["key"],
-        )
+        values = same_fields(JobRecord, row) | {
+            "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
+            "plan_state": PlanState(row["plan_state"]),
+            "cross_validated_runs": row["cross_validated_runs"] or (),
+            "runs_done": done,
+            "runs_planned": planned,
+            "cursor": row["key"],
+        }
+        return JobRecord(**values)

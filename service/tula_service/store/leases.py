@@ -30,14 +30,14 @@ class Leases(Repository):
         Runs with an expired lease count as pending. Two claimants never get the same run: Postgres skips rows that
         another transaction has locked, SQLite has one writer at a time.
         """
-        self.release_expired(job_id)
+        self._release_expired(job_id)
         wanted = sa.select(runs.c.key).where(
             runs.c.job_id == job_id, runs.c.state == RunState.PENDING.value, runs.c.kind == RunKind.PROFILE.value
         )
         if max_nodes is not None:
             wanted = wanted.where(runs.c.num_nodes <= max_nodes)
         wanted = wanted.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
-        key = self._connection.execute(wanted).scalar()
+        key = self._scalar(wanted)
         if key is None:
             return None
         self._connection.execute(
@@ -54,18 +54,16 @@ class Leases(Repository):
         assert row is not None
         return run_record(row)
 
-    def release_expired(self, job_id: str | None = None) -> int:
-        """Return profiling runs with an expired lease to the plan; returns their number."""
-        statement = sa.update(runs).where(
+    def _release_expired(self, job_id: str) -> None:
+        expired = sa.update(runs).where(
+            runs.c.job_id == job_id,
             runs.c.state.in_(_HELD),
             runs.c.kind == RunKind.PROFILE.value,
-            runs.c.lease_expires_at.is_not(None),
             runs.c.lease_expires_at < self._now(),
         )
-        if job_id is not None:
-            statement = statement.where(runs.c.job_id == job_id)
-        released = statement.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
-        return int(self._connection.execute(released).rowcount)
+        self._connection.execute(
+            expired.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
+        )
 
     def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held."""

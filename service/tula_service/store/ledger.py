@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import sqlalchemy as sa
 
-from tula_service.store._base import Repository, RowMap, new_id
+from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.records import LedgerOutcome, LedgerRecord
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
@@ -118,18 +118,10 @@ def _interval(row: RowMap, *names: str) -> tuple[float, float, float] | None:
 
 
 def _record(row: RowMap, outcome: LedgerOutcome | None) -> LedgerRecord:
-    return LedgerRecord(
-        id=row["id"],
-        job_id=row["job_id"],
-        objective=row["objective"],
-        basis=row["basis"],
-        configuration=None if row["configuration"] is None else Configuration(**row["configuration"]),
-        prices=row["prices"],
-        model_version=row["model_version"],
-        data_version=row["data_version"],
-        predicted_step_time_s=_interval(row, "step_time_s", "step_time_low_s", "step_time_high_s"),
-        predicted_cost_usd=_interval(row, "cost_usd", "cost_low_usd", "cost_high_usd"),
-        interval_scale=row["interval_scale"],
-        created_at=row["created_at"],
-        outcome=outcome,
-    )
+    values = same_fields(LedgerRecord, row) | {
+        "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
+        "predicted_step_time_s": _interval(row, "step_time_s", "step_time_low_s", "step_time_high_s"),
+        "predicted_cost_usd": _interval(row, "cost_usd", "cost_low_usd", "cost_high_usd"),
+        "outcome": outcome,
+    }
+    return LedgerRecord(**values)

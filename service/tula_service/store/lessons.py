@@ -14,10 +14,8 @@ class Lessons(Repository):
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
         """(predicted, low, high, measured) step times of the job's trainings, newest first."""
-        found = self._connection.execute(
-            sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
-        ).scalar()
-        return [] if found is None else list(found)
+        pairs = sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
+        return list(self._scalar(pairs) or ())
 
     def put_posteriors(self, job_id: str, posteriors: JsonObject) -> None:
         """Replace what the job learned, by instance type."""
@@ -52,6 +50,4 @@ class Lessons(Repository):
             .join(job_lessons, job_lessons.c.job_id == newest.c.id)
             .order_by(newest.c.key.desc())
         )
-        return [
-            EarlierLessons(row["spec"], row["posteriors"], row["prediction_pairs"]) for row in self._rows(statement)
-        ]
+        return [EarlierLessons(**row) for row in self._rows(statement)]

@@ -283,7 +283,7 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """An administrative act: who did what to what, when, and where the request came from."""
+    """An administrative act: who did what to what, and when."""
 
     id: int
     at: datetime

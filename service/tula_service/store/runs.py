@@ -11,30 +11,10 @@ import sqlalchemy as sa
 
 from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import NotFound
-from tula_service.store._base import Repository, RowMap, configuration_from, new_id
+from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_summaries, runs
 
-_UPDATABLE = frozenset(
-    {
-        "message",
-        "dropped",
-        "failed_local_batch_size",
-        "predicted_step_time_s",
-        "recommendation_id",
-        "straggler_rank",
-        "drifted",
-        "drift_state",
-        "scaling_step",
-        "position",
-        "purpose",
-        "started_at",
-        "finished_at",
-        "holder",
-        "lease_s",
-        "lease_expires_at",
-    }
-)
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 SELECT_RUNS = sa.select(
     runs, run_summaries.c.step_time_s, *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED)
@@ -46,38 +26,28 @@ class Runs(Repository):
 
     def create(self, job_id: str, run: NewRun) -> RunRecord:
         """Add a run to a job and move the job's data version. Raises NotFound without such a job."""
-        project_id = self._connection.execute(sa.select(jobs.c.project_id).where(jobs.c.id == job_id)).scalar()
+        project_id = self._scalar(sa.select(jobs.c.project_id).where(jobs.c.id == job_id))
         if project_id is None:
             raise NotFound.of("job", job_id)
         now = self._now()
-        identity = new_id("run")
-        self._connection.execute(
-            sa.insert(runs).values(
-                id=identity,
-                job_id=job_id,
-                project_id=project_id,
-                kind=run.kind.value,
-                state=run.state.value,
-                **asdict(run.configuration),
-                origin=run.origin.value,
-                purpose=run.purpose,
-                instruction=run.instruction,
-                method=run.method,
-                position=run.position,
-                holder=run.holder,
-                lease_s=run.lease_s,
-                lease_expires_at=None if run.lease_s is None else now + timedelta(seconds=run.lease_s),
-                created_at=now,
-                started_at=now if run.state is RunState.RUNNING else None,
-                num_samples=0,
-                dropped=0,
-                predicted_step_time_s=run.predicted_step_time_s,
-                recommendation_id=run.recommendation_id,
-                drifted=False,
-            )
-        )
+        values = asdict(run) | {
+            "id": new_id("run"),
+            "job_id": job_id,
+            "project_id": project_id,
+            "kind": run.kind.value,
+            "state": run.state.value,
+            "origin": run.origin.value,
+            "lease_expires_at": None if run.lease_s is None else now + timedelta(seconds=run.lease_s),
+            "created_at": now,
+            "started_at": now if run.state is RunState.RUNNING else None,
+            "num_samples": 0,
+            "dropped": 0,
+            "drifted": False,
+        }
+        values |= values.pop("configuration")
+        self._connection.execute(sa.insert(runs).values(values))
         self._bump(job_id)
-        return self.get(identity)
+        return self.get(values["id"])
 
     def get(self, run_id: str) -> RunRecord:
         """The run. Raises NotFound."""
@@ -120,7 +90,6 @@ class Runs(Repository):
 
         Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version.
         """
-        self._check(values)
         now = self._now()
         values |= {"end_cause": None if end_cause is None else end_cause.value}
         if to is RunState.RUNNING:
@@ -142,8 +111,7 @@ class Runs(Repository):
         return True
 
     def update(self, run_id: str, *, bump: bool = False, **values: Any) -> None:
-        """Change columns other than the state. Raises NotFound; TypeError for a column that may not change."""
-        self._check(values)
+        """Change columns other than the state, which only `transition` changes. Raises NotFound."""
         changed = self._connection.execute(
             sa.update(runs).where(runs.c.id == run_id).values(**values).returning(runs.c.job_id)
         ).first()
@@ -152,70 +120,29 @@ class Runs(Repository):
         if bump:
             self._bump(changed[0])
 
-    def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> int:
-        """Cancel those of these runs that are still pending; returns their number."""
-        if not run_ids:
-            return 0
+    def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> None:
+        """Cancel those of these runs that are still pending."""
         statement = (
             sa.update(runs)
             .where(runs.c.job_id == job_id, runs.c.id.in_(run_ids), runs.c.state == RunState.PENDING.value)
             .values(state=RunState.CANCELLED.value, finished_at=self._now())
         )
-        cancelled = int(self._connection.execute(statement).rowcount)
-        if cancelled:
+        if run_ids and self._connection.execute(statement).rowcount:
             self._bump(job_id)
-        return cancelled
 
-    def count_by_state(self, job_id: str | None = None) -> dict[RunState, int]:
-        """The number of runs (of one job, or of all) in each state."""
+    def count_by_state(self) -> dict[RunState, int]:
+        """The number of runs in each state."""
         statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)
-        if job_id is not None:
-            statement = statement.where(runs.c.job_id == job_id)
         return {RunState(state): int(number) for state, number in self._connection.execute(statement)}
-
-    def _bump(self, job_id: str) -> None:
-        self._connection.execute(
-            sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
-        )
-
-    @staticmethod
-    def _check(values: dict[str, Any]) -> None:
-        unknown = set(values) - _UPDATABLE
-        if unknown:
-            raise TypeError(f"runs have no such column to update: {sorted(unknown)}")
 
 
 def run_record(row: RowMap) -> RunRecord:
-    return RunRecord(
-        key=row["key"],
-        id=row["id"],
-        job_id=row["job_id"],
-        project_id=row["project_id"],
-        kind=RunKind(row["kind"]),
-        state=RunState(row["state"]),
-        configuration=configuration_from(row),
-        origin=RunOrigin(row["origin"]),
-        purpose=row["purpose"],
-        instruction=row["instruction"],
-        message=row["message"],
-        end_cause=None if row["end_cause"] is None else EndCause(row["end_cause"]),
-        method=row["method"],
-        position=row["position"],
-        holder=row["holder"],
-        lease_s=row["lease_s"],
-        lease_expires_at=row["lease_expires_at"],
-        created_at=row["created_at"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
-        num_samples=row["num_samples"],
-        dropped=row["dropped"],
-        failed_local_batch_size=row["failed_local_batch_size"],
-        predicted_step_time_s=row["predicted_step_time_s"],
-        recommendation_id=row["recommendation_id"],
-        straggler_rank=row["straggler_rank"],
-        drifted=row["drifted"],
-        drift_state=row["drift_state"],
-        scaling_step=row["scaling_step"],
-        step_time_s=row["step_time_s"],
-        **{f"observed_{name}": row[f"observed_{name}"] for name in _OBSERVED},
-    )
+    """The record of a row that `SELECT_RUNS` found."""
+    values = same_fields(RunRecord, row) | {
+        "kind": RunKind(row["kind"]),
+        "state": RunState(row["state"]),
+        "origin": RunOrigin(row["origin"]),
+        "end_cause": None if row["end_cause"] is None else EndCause(row["end_cause"]),
+        "configuration": configuration_from(row),
+    }
+    return RunRecord(**values)

@@ -11,15 +11,9 @@ import sqlalchemy as sa
 
 from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store._base import Clock, Repository, RowMap, configuration_from
-from tula_service.store.records import (
-    FloatArray,
-    IntArray,
-    NewSamples,
-    SampleColumns,
-    Stored,
-)
-from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
+from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
+from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
+from tula_service.store.tables import memory_readings, run_summaries, runs, sample_sources, step_samples
 
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
@@ -34,7 +28,9 @@ _POSTGRES = (
     "AS row(sequence, step, step_time_s, " + ", ".join(_FLOATS) + ", straggler_rank) "
     "ON CONFLICT (source_key, sequence) DO NOTHING"
 )
-_MEMORY = [field.name for field in fields(MemoryReading)]
+_MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
+_SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
+"""What a process reports of its configuration."""
 
 
 class Samples(Repository):
@@ -54,7 +50,7 @@ class Samples(Repository):
         optional = [getattr(columns, name) for name in _FLOATS]
         if self._postgres:
             # One statement for all rows; NaN means "not measured" on this side of the store and NULL on the other.
-            arguments = [_listed(columns.sequence), _listed(columns.step), _listed(columns.step_time_s)]
+            arguments: list[Any] = [each.tolist() for each in (columns.sequence, columns.step, columns.step_time_s)]
             arguments += [_nullable(column, columns.sequence.size) for column in optional]
             arguments.append(_ranks(columns.straggler_rank, columns.sequence.size))
             stored = self._connection.exec_driver_sql(
@@ -79,9 +75,7 @@ class Samples(Repository):
             self._store_memory(source, run_key, batch.memory)
         if stored or batch.memory is not None:
             # The job's row before its run's: see the order of locks in store/database.py.
-            self._connection.execute(
-                sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
-            )
+            self._bump(job_id)
             self._connection.execute(
                 sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
             )
@@ -92,15 +86,11 @@ class Samples(Repository):
     ) -> SampleColumns:
         """The last `limit` rows of a run by step, oldest first; measuring rows unless `warmup`."""
         table = step_samples.c
+        floats = [table[name] for name in ("step_time_s", *_FLOATS)]
+        straggler = sa.func.coalesce(table.straggler_rank, -1).label("straggler_rank")
+        ints = [table.sequence, table.step, table.rank, straggler]
         statement = (
-            sa.select(
-                table.sequence,
-                table.step,
-                table.step_time_s,
-                *(table[name] for name in _FLOATS),
-                table.straggler_rank,
-                table.rank,
-            )
+            sa.select(*floats, *ints)
             .where(table.run_key == run_key, table.warmup == warmup)
             .order_by(table.step.desc(), table.rank)
             .limit(limit)
@@ -108,19 +98,10 @@ class Samples(Repository):
         if rank is not None:
             statement = statement.where(table.rank == rank)
         rows = self._connection.execute(statement).all()[::-1]
-        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 10
-        return SampleColumns(
-            sequence=np.asarray(columns[0], np.int64),
-            step=np.asarray(columns[1], np.int64),
-            step_time_s=np.asarray(columns[2], np.float64),
-            compute_time_s=np.asarray(columns[3], np.float64),
-            comm_time_s=np.asarray(columns[4], np.float64),
-            exposed_comm_time_s=np.asarray(columns[5], np.float64),
-            input_time_s=np.asarray(columns[6], np.float64),
-            skew_s=np.asarray(columns[7], np.float64),
-            straggler_rank=np.asarray([-1 if value is None else value for value in columns[8]], np.int64),
-            rank=np.asarray(columns[9], np.int64),
-        )
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(floats) + len(ints))
+        kinds = [np.float64] * len(floats) + [np.int64] * len(ints)
+        named = zip((*floats, *ints), columns, kinds, strict=True)
+        return SampleColumns(**{column.name: np.asarray(values, kind) for column, values, kind in named})
 
     def step_times(
         self, run_key: int, *, rank: int, first_step: int | None, last_step: int | None, limit: int
@@ -141,17 +122,11 @@ class Samples(Repository):
         steps = np.fromiter((row[0] for row in rows), np.int64, len(rows))
         return steps, np.fromiter((row[1] for row in rows), np.float64, len(rows))
 
-    def memory(self, run_key: int) -> list[MemoryReading]:
-        """Memory readings of a run, one per process, highest peak first."""
-        table = memory_readings.c
-        statement = sa.select(*(table[name] for name in _MEMORY)).where(table.run_key == run_key)
-        return [MemoryReading(**row) for row in self._rows(statement.order_by(table.peak_bytes.desc()))]
-
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
         """The reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
         table, source = memory_readings.c, sample_sources.c
         statement = (
-            sa.select(source.rank, *(table[name] for name in _MEMORY))
+            sa.select(source.rank, *_MEMORY)
             .join(sample_sources, source.key == table.source_key)
             .where(table.run_key == run_key)
             .order_by(table.peak_bytes.desc(), source.rank)
@@ -159,7 +134,7 @@ class Samples(Repository):
         found: dict[int, MemoryReading] = {}
         for row in self._rows(statement):
             if len(found) < limit:
-                found.setdefault(row["rank"], MemoryReading(**{name: row[name] for name in _MEMORY}))
+                found.setdefault(row["rank"], MemoryReading(**same_fields(MemoryReading, row)))
         return found
 
     def summaries(self, job_id: str) -> list[RunSummary]:
@@ -188,10 +163,9 @@ class Samples(Repository):
 
     def count_processes(self) -> int:
         """The number of processes that have sent samples of runs that are running now."""
-        statement = sa.select(sa.func.count()).select_from(
-            sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
-        )
-        return int(self._connection.execute(statement.where(runs.c.state == RunState.RUNNING.value)).scalar_one())
+        joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
+        statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == RunState.RUNNING.value)
+        return int(self._scalar(statement))
 
     def purge(self, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` sample rows of a job, so that writers never wait long; returns their number."""
@@ -206,12 +180,7 @@ class Samples(Repository):
         return int(self._connection.execute(statement).rowcount)
 
     def _source(self, run_key: int, batch: NewSamples) -> int:
-        facts = {
-            "world_size": batch.world_size,
-            "local_batch_size": batch.local_batch_size,
-            "grad_accum_steps": batch.grad_accum_steps,
-            "timing_method": batch.timing_method,
-        }
+        facts = {name: getattr(batch, name) for name in _SEEN}
         table = sample_sources.c
         known = self._row(
             sa.select(sample_sources).where(
@@ -219,8 +188,8 @@ class Samples(Repository):
             )
         )
         if known is not None:
-            if any(known[name] != value for name, value in facts.items() if value is not None):
-                changed = {name: value for name, value in facts.items() if value is not None}
+            changed = {name: value for name, value in facts.items() if value not in (None, known[name])}
+            if changed:
                 self._connection.execute(sa.update(sample_sources).where(table.key == known["key"]).values(**changed))
             return int(known["key"])
         statement = (
@@ -231,34 +200,24 @@ class Samples(Repository):
             )
             .returning(table.key)
         )
-        return int(self._connection.execute(statement).scalar_one())
+        return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> None:
         insert = self._insert(memory_readings).values(source_key=source_key, run_key=run_key, **asdict(reading))
+        values = {column.name: insert.excluded[column.name] for column in _MEMORY}
         higher = insert.excluded.peak_bytes >= memory_readings.c.peak_bytes
-        self._connection.execute(
-            insert.on_conflict_do_update(
-                index_elements=["source_key"],
-                set_={name: getattr(insert.excluded, name) for name in _MEMORY},
-                where=higher,
-            )
-        )
+        self._connection.execute(insert.on_conflict_do_update(index_elements=["source_key"], set_=values, where=higher))
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        if not run_keys:
-            return {}
         table = memory_readings.c
-        statement = sa.select(table.run_key, *(table[name] for name in _MEMORY)).where(table.run_key.in_(run_keys))
-        found: dict[int, MemoryReading] = {}
-        for row in self._rows(statement.order_by(table.peak_bytes, table.source_key)):
-            found[row["run_key"]] = MemoryReading(**{name: row[name] for name in _MEMORY})
-        return found
+        statement = sa.select(table.run_key, *_MEMORY).where(table.run_key.in_(run_keys))
+        rows = self._rows(statement.order_by(table.peak_bytes, table.source_key))
+        return {row["run_key"]: MemoryReading(**same_fields(MemoryReading, row)) for row in rows}
 
     def _summary(self, row: RowMap, memory: MemoryReading | None) -> RunSummary:
         values: dict[str, Any]
         if row["num_samples"] == 0:
-            values = dict.fromkeys(column.name for column in run_summaries.c)
-            values |= {"num_samples": 0, "num_steps": 0}
+            values = {"num_samples": 0, "num_steps": 0}
         elif row["summary_of_num_samples"] == row["num_samples"]:
             values = {column.name: row[f"summary_{column.name}"] for column in run_summaries.c}
         else:
@@ -271,14 +230,12 @@ class Samples(Repository):
             configuration=configuration_from(row),
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],
-            **{name: values[name] for name in names},
+            **{name: values.get(name) for name in names},
         )
 
     def _compute(self, run_key: int, of_num_samples: int) -> dict[str, Any]:
         table = step_samples.c
-        measured = self._connection.execute(
-            sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False))
-        ).scalar_one()
+        measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
         recent = self.recent(run_key)
         figures = summarise(
             recent.step,
@@ -296,19 +253,12 @@ class Samples(Repository):
             .order_by(sample_sources.c.rank, sample_sources.c.key.desc())
             .limit(1)
         )
-        facts = {
-            name: None if seen is None else seen[name]
-            for name in ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
-        }
+        facts = {name: None if seen is None else seen[name] for name in _SEEN}
         values = {"of_num_samples": of_num_samples, "num_samples": measured, **asdict(figures), **facts}
         if self._writable:
             insert = self._insert(run_summaries).values(run_key=run_key, **values)
             self._connection.execute(insert.on_conflict_do_update(index_elements=["run_key"], set_=values))
         return values
-
-
-def _listed(column: FloatArray | IntArray) -> list[Any]:
-    return list(column.tolist())
 
 
 def _nullable(column: FloatArray | None, size: int) -> list[float | None]:

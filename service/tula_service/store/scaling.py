@@ -20,7 +20,7 @@ class Scaling(Repository):
             .order_by(scaling_versions.c.version.desc())
             .limit(1)
         )
-        return None if row is None else ScalingRecord(row["job_id"], row["version"], row["body"], row["created_at"])
+        return None if row is None else ScalingRecord(**row)
 
     def publish(self, job_id: str, body: JsonObject, *, after: int) -> bool:
         """Make `body` version `after + 1`; False if that version exists already."""
