@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from tula_service.dashboard import pages, session, static_files, what_if
+from tula_service.dashboard import session, static_files
+from tula_service.dashboard.pages import router
 from tula_service.dashboard.session import BrowserSession
 
 __all__ = ["BrowserSession", "open_router", "router"]
-
-router = APIRouter()
-router.include_router(pages.router)
-router.include_router(what_if.router)
 
 open_router = APIRouter()
 open_router.include_router(session.router)

@@ -1,21 +1,24 @@
-"""The pages: jobs, a job, a run, training quality, and tokens and projects for an administrator."""
+"""The pages: jobs, a job with its what-if table, a run, training quality, and tokens and projects."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BeforeValidator, Field
 from starlette.responses import HTMLResponse
 
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import quality_runs
 from tula_service.dashboard.charts.catalog import method_name
-from tula_service.dashboard.current_user import CurrentUser, User
 from tula_service.dashboard.templating import render
-from tula_service.usecases import events, jobs, ledger, recommendations, runs
-from tula_service.usecases.access import visible_projects, visible_tokens
+from tula_service.store import Store
+from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
+from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -23,6 +26,41 @@ router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 PAGE = 50
 MAX_CANDIDATES = 60
 MAX_EVENTS = 12
+MAX_WHAT_IF = 12
+
+
+@dataclass(frozen=True)
+class User:
+    """A caller whom `api.deps.authenticate` has authenticated; it guards every router but login and static files."""
+
+    store: Store
+    principal: Principal
+
+    @property
+    def is_anonymous(self) -> bool:
+        """True on loopback while no token exists."""
+        return self.principal == ANONYMOUS
+
+
+def _user(request: Request) -> User:
+    """From the application, because `dashboard` never imports `api`."""
+    return User(store=request.app.state.services.store, principal=request.scope["tula.principal"])
+
+
+CurrentUser = Annotated[User, Depends(_user)]
+"""The user, as an endpoint's parameter."""
+
+
+def _several(given: Any) -> Any:
+    """What was typed into one field, `2, 4`, as the values it names."""
+    return [value for each in given for value in re.split(r"[\s,;]+", each) if value]
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Counts = Annotated[list[Count], BeforeValidator(_several), Query(max_length=64)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() or None)]
+"""An empty field counts as absent."""
 
 
 @router.get("/")
@@ -85,14 +123,37 @@ def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None)
     )
 
 
+@router.get("/jobs/{job_id}/what-if")
+def what_if(
+    job_id: str,
+    user: CurrentUser,
+    nodes: Counts = [],  # noqa: B006 - FastAPI copies defaults
+    global_batch: Counts = [],  # noqa: B006
+    usd_per_node_hour: Amount = None,
+    deadline_hours: Amount = None,
+    objective: Objective | None = None,
+) -> HTMLResponse:
+    """A fragment for the job's page: what is allowed first, then the quickest, each beside the recommendation."""
+    question = predictions.WhatIf(
+        num_nodes=nodes,
+        global_batch_size=global_batch,
+        usd_per_node_hour=usd_per_node_hour,
+        deadline_s=None if deadline_hours is None else deadline_hours * 3600,
+    )
+    found = predictions.predict(user.store, user.principal, job_id, question).candidates
+    ranked = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
+    best = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective)).chosen
+    left_out = max(0, len(ranked) - MAX_WHAT_IF)
+    return HTMLResponse(render("what_if.html", candidates=ranked[:MAX_WHAT_IF], left_out=left_out, best=best))
+
+
 @router.get("/jobs/{job_id}/quality")
 def quality_page(job_id: str, user: CurrentUser) -> HTMLResponse:
     """Methods of large-batch training side by side."""
     job = jobs.get(user.store, user.principal, job_id)
     found = quality_runs(user.store, user.principal, job_id)
     column = found[0].series.column if found else "accuracy"
-    compared = _compared(found, column)
-    return _page(user, "quality.html", job=job, compared=compared, column=column)
+    return _page(user, "quality.html", job=job, compared=_compared(found, column), column=column)
 
 
 @router.get("/runs/{run_id}")

@@ -54,7 +54,7 @@ def post_logout() -> Response:
 
 def _check_token(request: Request, secret: str) -> str | None:
     services = request.app.state.services
-    if not secret or len(secret) > _MAX_TOKEN_LENGTH or not secret.isascii() or not secret.isprintable():
+    if not _plausible(secret):
         return "Paste the whole token, as `tula token create` printed it."
     try:
         with services.limiter.guess(request.client.host if request.client else "unknown"):
@@ -146,9 +146,11 @@ def _cookie(headers: Headers) -> str | None:
         morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
-    if morsel is None or not morsel.value or len(morsel.value) > _MAX_TOKEN_LENGTH or not morsel.value.isascii():
-        return None
-    return morsel.value if morsel.value.isprintable() else None
+    return morsel.value if morsel is not None and _plausible(morsel.value) else None
+
+
+def _plausible(secret: str) -> bool:
+    return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
 def _is_same_origin(method: str, headers: Headers) -> bool:

@@ -1,7 +1,7 @@
 """Every chart of Tula, defined once: pure functions from the wire's models to Vega-Lite specifications with their data.
 
 The page, the notebook (`job.plot()`) and PNG or SVG files render the same specification. Nothing here reads a
-database or a clock; `api` answers `GET .../charts/{name}` from `dashboard.chart_routes`, which calls these.
+database or a clock; `api/charts.py` answers `GET .../charts/{name}` with them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import altair as alt
 from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.drawing import finish, message
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
-from tula_wire import Job, Ledger, Run
+from tula_wire import Configuration, Job, Ledger, Run
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
 _SHAPES = ("circle", "diamond", "square")
@@ -31,17 +31,9 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     kinds = {row["kind"] for row in rows}
     values = [row[name] for row in rows for name in ("measured", "predicted")]
     least, most = min(values) * 0.9, max(values) * 1.1
-    x = (
-        alt.X("predicted:Q")
-        .scale(type="log", domain=[least, most], nice=False)
-        .title(f"Predicted step time ({unit.name})")
-    )
-    y = (
-        alt.Y("measured:Q")
-        .scale(type="log", domain=[least, most], nice=False)
-        .title(f"Measured step time ({unit.name})")
-    )
-    x, y = x.axis(tickCount=5), y.axis(tickCount=5)
+    scale = alt.Scale(type="log", domain=[least, most], nice=False)
+    x = alt.X("predicted:Q").scale(scale).title(f"Predicted step time ({unit.name})").axis(tickCount=5)
+    y = alt.Y("measured:Q").scale(scale).title(f"Measured step time ({unit.name})").axis(tickCount=5)
     tips = [
         alt.Tooltip("configuration:N", title="Configuration"),
         alt.Tooltip("predicted:Q", format=",.3~g", title="Predicted"),
@@ -91,29 +83,29 @@ def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
         if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
             continue
         seen.add(entry.run_id)
-        rows.append(
-            {
-                "configuration": configuration_name(entry.configuration),
-                "predicted": predicted.value,
-                "low": predicted.low,
-                "high": predicted.high,
-                "measured": entry.measured_step_time_s,
-                "error": entry.measured_step_time_s / predicted.value - 1,
-                "kind": _KINDS[0 if entry.within_interval else 1],
-            }
-        )
-    for run in runs:
-        if run.id in seen or run.step_time_s is None or not run.predicted_step_time_s:
-            continue
-        rows.append(
-            {
-                "configuration": configuration_name(run.configuration),
-                "predicted": run.predicted_step_time_s,
-                "low": None,
-                "high": None,
-                "measured": run.step_time_s,
-                "error": run.step_time_s / run.predicted_step_time_s - 1,
-                "kind": _KINDS[2],
-            }
-        )
-    return rows
+        kind = _KINDS[0 if entry.within_interval else 1]
+        interval = (predicted.value, predicted.low, predicted.high)
+        rows.append(_row(entry.configuration, interval, entry.measured_step_time_s, kind))
+    return rows + [
+        _row(run.configuration, (run.predicted_step_time_s, None, None), run.step_time_s, _KINDS[2])
+        for run in runs
+        if run.id not in seen and run.step_time_s is not None and run.predicted_step_time_s
+    ]
+
+
+def _row(
+    configuration: Configuration,
+    predicted: tuple[float, float | None, float | None],
+    measured: float,
+    kind: str,
+) -> Row:
+    value, low, high = predicted
+    return {
+        "configuration": configuration_name(configuration),
+        "predicted": value,
+        "low": low,
+        "high": high,
+        "measured": measured,
+        "error": measured / value - 1,
+        "kind": kind,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from tula_service.dashboard.charts.style import DASHES, PALETTE
+from tula_service.dashboard.charts.style import DASHES, PALETTE, Row, Unit, time_unit
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
 
 Quantity = Literal["time", "cost"]
@@ -28,14 +28,8 @@ def configuration_name(configuration: Configuration) -> str:
     )
 
 
-def clusters(candidates: Iterable[Candidate]) -> list[str]:
-    """Cluster names in order of instance type and size: the order of lines and colours."""
-    seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
-    return [cluster_name(seen[key]) for key in sorted(seen)]
-
-
 def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names of the clusters as `clusters` orders them, each with its colour and its dash.
+    """Names of the clusters by instance type and size, each with its colour and its dash.
 
     The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
     instance types compete: then it says which type.
@@ -59,17 +53,34 @@ def estimate_of(candidate: Candidate, quantity: Quantity) -> Estimate | None:
 def points(candidates: Sequence[Candidate], quantity: Quantity) -> list[Candidate]:
     """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
     best: dict[tuple[str, int, int], Candidate] = {}
-    for candidate in candidates:
-        estimate = estimate_of(candidate, quantity)
-        if estimate is None:
-            continue
+    offered = [candidate for candidate in candidates if estimate_of(candidate, quantity) is not None]
+    for candidate in sorted(offered, key=lambda each: (each.excluded_by is not None, _value(each, quantity))):
         c = candidate.configuration
-        key = (c.instance_type, c.num_nodes, candidate.global_batch_size)
-        other = best.get(key)
-        kept = None if other is None else estimate_of(other, quantity)
-        if other is None or kept is None or _rank(candidate, estimate) < _rank(other, kept):
-            best[key] = candidate
+        best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), candidate)
     return [best[key] for key in sorted(best)]
+
+
+def unit_of(drawn: Sequence[Candidate], quantity: Quantity) -> Unit:
+    """The unit in which these candidates' time or cost is drawn."""
+    return Unit(1, "USD") if quantity == "cost" else time_unit(each.total_time_s.value for each in drawn)
+
+
+def row_of(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
+    """A candidate that has this quantity, as a chart draws it."""
+    estimate = estimate_of(candidate, quantity)
+    assert estimate is not None
+    basis = "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted"
+    return {
+        "batch": candidate.global_batch_size,
+        "cluster": cluster_name(candidate.configuration),
+        "configuration": configuration_name(candidate.configuration),
+        "value": estimate.value / unit.size,
+        "low": estimate.low / unit.size,
+        "high": estimate.high / unit.size,
+        "profiled": candidate.profiled,
+        "basis": f"{basis}, spot price" if candidate.spot else basis,
+        "excluded": candidate.excluded_by or "",
+    }
 
 
 def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
@@ -83,5 +94,6 @@ def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
     return [(name, candidate) for name, candidate in named if candidate is not None]
 
 
-def _rank(candidate: Candidate, estimate: Estimate) -> tuple[bool, float]:
-    return (candidate.excluded_by is not None, estimate.value)
+def _value(candidate: Candidate, quantity: Quantity) -> float:
+    estimate = estimate_of(candidate, quantity)
+    return 0.0 if estimate is None else estimate.value

@@ -8,14 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tula_service.dashboard.charts.candidates import Quantity
 from tula_service.dashboard.charts.style import Spec
+from tula_service.domain import MemoryReading
 from tula_wire import Job, Ledger, Recommendation, Run, ScalingThresholds, TelemetrySeries
-
-if TYPE_CHECKING:
-    from tula_service.dashboard.charts.memory import MemoryReading
 
 JOB_CHARTS: Final = ("tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy")
 

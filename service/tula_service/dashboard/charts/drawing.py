@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
 
 
 def legend(names: Sequence[str]) -> alt.Legend:
@@ -28,6 +28,19 @@ def legend(names: Sequence[str]) -> alt.Legend:
 def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
     """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
     return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]
+
+
+def candidate_tooltip(unit: Unit) -> list[Any]:
+    """What a reader sees of a row of `candidates.row_of`."""
+    number = ",.3~g"
+    return [
+        alt.Tooltip("configuration:N", title="Configuration"),
+        alt.Tooltip("value:Q", title=unit.name, format=number),
+        alt.Tooltip("low:Q", title="Low (90 %)", format=number),
+        alt.Tooltip("high:Q", title="High (90 %)", format=number),
+        alt.Tooltip("basis:N", title="Basis"),
+        alt.Tooltip("excluded:N", title="Excluded"),
+    ]
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.drawing import finish, legend, message, outlined, stacked
 from tula_service.dashboard.charts.style import HEIGHT, PALETTE, WIDTH, Row, Spec, bytes_unit
+from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
 
 ALARM: Final = PALETTE[6]
@@ -107,25 +108,6 @@ def _ceiling_name(kind: str) -> str:
 
 def _prefix(kind: str) -> str:
     return "" if kind == DEFAULT_INSTANCE_TYPE else f"{kind} "
-
-
-class MemoryReading(Protocol):
-    """Peak memory of one rank, bytes; None where a component was not read."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def parameter_bytes(self) -> int | None: ...
-    @property
-    def gradient_bytes(self) -> int | None: ...
-    @property
-    def optimizer_bytes(self) -> int | None: ...
-    @property
-    def activation_bytes(self) -> int | None: ...
-    @property
-    def batch_bytes(self) -> int | None: ...
-    @property
-    def capacity_bytes(self) -> int | None: ...
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:

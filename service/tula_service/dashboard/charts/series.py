@@ -33,14 +33,10 @@ def run_chart(
     name: str,
     run: Run,
     series: Mapping[str, TelemetrySeries],
-    thresholds: ScalingThresholds | None = None,
-    trends: Mapping[str, TelemetrySeries] | None = None,
+    thresholds: ScalingThresholds | None,
+    trends: Mapping[str, TelemetrySeries],
 ) -> Spec:
-    """One of `RUN_CHARTS`; columns missing from `series` are left out. Raises KeyError for another name.
-
-    A column with a trend is drawn pale, the trend over it.
-    """
-    trends = trends or {}
+    """See `catalog.run_chart`."""
     noun, panels = PANELS[name]
     title = f"{run.id}, {configuration_name(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import altair as alt
 
-from tula_service.dashboard.charts.candidates import cluster_name, clusters, configuration_name, estimate_of, points
-from tula_service.dashboard.charts.drawing import finish, message
-from tula_service.dashboard.charts.style import WIDTH, Row, Spec, Unit, time_unit
+from tula_service.dashboard.charts.candidates import Quantity, line_styles, points, row_of, unit_of
+from tula_service.dashboard.charts.drawing import candidate_tooltip, finish, message
+from tula_service.dashboard.charts.style import WIDTH, Spec
 from tula_wire import Job, Recommendation
 
 _NUMBER = 27
@@ -16,40 +16,22 @@ _NUMBER = 27
 def cost_surface(job: Job, recommendation: Recommendation) -> Spec:
     """Dollars where prices are known, else time; excluded cells pale, the chosen one framed."""
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
-    quantity = "cost" if priced else "time"
+    quantity: Quantity = "cost" if priced else "time"
     title = f"{job.name}: {quantity} of every configuration"
-    drawn = points(recommendation.candidates, "cost" if priced else "time")
+    drawn = points(recommendation.candidates, quantity)
     if not drawn:
         return message(title, "No candidate yet: the first profiling runs bring them.")
-    unit = Unit(1, "USD") if priced else time_unit(candidate.total_time_s.value for candidate in drawn)
+    unit = unit_of(drawn, quantity)
     chosen = recommendation.chosen
-    rows: list[Row] = []
-    for candidate in drawn:
-        estimate = estimate_of(candidate, "cost" if priced else "time")
-        assert estimate is not None
-        rows.append(
-            {
-                "batch": candidate.global_batch_size,
-                "cluster": cluster_name(candidate.configuration),
-                "configuration": configuration_name(candidate.configuration),
-                "value": estimate.value / unit.size,
-                "low": estimate.low / unit.size,
-                "high": estimate.high / unit.size,
-                "excluded": candidate.excluded_by or "",
-                "chosen": chosen is not None and chosen.configuration == candidate.configuration,
-            }
-        )
-    names = clusters(recommendation.candidates)
+    rows = [
+        row_of(each, quantity, unit) | {"chosen": chosen is not None and chosen.configuration == each.configuration}
+        for each in drawn
+    ]
+    names, _, _ = line_styles(recommendation.candidates)
     base = alt.Chart(alt.NamedData("candidates")).encode(
         x=alt.X("batch:O").title("Global batch size").axis(labelAngle=0, labelOverlap=True),
         y=alt.Y("cluster:N").sort(list(reversed(names))).title(None),
-        tooltip=[
-            alt.Tooltip("configuration:N", title="Configuration"),
-            alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
-            alt.Tooltip("low:Q", title="Low (90 %)", format=",.3~g"),
-            alt.Tooltip("high:Q", title="High (90 %)", format=",.3~g"),
-            alt.Tooltip("excluded:N", title="Excluded"),
-        ],
+        tooltip=candidate_tooltip(unit),
     )
     least, most = min(row["value"] for row in rows), max(row["value"] for row in rows)
     logarithmic = least > 0

@@ -11,16 +11,16 @@ import altair as alt
 
 from tula_service.dashboard.charts.candidates import (
     Quantity,
-    cluster_name,
-    configuration_name,
     estimate_of,
     landmarks,
     line_styles,
     points,
+    row_of,
+    unit_of,
 )
-from tula_service.dashboard.charts.drawing import finish, legend, message, outlined
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, Unit, log_ticks, time_unit
-from tula_wire import Candidate, Job, Recommendation
+from tula_service.dashboard.charts.drawing import candidate_tooltip, finish, legend, message, outlined
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, Unit, log_ticks
+from tula_wire import Job, Recommendation
 
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 _FRAME = 440.0
@@ -35,24 +35,23 @@ _Box = tuple[float, float, float, float]
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
     """Predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
-    noun = "time" if quantity == "time" else "cost"
-    title = f"{job.name}: {noun} against global batch size"
+    title = f"{job.name}: {quantity} against global batch size"
     drawn = points(recommendation.candidates, quantity)
     if not drawn:
         return message(title, _nothing(recommendation, quantity))
-    unit = _unit(drawn, quantity)
-    rows = [_row(candidate, quantity, unit) for candidate in drawn]
+    unit = unit_of(drawn, quantity)
+    rows = [row_of(candidate, quantity, unit) for candidate in drawn]
     names, colours, dashes = line_styles(recommendation.candidates)
     positive = all(row["low"] > 0 for row in rows)
     x = alt.X("batch:Q").scale(type="log", base=2, nice=False).title("Global batch size (examples a step)")
     x = x.axis(values=sorted({row["batch"] for row in rows}), format="d", labelOverlap=True)
-    y = alt.Y("value:Q").title(f"Total {noun} ({unit.name})")
+    y = alt.Y("value:Q").title(f"Total {quantity} ({unit.name})")
     y = y.scale(_scale(rows, positive)).axis(labelOverlap=True, grid=True, **_ticks(rows, positive))
     colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(legend(names))
     dash = alt.StrokeDash("cluster:N").scale(domain=names, range=dashes).legend(legend(names))
     allowed = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded === ''")
     refused = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded !== ''")
-    tooltip = _tooltip(unit)
+    tooltip = candidate_tooltip(unit)
     ruled, taken = _rule_rows(recommendation, rows)
     marked = _landmark_rows(recommendation, quantity, unit, rows, taken)
     layers = [
@@ -75,11 +74,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         *_landmark_layers(marked),
     ]
     chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
-    datasets = {
-        "candidates": rows,
-        "landmarks": marked,
-        "rules": ruled,
-    }
+    datasets = {"candidates": rows, "landmarks": marked, "rules": ruled}
     return finish(chart, title, _subtitle(recommendation, rows), datasets)
 
 
@@ -100,36 +95,6 @@ def _reach(rows: list[Row]) -> tuple[float, float]:
     """Both ends of the y axis."""
     least, most = min(row["low"] for row in rows), max(row["high"] for row in rows)
     return (least * 0.9, most * 1.15) if least > 0 else (least, most)
-
-
-def _row(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
-    estimate = estimate_of(candidate, quantity)
-    assert estimate is not None
-    configuration = candidate.configuration
-    basis = "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted"
-    return {
-        "batch": candidate.global_batch_size,
-        "cluster": cluster_name(configuration),
-        "configuration": configuration_name(configuration),
-        "value": estimate.value / unit.size,
-        "low": estimate.low / unit.size,
-        "high": estimate.high / unit.size,
-        "profiled": candidate.profiled,
-        "basis": f"{basis}, spot price" if candidate.spot else basis,
-        "excluded": candidate.excluded_by or "",
-    }
-
-
-def _tooltip(unit: Unit) -> list[Any]:
-    number = ",.3~g"
-    return [
-        alt.Tooltip("configuration:N", title="Configuration"),
-        alt.Tooltip("value:Q", title=unit.name, format=number),
-        alt.Tooltip("low:Q", title="Low (90 %)", format=number),
-        alt.Tooltip("high:Q", title="High (90 %)", format=number),
-        alt.Tooltip("basis:N", title="Basis"),
-        alt.Tooltip("excluded:N", title="Excluded"),
-    ]
 
 
 def _limits(job: Job, quantity: Quantity, rows: list[Row], unit: Unit) -> list[Any]:
@@ -172,10 +137,8 @@ def _rule_layers(ruled: list[Row]) -> list[Any]:
 
 def _landmark_layers(marked: list[Row]) -> list[Any]:
     base = alt.Chart(alt.NamedData("landmarks"))
-    layers: list[Any] = []
-    layers.append(
-        base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q")
-    )
+    ring = base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q")
+    layers: list[Any] = [ring]
     for place in sorted({row["place"] for row in marked}):
         align, dx, dy = _PLACES[place]
         text = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q", y="value:Q", text="label:N")
@@ -274,12 +237,6 @@ def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Ro
 
 def _in_frame(batch: float, rows: list[Row]) -> bool:
     return bool(min(row["batch"] for row in rows) <= batch <= max(row["batch"] for row in rows))
-
-
-def _unit(drawn: list[Candidate], quantity: Quantity) -> Unit:
-    if quantity == "cost":
-        return Unit(1, "USD")
-    return time_unit(candidate.total_time_s.value for candidate in drawn)
 
 
 def _subtitle(recommendation: Recommendation, rows: list[Row]) -> str:
