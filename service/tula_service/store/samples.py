@@ -101,7 +101,8 @@ class Samples(Repository):
         columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(floats) + len(ints))
         kinds = [np.float64] * len(floats) + [np.int64] * len(ints)
         named = zip((*floats, *ints), columns, kinds, strict=True)
-        return SampleColumns(**{column.name: np.asarray(values, kind) for column, values, kind in named})
+        arrays: dict[str, Any] = {column.name: np.asarray(values, kind) for column, values, kind in named}
+        return SampleColumns(**arrays)
 
     def step_times(
         self, run_key: int, *, rank: int, first_step: int | None, last_step: int | None, limit: int
@@ -223,6 +224,7 @@ class Samples(Repository):
         else:
             values = self._compute(row["key"], row["num_samples"])
         names = {field.name for field in fields(RunSummary)} & {column.name for column in run_summaries.c}
+        figures: dict[str, Any] = {name: values.get(name) for name in names}
         return RunSummary(
             run_id=row["id"],
             kind=RunKind(row["kind"]),
@@ -230,7 +232,7 @@ class Samples(Repository):
             configuration=configuration_from(row),
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],
-            **{name: values.get(name) for name in names},
+            **figures,
         )
 
     def _compute(self, run_key: int, of_num_samples: int) -> dict[str, Any]:
