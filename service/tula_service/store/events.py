@@ -28,8 +28,8 @@ class Events(Repository):
 
     def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[EventRecord]:
         """Events of the job with an id above `last_id`, oldest first."""
-        later = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
-        return [EventRecord(**row) for row in self._rows(later.order_by(events.c.id).limit(limit))]
+        newer = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
+        return [EventRecord(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
     def recent(
         self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20
