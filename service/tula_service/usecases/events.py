@@ -84,13 +84,4 @@ def check_ready(store: Store) -> None:
 
 
 def _view(record: EventRecord) -> wire.Event:
-    return wire.Event.model_validate(
-        {
-            "id": record.id,
-            "kind": record.kind,
-            "job_id": record.job_id,
-            "run_id": record.run_id,
-            "at": record.at,
-            "data": record.data,
-        }
-    )
+    return wire.Event.model_validate(record, from_attributes=True)

@@ -69,7 +69,7 @@ def register(
         tx.jobs.mark_plan_stale(job.id)
     recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
-        plan = tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True)
+        plan = _plan(tx, job.id)
         job_view = _view(tx.jobs.get(job.id), plan)
     waiting = [runs.view(run) for run in plan if run.state is RunState.PENDING]
     return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
@@ -93,7 +93,8 @@ def _allow_retries(tx: Transaction, job: JobRecord) -> None:
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
     """A job with its plan."""
     with store.reading() as tx:
-        return _with_plan(tx, visible_job(tx, principal, job_id))
+        job = visible_job(tx, principal, job_id)
+        return _view(job, _plan(tx, job_id))
 
 
 def list_jobs(
@@ -120,7 +121,7 @@ def list_jobs(
             count_up_to=wire.JOBS_COUNTED,
         )
     return wire.JobPage(
-        jobs=[_summary_view(job) for job in page.jobs],
+        jobs=[wire.JobSummary.model_validate(job, from_attributes=True) for job in page.jobs],
         total=page.total,
         next_cursor=None if page.next_cursor is None else str(page.next_cursor),
     )
@@ -147,11 +148,11 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
     if job.state != "archived":
         replan(store, job_id)
     with store.reading() as tx:
-        return _with_plan(tx, tx.jobs.get(job_id))
+        return _view(tx.jobs.get(job_id), _plan(tx, job_id))
 
 
-def _with_plan(tx: Transaction, job: JobRecord) -> wire.Job:
-    return _view(job, tx.runs.list(job.id, kind=RunKind.PROFILE, plan_order=True))
+def _plan(tx: Transaction, job_id: str) -> list[RunRecord]:
+    return tx.runs.list(job_id, kind=RunKind.PROFILE, plan_order=True)
 
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
@@ -265,31 +266,8 @@ def _finish_deleting(store: Store, job_id: str) -> None:
         tx.jobs.delete(job_id)
 
 
-def _summary_view(record: JobRecord) -> wire.JobSummary:
-    return wire.JobSummary.model_validate(_summary(record))
-
-
 def _view(record: JobRecord, plan: list[RunRecord]) -> wire.Job:
     """A job with its specification and its profiling runs, in the order of the plan."""
-    fields = _summary(record)
-    fields |= {"spec": spec_of(record), "plan": [runs.view(each) for each in plan], "plan_reason": record.plan_reason}
-    return wire.Job.model_validate(fields)
-
-
-def _summary(record: JobRecord) -> dict[str, object]:
-    return {
-        "id": record.id,
-        "name": record.name,
-        "model_name": record.model_name,
-        "state": record.state,
-        "objective": record.objective,
-        "created_at": record.created_at,
-        "runs_done": record.runs_done,
-        "runs_planned": record.runs_planned,
-        "recommended": record.recommended,
-        "predicted_time_s": record.predicted_time_s,
-        "predicted_cost_usd": record.predicted_cost_usd,
-        "saving_vs_smallest_batch": record.saving_vs_smallest_batch,
-        "saving_vs_largest_batch": record.saving_vs_largest_batch,
-        "prediction_error": record.prediction_error,
-    }
+    summary = wire.JobSummary.model_validate(record, from_attributes=True)
+    plan_views = [runs.view(each) for each in plan]
+    return wire.Job(**dict(summary), spec=spec_of(record), plan=plan_views, plan_reason=record.plan_reason)

@@ -106,24 +106,14 @@ def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
 
 
 def _wire_entry(entry: LedgerRecord) -> wire.LedgerEntry:
-    outcome = entry.outcome
-    return wire.LedgerEntry.model_validate(
-        {
-            "recommendation_id": entry.id,
-            "created_at": entry.created_at,
-            "objective": entry.objective,
-            "basis": entry.basis,
-            "configuration": entry.configuration,
-            "prices": dict(entry.prices),
-            "model_version": entry.model_version,
-            "predicted_step_time_s": _estimate(entry.predicted_step_time_s),
-            "predicted_cost_usd": _estimate(entry.predicted_cost_usd),
-            "run_id": None if outcome is None else outcome.run_id,
-            "measured_step_time_s": None if outcome is None else outcome.measured_step_time_s,
-            "error": None if outcome is None else outcome.error,
-            "within_interval": None if outcome is None else outcome.within_interval,
-        }
-    )
+    fields = {
+        **vars(entry),
+        **({} if entry.outcome is None else vars(entry.outcome)),
+        "recommendation_id": entry.id,
+        "predicted_step_time_s": _estimate(entry.predicted_step_time_s),
+        "predicted_cost_usd": _estimate(entry.predicted_cost_usd),
+    }
+    return wire.LedgerEntry.model_validate(fields, extra="ignore")
 
 
 def _estimate(values: tuple[float, float, float] | None) -> wire.Estimate | None:

@@ -243,31 +243,8 @@ def view(record: RunRecord) -> wire.Run:
         local_batch_size=record.observed_local_batch_size,
         grad_accum_steps=record.observed_grad_accum_steps,
     )
-    instruction = None if record.instruction is None else wire.read(wire.Instruction, record.instruction)
-    return wire.Run(
-        id=record.id,
-        job_id=record.job_id,
-        kind=record.kind.value,
-        state=record.state.value,
-        configuration=record.configuration,
-        origin=record.origin.value,
-        purpose=record.purpose,
-        instruction=instruction,
-        message=record.message,
-        end_cause=None if record.end_cause is None else record.end_cause.value,
-        configuration_mismatch=mismatch,
-        method=record.method,
-        created_at=record.created_at,
-        started_at=record.started_at,
-        finished_at=record.finished_at,
-        lease_expires_at=record.lease_expires_at,
-        num_samples=record.num_samples,
-        step_time_s=record.step_time_s,
-        predicted_step_time_s=record.predicted_step_time_s,
-        dropped=record.dropped,
-        straggler_rank=record.straggler_rank,
-        drifted=record.drifted,
-    )
+    run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
+    return run.model_copy(update={"configuration_mismatch": mismatch})
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
