@@ -70,8 +70,11 @@ def first_body() -> Body:
 
 def in_force(body: Body, policy: str) -> dict[str, Any]:
     """The numbers served for a policy: the tuned ones of a gated policy, overridden by those that a user set."""
-    tuned = {name: body["tuned"].get(name) for name in ("delta", "small_batch_size")}
-    return {**(tuned if policy in GATED_POLICIES else {}), **body["set"].get(policy, {})}
+    return {**(_numbers(body) if policy in GATED_POLICIES else {}), **body["set"].get(policy, {})}
+
+
+def _numbers(body: Body) -> dict[str, Any]:
+    return {name: body["tuned"].get(name) for name in ("delta", "small_batch_size")}
 
 
 def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
@@ -84,9 +87,8 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
     elif body.get("rolled_back") != seen.run_id:  # after a roll-back, tuning would only return to the same place
         tuned, reason = _tuned(body, seen)
         if tuned:
-            before = {name: body["tuned"].get(name) for name in ("delta", "small_batch_size")}
-            mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step, "before": before}
-            body["tuned"] = {**body["tuned"], **tuned, **mark}
+            mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step}
+            body["tuned"] = {**body["tuned"], **tuned, **mark, "before": _numbers(body)}
             reasons.append(reason)
     noise = estimate_noise_scale(seen.noise_scale) if seen.noise_scale.size else None
     if noise is not None and _noise_moved(body.get("gradient_noise_scale"), noise):

@@ -11,7 +11,7 @@ import tula_wire as wire
 from tula_service.analysis import scaling
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import InvalidInput
-from tula_service.store import RunRecord, ScalingRecord, Store, Transaction
+from tula_service.store import RunRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 
 TUNE_EVERY_STEPS = 100
@@ -39,12 +39,12 @@ def current(
     """
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        record = tx.scaling.latest(job_id)
+        version, body = _latest(tx, job_id)
         run = _newest_training(tx, job_id)
         seen = None if run is None else _due_telemetry(tx, run)
     if run is not None and seen is not None:
-        record = _look(store, run, record, seen)
-    thresholds = _view(record, policy, run)
+        version, body = _look(store, run, version, body, seen)
+    thresholds = _view(version, body, policy, run)
     tag = f'"{thresholds.version}-{thresholds.policy}"'
     known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
     return Served(tag, None if tag in known or "*" in known else thresholds.model_dump_json())
@@ -60,42 +60,41 @@ def change(
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
         tx.jobs.lock(job_id)
-        record = tx.scaling.latest(job_id)
-        body = scaling.first_body() if record is None else record.body
+        version, body = _latest(tx, job_id)
         run = _newest_training(tx, job_id)
         body, changed = _patched(body, patch, policy, {} if run is None else _scripted(tx, run))
         if changed:
             body["reason"] = "set by a user: " + ", ".join(changed)
-            record = _publish(tx, job_id, body, after=1 if record is None else record.version)
-        return _view(record, policy or patch.policy, None)
+            _publish(tx, job_id, body, after=version)
+        return _view(*_latest(tx, job_id), policy or patch.policy, None)
+
+
+def _latest(tx: Transaction, job_id: str) -> tuple[int, scaling.Body]:
+    """The version in force and its body."""
+    record = tx.scaling.latest(job_id)
+    return (1, scaling.first_body()) if record is None else (record.version, record.body)
 
 
 def _look(
-    store: Store, run: RunRecord, record: ScalingRecord | None, seen: scaling.ScalingTelemetry
-) -> ScalingRecord | None:
+    store: Store, run: RunRecord, version: int, old: scaling.Body, seen: scaling.ScalingTelemetry
+) -> tuple[int, scaling.Body]:
     """Publish what new telemetry asks for. If another version was published meanwhile, the next poll looks again."""
-    old = scaling.first_body() if record is None else record.body
-    version = 1 if record is None else record.version
     body = scaling.next_body(old, version, seen)
     with store.transaction() as tx:
         tx.jobs.lock(run.job_id)
-        if body is not None:
-            record = _publish(tx, run.job_id, body, after=version, run_id=run.id)
-            if record is None:
-                return tx.scaling.latest(run.job_id)
-            if body.get("gradient_noise_scale") != old.get("gradient_noise_scale"):
+        if body is None or _publish(tx, run.job_id, body, after=version, run_id=run.id):
+            tx.runs.update(run.id, scaling_step=seen.last_step)
+            if body is not None and body.get("gradient_noise_scale") != old.get("gradient_noise_scale"):
                 tx.jobs.bump(run.job_id)  # recommendations rest on the noise scale
-        tx.runs.update(run.id, scaling_step=seen.last_step)
-        return record
+        return _latest(tx, run.job_id)
 
 
-def _publish(
-    tx: Transaction, job_id: str, body: scaling.Body, *, after: int, run_id: str | None = None
-) -> ScalingRecord | None:
+def _publish(tx: Transaction, job_id: str, body: scaling.Body, *, after: int, run_id: str | None = None) -> bool:
+    """Make `body` the next version; False if that version exists already."""
     if not tx.scaling.publish(job_id, body, after=after):
-        return None
+        return False
     tx.events.append(job_id, "scaling", run_id=run_id, data={"version": after + 1, "reason": body["reason"]})
-    return tx.scaling.latest(job_id)
+    return True
 
 
 def _newest_training(tx: Transaction, job_id: str) -> RunRecord | None:
@@ -144,26 +143,14 @@ def _newest(tx: Transaction, run: RunRecord, column: str) -> float | None:
     return float(known[-1]) if known.size else None
 
 
-def _view(record: ScalingRecord | None, policy: str | None, run: RunRecord | None) -> wire.ScalingThresholds:
+def _view(version: int, body: scaling.Body, policy: str | None, run: RunRecord | None) -> wire.ScalingThresholds:
     """The thresholds for an agent whose script runs `policy`; `run` is the job's newest training run."""
-    body = scaling.first_body() if record is None else record.body
     wanted = body["policy"] or policy or _DEFAULT_POLICY
+    fields = {**body, **scaling.in_force(body, wanted), "version": version, "policy": wanted}
     restore = body.get("restore") or {}
-    if run is None or restore.get("run_id") != run.id:
-        restore = {}
-    noise = {name: body.get(name) for name in ("gradient_noise_scale", "gradient_noise_scale_error")}
-    return wire.ScalingThresholds.model_validate(
-        {
-            **scaling.in_force(body, wanted),
-            **noise,
-            "version": 1 if record is None else record.version,
-            "policy": wanted,
-            "restore_step": restore.get("step"),
-            "restore_run_id": restore.get("run_id"),
-            "critical_batch_size": body.get("critical_batch_size"),
-            "reason": body["reason"],
-        }
-    )
+    if run is not None and restore.get("run_id") == run.id:
+        fields |= {"restore_step": restore["step"], "restore_run_id": run.id}
+    return wire.read(wire.ScalingThresholds, fields)
 
 
 def _patched(
