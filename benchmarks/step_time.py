@@ -11,7 +11,7 @@ All figures are fractions (0.04 = 4 %) except `fit_ms`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
@@ -71,14 +71,13 @@ def profile(
     *,
     runs: int | None,
     goal: Goal | None = None,
-    steps_factor: Mapping[Configuration, float] | None = None,
 ) -> list[Placement]:
     """The configurations that the planner asks for, in order, each answered from the table."""
     done: list[Placement] = []
     model: StepTimeModel | None = None
     while True:
         budget = PlanBudget(max_runs=runs)
-        step = plan(search, workload.candidates, model, goal=goal, budget=budget, steps_factor=steps_factor)
+        step = plan(search, workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
         done += [run.configuration for run in step.runs]  # type: ignore[misc]
@@ -158,13 +157,11 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
     best_num_nodes(workload, planned, found)
 
 
-def recommended(
-    workload: Workload, goal: Goal, steps_factor: Mapping[Configuration, float] | None = None
-) -> tuple[list[Placement], Choice]:
+def recommended(workload: Workload, goal: Goal) -> tuple[list[Placement], Choice]:
     """The runs that the planner spent on a goal, and the choice that they led to."""
-    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, steps_factor=steps_factor)
+    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
-    return runs, recommend(workload.candidates, model, goal, steps_factor=steps_factor).choice
+    return runs, recommend(workload.candidates, model, goal).choice
 
 
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
@@ -179,9 +176,9 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
     for members in same_batch(workload.candidates):
         step_time = {c: workload.step_time_s[c] for c in members}
         best = min(step_time.values())
-        goal = Goal(Objective.TIME, Training(_DATASET), {"default": Offer()})
         only_members: dict[Configuration, float] = {c: 1.0 if c in members else _NEVER for c in workload.candidates}
-        runs, choice = recommended(workload, goal, only_members)
+        goal = Goal(Objective.TIME, Training(_DATASET), {"default": Offer()}, steps_factor=only_members)
+        runs, choice = recommended(workload, goal)
         verified.append(step_time[choice.chosen.configuration] / best - 1.0)  # type: ignore[union-attr, index]
         unverified.append(step_time[min(members, key=lambda c: (mean_s[c], c))] / best - 1.0)
         always.append(step_time[max(members, key=lambda c: (c.world_size, c.num_nodes))] / best - 1.0)

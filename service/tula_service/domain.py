@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from typing_extensions import assert_never
+
 from tula_wire.configurations import Configuration
 
 
@@ -17,6 +19,25 @@ class Objective(str, Enum):
     COST = "cost"
     KNEE = "knee"
     TIME_TO_QUALITY = "time_to_quality"
+
+    @property
+    def measure(self) -> Measure:
+        """What ranks the candidates; every objective has its place here."""
+        if self is Objective.COST:
+            return Measure.COST
+        if self is Objective.KNEE:
+            return Measure.CURVE
+        if self is Objective.TIME or self is Objective.TIME_TO_QUALITY:
+            return Measure.TIME
+        assert_never(self)
+
+
+class Measure(Enum):
+    """What an objective ranks candidates by; CURVE is no property of one candidate but of time over global batch."""
+
+    TIME = 1
+    COST = 2
+    CURVE = 3
 
 
 class Search(str, Enum):
@@ -152,29 +173,21 @@ class MemoryReading:
 class RunSummary:
     """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
 
-    `step_time_s` is a 10 % trimmed mean over steps (each step averaged over ranks), `relative_sd` the standard error of
-    that mean over the mean (None below two steps); component times are medians. `num_samples` counts measuring samples.
-    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
-    `memory` is the reading of the rank with the highest peak.
+    `step_time_s` to `exposed_comm_time_s` are those of `perfmodel.step_summary`. `num_samples` counts measuring
+    samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not
+    say. `memory` is the reading of the rank with the highest peak.
     """
 
     run_id: str
-    kind: RunKind
     state: RunState
     configuration: Configuration
     num_samples: int
-    num_steps: int
     step_time_s: float | None
     relative_sd: float | None
     compute_time_s: float | None
-    comm_time_s: float | None
     exposed_comm_time_s: float | None
-    input_time_s: float | None
-    skew_s: float | None
-    straggler_rank: int | None
     world_size: int | None
     local_batch_size: int | None
     grad_accum_steps: int | None
-    timing_method: str | None
     memory: MemoryReading | None
     failed_local_batch_size: int | None

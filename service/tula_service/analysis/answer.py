@@ -5,7 +5,7 @@ Planning, recommendation, what-if predictions, the expected step time of a run a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,12 +15,12 @@ from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_p
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import lessons_of, prior_of
 from tula_service.domain import Objective, StepTimeForm
-from tula_service.perfmodel.choice import Choice, choose
+from tula_service.perfmodel.choice import Choice, Limits, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
 from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.pricing import Estimate, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.recommend import Goal, Recommendation, price_candidates, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
@@ -40,7 +40,7 @@ class StatisticalEfficiency:
     def of(self, configuration: Configuration) -> float:
         """Progress per example; 1 at the base batch."""
         batch = configuration.global_batch_size
-        return float(statistical_efficiency(batch, self.noise_scale, base_batch_size=self.base_batch_size))
+        return statistical_efficiency(batch, self.noise_scale, base_batch_size=self.base_batch_size)
 
     @property
     def max_sensible_batch_size(self) -> int:
@@ -87,14 +87,10 @@ class Answer:
         """The chosen candidate, its rivals, and the candidates that limits exclude."""
         return self.recommendation.choice
 
-    @property
-    def steps_factor(self) -> Mapping[Configuration, float] | None:
-        """How many more steps each candidate needs than the base batch; None unless the objective asks for quality."""
-        return _steps_factor(self.efficiency, self.objective, self.evidence.candidates)
-
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Predict and price any configurations, on demand and then on spot capacity."""
-        return price_candidates(configurations, self.model, self.goal, memory=self.evidence.memory.models)
+        """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
+        goal = replace(self.goal, steps_factor={})
+        return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
@@ -142,13 +138,14 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     if data.gradient_noise_scale is not None:
         base = min(c.global_batch_size for c in evidence.candidates)
         efficiency = StatisticalEfficiency(data.gradient_noise_scale, base)
+        if wanted is Objective.TIME_TO_QUALITY:
+            goal = replace(goal, steps_factor={c: 1.0 / efficiency.of(c) for c in evidence.candidates})
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
     found = recommend(
         evidence.candidates,
         model,
         goal,
         memory=evidence.memory.models,
-        steps_factor=_steps_factor(efficiency, wanted, evidence.candidates),
         unavailable=evidence.failed,
         doubtful=doubtful,
     )
@@ -166,23 +163,15 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     )
 
 
-def _steps_factor(
-    efficiency: StatisticalEfficiency | None, objective: Objective, candidates: Sequence[Configuration]
-) -> dict[Configuration, float] | None:
-    if efficiency is None or objective is not Objective.TIME_TO_QUALITY:
-        return None
-    return {c: 1.0 / efficiency.of(c) for c in candidates}
-
-
 def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
     """What is to be chosen: the training, the prices and the limits of the specification."""
-    return Goal(
-        objective,
-        job_data.training_of(spec),
-        job_data.offers_of(spec),
-        job_data.limits_of(spec),
-        spot_offers=job_data.spot_offers_of(spec),
+    limits = Limits(
+        deadline_s=spec.limits.deadline_s,
+        budget_usd=spec.limits.budget_usd if job_data.has_prices(spec) else None,  # in USD, as costs are with prices
+        max_global_batch_size=spec.limits.max_global_batch_size,
     )
+    training = Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs)
+    return Goal(objective, training, job_data.offers_of(spec), limits, spot_offers=job_data.spot_offers_of(spec))
 
 
 def _safe(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:

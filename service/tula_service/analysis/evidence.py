@@ -154,17 +154,9 @@ def _failed(data: JobData, contradicted: set[str]) -> set[Configuration]:
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:
     if not rows:
         return None
-    return StepTimeObservations.at(
-        [configuration for configuration, _ in rows],
-        _column([summary.step_time_s for _, summary in rows]),
-        relative_sd=_column([summary.relative_sd for _, summary in rows]),
-        compute_time_s=_column([summary.compute_time_s for _, summary in rows]),
-        exposed_comm_time_s=_column([summary.exposed_comm_time_s for _, summary in rows]),
-    )
-
-
-def _column(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    names = ("step_time_s", "relative_sd", "compute_time_s", "exposed_comm_time_s")
+    columns = {name: np.array([getattr(summary, name) for _, summary in rows], np.float64) for name in names}
+    return StepTimeObservations.at([configuration for configuration, _ in rows], **columns)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def recommendation_fields(
     choice, evidence = answer.choice, answer.evidence
     knee = choice.knee
     same_runs = tuple(cross_validated_runs) == evidence.run_ids
-    estimates = (*answer.estimates, *_ruled_out(answer))
+    estimates = (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out)))
     candidates = candidates_of(answer, estimates)
     by_key = {estimate.key: candidate for estimate, candidate in zip(estimates, candidates, strict=True)}
 
@@ -172,7 +172,9 @@ def _candidate(
         cost_usd=_estimate(estimate.cost_usd) if job_data.has_prices(answer.spec) else None,
         memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
-        terms=_terms(estimate),
+        terms=wire.Terms(
+            compute_time_s=estimate.terms["compute_s"], exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"])
+        ),
         spot=estimate.spot,
         profiled=estimate.measured,
         extrapolated=estimate.extrapolated,
@@ -181,12 +183,6 @@ def _candidate(
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
         measured_step_time_s=evidence.measured.get(c),
     )
-
-
-def _ruled_out(answer: Answer) -> tuple[Estimate, ...]:
-    """Estimates of the configurations that do not fit into memory."""
-    configurations = tuple(answer.evidence.ruled_out)
-    return answer.estimate(configurations) if configurations else ()
 
 
 def _excluded_by(answer: Answer, c: Configuration) -> str | None:
@@ -200,14 +196,6 @@ def _excluded_by(answer: Answer, c: Configuration) -> str | None:
 
 def _estimate(value: Interval) -> wire.Estimate:
     return wire.Estimate(value=value.mean, low=value.low, high=value.high)
-
-
-def _terms(estimate: Estimate) -> wire.Terms | None:
-    if "compute_s" not in estimate.terms:
-        return None
-    return wire.Terms(
-        compute_time_s=estimate.terms["compute_s"], exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"])
-    )
 
 
 def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:

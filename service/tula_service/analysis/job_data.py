@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import tula_wire as wire
 from tula_service.domain import RunKind, RunState, RunSummary
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
-from tula_service.perfmodel.choice import Limits
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Offer, Spot, Training
+from tula_service.perfmodel.pricing import Offer, Spot
 from tula_wire import Configuration
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
@@ -106,20 +105,6 @@ class JobData:
         present |= {"exposed_comm_time_s": None, "relative_sd": None}
         summaries = [replace(s, **present) if s.run_id == run_id else s for s in self.summaries]  # type: ignore[arg-type]
         return replace(self, summaries=summaries, ignored_step_times=frozenset(ignored))
-
-
-def training_of(spec: wire.JobSpec) -> Training:
-    """How much the job trains: D examples, E epochs."""
-    return Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs)
-
-
-def limits_of(spec: wire.JobSpec) -> Limits:
-    """The user's limits; a budget is left out while no price is known."""
-    return Limits(
-        deadline_s=spec.limits.deadline_s,
-        budget_usd=spec.limits.budget_usd if has_prices(spec) else None,
-        max_global_batch_size=spec.limits.max_global_batch_size,
-    )
 
 
 def has_prices(spec: wire.JobSpec) -> bool:

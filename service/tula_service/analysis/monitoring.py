@@ -16,13 +16,11 @@ import numpy.typing as npt
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.answer import Answer
+from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
-from tula_service.domain import Objective
+from tula_service.domain import Measure
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.pricing import Training, price
-from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 
 CHECK_EVERY_STEPS = 50
@@ -31,7 +29,7 @@ CHECK_EVERY_STEPS = 50
 _FROM_START_STEPS = 50
 _LEAST_SAVING = 0.02
 _MOST_OVERLAP = 64.0  # the exponent at which max(compute, communication) is reached
-_ONE_SECOND = Interval(1.0, 1.0, 1.0)
+_BYTES_PER_GB = 1e9
 _Floats = npt.NDArray[np.float64]
 
 
@@ -60,9 +58,9 @@ class Monitor:
 
     `low_s`, `high_s`: the predicted step time. `restart_s`: time from the run's start to its first steps. `checked_at`:
     the step of the last projection. `announced`: limits whose violation was announced. `sentence`: the diagnosis of the
-    last change, None at the predicted speed. `unsteady`: the speed changed during the run, so that its mean step time
-    describes neither speed. `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it
-    continues.
+    last change, None at the predicted speed. `changed`: the detector has fired before. `unsteady`: the speed changed
+    during the run, so that its mean step time describes neither speed. `elapsed_s` is the run's own time; `spent_s` and
+    `spent_usd` are those of the runs that it continues.
     """
 
     detector: DriftState | None = None
@@ -73,6 +71,7 @@ class Monitor:
     announced: list[str] = field(default_factory=list)
     alarm: Alarm | None = None
     sentence: str | None = None
+    changed: bool = False
     unsteady: bool = False
     peak_bytes: float | None = None
     elapsed_s: float = 0.0
@@ -94,6 +93,7 @@ class Monitor:
         known = {name: state[name] for name in (each.name for each in fields(cls)) if name in state}
         # Earlier versions stored of a change of speed only its diagnosis, and the announced limits as `said`.
         known.setdefault("unsteady", known.get("sentence") is not None)
+        known.setdefault("changed", known["unsteady"] or known.get("sentence") is not None)
         known.setdefault("announced", state.get("said", []))
         if known.get("detector") is not None:
             known["detector"] = DriftState(**known["detector"])
@@ -126,9 +126,9 @@ class Monitor:
         level_s, after_steps = float(np.median(recent_s)), self.detector.alarm_after_steps
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         monitor = replace(self, detector=DriftState.expecting(level_s / width, level_s * width))
-        from_start = not self.unsteady and self.sentence is None and after_steps <= _FROM_START_STEPS
+        from_start = not self.changed and after_steps <= _FROM_START_STEPS
         if self.low_s <= level_s <= self.high_s:
-            return replace(monitor, alarm=None, sentence=None, unsteady=True)
+            return replace(monitor, alarm=None, sentence=None, changed=True, unsteady=True)
         known = compute_s[np.isfinite(compute_s)] if compute_s is not None else np.zeros(0)
         alarm = Alarm(
             kind=self.detector.alarm,
@@ -139,7 +139,7 @@ class Monitor:
             compute_s=float(np.median(known)) if known.size else None,
             examples_left=examples_left,
         )
-        return replace(monitor, alarm=alarm, unsteady=not from_start)
+        return replace(monitor, alarm=alarm, changed=True, unsteady=not from_start)
 
     def limits_due(self, step: int) -> bool:
         """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""
@@ -157,13 +157,16 @@ class Monitor:
         }
 
 
-def diagnose(model: StepTimeModel, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:
+def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:
     """Which part of the step changed, by which factor, and a sentence: `{"part", "factor", "sentence"}`.
 
-    Measured compute decides if the agent reports it: with more than half of the excess (in log) in compute, that is the
-    part. Else a run of several ranks blames communication, which is what changes under a running job.
+    Without a model of the job, the sentence alone. Measured compute decides if the agent reports it: with more than
+    half of the excess (in log) in compute, that is the part. Else a run of several ranks blames communication, which is
+    what changes under a running job.
     """
-    predicted = model.predict([c])
+    if not isinstance(analysis, Answer):
+        return {"sentence": f"{_speed(monitor, alarm)}, and no model can say why: {analysis.reason}"}
+    predicted = analysis.model.predict([c])
     compute, comm, mean = (float(column[0]) for column in (predicted.compute_s, predicted.comm_s, predicted.mean_s))
     part, factor = "compute", alarm.level_s / mean
     if c.world_size > 1 and comm > 1e-9 * mean:
@@ -171,11 +174,11 @@ def diagnose(model: StepTimeModel, c: Configuration, monitor: Monitor, alarm: Al
         if abs(math.log(measured / compute)) <= 0.5 * abs(math.log(factor)):
             part, factor = "communication", _comm_factor(compute, comm, mean, c.grad_accum_steps, alarm.level_s)
     times, word = (factor, "slower") if factor >= 1 else (1 / factor, "faster")
-    sentence = f"{speed(monitor, alarm)}: {part} is {times:.2g} times {word} than when it was profiled"
+    sentence = f"{_speed(monitor, alarm)}: {part} is {times:.2g} times {word} than when it was profiled"
     return {"part": part, "factor": factor, "sentence": sentence}
 
 
-def speed(monitor: Monitor, alarm: Alarm) -> str:
+def _speed(monitor: Monitor, alarm: Alarm) -> str:
     """How fast the training is by its prediction, which after an earlier change may differ from what it has become."""
     now = "slower" if alarm.level_s > monitor.high_s else "faster"
     if now != alarm.kind:
@@ -202,17 +205,13 @@ def _comm_factor(compute: float, comm: float, mean: float, micro_steps: int, ste
     return max(comm_now / comm, 1e-4)
 
 
-def epochs_done(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Epochs of the training up to and including `step`, which each process counts from zero.
+def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
+    """Examples that the training still has to read after `step`, which each process counts from zero; E * D at first.
 
     Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
     """
-    return (epochs_before or 0.0) + (step + 1) * c.global_batch_size / spec.dataset.size
-
-
-def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Examples that the training still has to read; E * D at first."""
-    return max(0.0, spec.epochs - epochs_done(spec, c, step, epochs_before)) * spec.dataset.size
+    epochs_done = (epochs_before or 0.0) + (step + 1) * c.global_batch_size / spec.dataset.size
+    return max(0.0, spec.epochs - epochs_done) * spec.dataset.size
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
@@ -225,11 +224,7 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
     offer = {**job_data.spot_offers_of(spec), **job_data.offers_of(spec)}[c.instance_type]
     if offer.usd_per_gb_hour and peak_bytes is None:
         return None
-    peak = None if peak_bytes is None else Interval(peak_bytes, peak_bytes, peak_bytes)
-    one_step = Training(dataset_size=float(c.global_batch_size))
-    offers = {c.instance_type: replace(offer, spot=None)}  # a second that has passed cannot be interrupted any more
-    (found,) = price([c], [_ONE_SECOND], one_step, offers, peak_bytes=[peak])
-    return float(found.cost_usd.mean)
+    return offer.usd_per_s(c, gb_per_rank=(peak_bytes or 0.0) / _BYTES_PER_GB)
 
 
 def broken_limits(
@@ -258,22 +253,26 @@ def broken_limits(
         }
 
 
-def reconfigure(answer: Answer, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any] | None:
+def reconfigure(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any] | None:
     """An `advice` event: restart with the chosen configuration if that saves more than the restart costs, else stay.
 
-    `answer` rests on what was measured since the change. None if the present configuration is the chosen one, or if it
-    is not known how much is left.
+    `analysis` rests on what was measured since the change. None without a choice, if the present configuration is the
+    chosen one, or if it is not known how much is left.
     """
-    chosen, left = answer.choice.chosen, alarm.examples_left
-    if chosen is None or chosen.configuration == c or left is None:
+    left = alarm.examples_left
+    if not isinstance(analysis, Answer) or left is None:
+        return None
+    chosen = analysis.choice.chosen
+    if chosen is None or chosen.configuration == c:
         return None
     restart_s = monitor.restart_s or 0.0
     stay_s = left / c.global_batch_size * alarm.level_s
     move_s = left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
     stay, move, unit = stay_s, move_s + restart_s, "s"
-    if answer.objective is Objective.COST:
+    if analysis.objective.measure is Measure.COST:
         peak = None if chosen.peak_bytes is None else chosen.peak_bytes.mean
-        rates = [usd_per_s(answer.spec, c, monitor.peak_bytes), usd_per_s(answer.spec, chosen.configuration, peak)]
+        both = (c, monitor.peak_bytes), (chosen.configuration, peak)
+        rates = [usd_per_s(analysis.spec, each, peak_bytes) for each, peak_bytes in both]
         unit = "USD"
         if rates[0] is None or rates[1] is None:
             rates, unit = [c.num_nodes / 3600, chosen.configuration.num_nodes / 3600], "node-hours"

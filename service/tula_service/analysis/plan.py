@@ -42,7 +42,7 @@ class PlanDecision:
     cancelled: tuple[str, ...]
     active: bool
     reason: str
-    predicted_step_time_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_step_time_s: Mapping[str, float | None] = field(default_factory=dict)
     posteriors: Mapping[str, Posterior] | None = None
     cross_validation: CrossValidation | None = None
 
@@ -52,13 +52,13 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state is RunState.PENDING]
     begun = [run for run in runs if run.state in _BEGUN]
-    if isinstance(analysis, Infeasible):
-        return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), analysis.reason)
     try:
+        if isinstance(analysis, Infeasible):
+            raise ObservationError(analysis.reason)
         kept, found = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
-    except ObservationError as error:  # every candidate failed
+    except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
-    kept_ids = {run.id for run in kept}
+    kept_ids = [run.id for run in kept]
     active = bool(found.runs) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
     validation = leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None
@@ -68,7 +68,9 @@ def plan_of(analysis: Analysis) -> PlanDecision:
         cancelled=tuple(sorted(run.id for run in waiting if run.id not in kept_ids)),
         active=active,
         reason=reason + _failures(analysis),
-        predicted_step_time_s=_predicted(analysis, kept),
+        predicted_step_time_s=dict(
+            zip(kept_ids, _expected(analysis, [run.configuration for run in kept]), strict=True)
+        ),
         posteriors=posteriors_of(analysis.model) if over else None,
         cross_validation=validation,
     )
@@ -122,29 +124,26 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
         goal=answer.goal,
         recommendation=answer.recommendation,
         budget=_budget(answer.data),
-        steps_factor=answer.steps_factor,
         pending=pending,
         unavailable=evidence.failed,
     )
 
 
 def _new_runs(answer: Answer, found: Plan) -> tuple[NextRun, ...]:
-    configurations = [planned.configuration for planned in found.runs]
     first = max((run.position for run in answer.data.profile_runs), default=-1) + 1
-    expected: list[float | None] = [None] * len(configurations)
-    if configurations and answer.evidence.observed is not None:
-        expected = [float(value) for value in answer.model.predict(configurations).mean_s]
+    expected = _expected(answer, [planned.configuration for planned in found.runs])
     return tuple(
         NextRun(planned.configuration, planned.purpose, first + row, expected[row])
         for row, planned in enumerate(found.runs)
     )
 
 
-def _predicted(answer: Answer, kept: Sequence[JobRun]) -> dict[str, float]:
-    if not kept or answer.evidence.observed is None:
-        return {}
-    predicted = answer.model.predict([run.configuration for run in kept]).mean_s
-    return {run.id: float(value) for run, value in zip(kept, predicted, strict=True)}
+def _expected(answer: Answer, configurations: Sequence[Configuration]) -> Sequence[float | None]:
+    """Their predicted step times, s; None before any run."""
+    if not configurations or answer.evidence.observed is None:
+        return [None] * len(configurations)
+    predicted: list[float] = answer.model.predict(configurations).mean_s.tolist()
+    return predicted
 
 
 def _budget(data: JobData) -> PlanBudget:

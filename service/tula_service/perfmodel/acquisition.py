@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from tula_service.domain import Objective
+from tula_service.domain import Measure, Objective
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
 from tula_service.perfmodel.pricing import Estimate, Offer, spot_slowdown
@@ -32,17 +32,11 @@ class ModelDoubt:
     log_sd: float
 
 
-def log_value(
-    model: StepTimeModel,
-    candidates: Sequence[Configuration],
-    goal: Goal,
-    *,
-    steps_factor: Mapping[Configuration, float] | None = None,
-) -> FloatArray:
+def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
     """log of time (or cost) of a training up to a constant, shape (n,); 50 where the goal forbids a candidate.
 
     Each candidate takes its best offer. Memory is not known yet, so a price per GB-hour counts as if every rank held
-    one GB. `steps_factor` is that of `recommend`.
+    one GB.
     """
     steps = np.log(model.predict(candidates).mean_s)
     value = np.full(len(candidates), _FORBIDDEN)
@@ -51,7 +45,7 @@ def log_value(
         offers = [each[c.instance_type] for each in (goal.offers, goal.spot_offers) if c.instance_type in each]
         rate = min((_rate(offer, c, goal.objective) for offer in offers), default=math.inf)
         if math.isfinite(rate) and c.global_batch_size <= largest:
-            rate *= 1.0 if steps_factor is None else steps_factor[c]
+            rate *= goal.steps_factor.get(c, 1.0)
             value[row] = min(steps[row] - math.log(c.global_batch_size) + math.log(rate), _FORBIDDEN)
     return value
 
@@ -59,7 +53,7 @@ def log_value(
 def _rate(offer: Offer, c: Configuration, objective: Objective) -> float:
     """Seconds, or USD, that one second of uninterrupted training takes."""
     slowdown = spot_slowdown(offer.spot, c.num_nodes)
-    if objective is not Objective.COST:
+    if objective.measure is not Measure.COST:
         return slowdown
     return slowdown * max(offer.usd_per_s(c, gb_per_rank=1.0), 1e-12)
 
@@ -77,7 +71,7 @@ def expected_improvements(
     Empty for the knee, which rests on the whole curve.
     """
     choice, limits = recommendation.choice, goal.limits
-    if choice.objective is Objective.KNEE:
+    if choice.objective.measure is Measure.CURVE:
         return []
     forbidden = {f.estimate.key for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
     best = None if choice.chosen is None else _value(choice.chosen, choice.objective).mean
@@ -98,7 +92,7 @@ def expected_improvements(
 
 
 def _value(estimate: Estimate, objective: Objective) -> Interval:
-    return estimate.cost_usd if objective is Objective.COST else estimate.time_s
+    return estimate.cost_usd if objective.measure is Measure.COST else estimate.time_s
 
 
 def _log_sd(value: Interval) -> float:

@@ -25,13 +25,6 @@ class SearchSpace:
     global_batch_size: int | None = None
     instance_type: str = DEFAULT_INSTANCE_TYPE
 
-    def __post_init__(self) -> None:
-        """Raise ObservationError on an empty range."""
-        if not 1 <= self.min_num_nodes <= self.max_num_nodes:
-            raise ObservationError("min_num_nodes must be at least 1 and at most max_num_nodes.")
-        if self.min_local_batch_size < 1 or self.ranks_per_node < 1:
-            raise ObservationError("min_local_batch_size and ranks_per_node must be at least 1.")
-
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""

@@ -48,22 +48,14 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
     never accumulate, a speed inside the interval never alarms, and one far outside does after six steps.
     """
     times = column("step_times_s", step_times_s, above=0.0)
-    if state.alarm is not None:
-        return replace(state, steps=state.steps + times.size)
-    slower, faster = state.slower, state.faster
+    slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
     for seen, log_time in enumerate(np.log(times).tolist(), start=1):
+        if alarm is not None:
+            break
         score = (log_time - state.centre) / state.half_width
         slower = max(0.0, slower + min(score - 1.0, _LARGEST_SCORE))
         faster = max(0.0, faster + min(-score - 1.0, _LARGEST_SCORE))
         if max(slower, faster) >= _THRESHOLD:
-            after = state.steps + seen
-            alarm = "slower" if slower >= faster else "faster"
-            return replace(
-                state,
-                slower=slower,
-                faster=faster,
-                steps=state.steps + times.size,
-                alarm=alarm,
-                alarm_after_steps=after,
-            )
-    return replace(state, slower=slower, faster=faster, steps=state.steps + times.size)
+            alarm, after = "slower" if slower >= faster else "faster", state.steps + seen
+    steps = state.steps + times.size
+    return replace(state, slower=slower, faster=faster, steps=steps, alarm=alarm, alarm_after_steps=after)

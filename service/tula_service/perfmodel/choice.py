@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tula_service.domain import Objective
+from tula_service.domain import Measure, Objective
 from tula_service.perfmodel.knee import KneeFinding
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate
@@ -34,13 +34,6 @@ class Limits:
     deadline_s: float | None = None
     budget_usd: float | None = None
     max_global_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ObservationError on a limit that is not positive and finite."""
-        for name in ("deadline_s", "budget_usd", "max_global_batch_size"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ObservationError(f"{name} is {value!r}; give a positive finite number or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ def choose(
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
     `within_limits_is_likely` is False and `reason` states the chance. `Objective.TIME_TO_QUALITY` chooses the least
-    time among estimates that were priced with a `steps_factor` (see `recommend`).
+    time among estimates that were priced with `Goal.steps_factor`.
     """
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")
@@ -128,12 +121,12 @@ def choose(
 def _ranked(
     objective: Objective, by_time: list[Estimate], by_cost: list[Estimate], knee: Estimate | None, found: KneeFinding
 ) -> tuple[list[Estimate], str]:
-    if objective is Objective.COST:
+    if objective.measure is Measure.COST:
         return by_cost, "It has the least expected cost of the candidates within the limits."
-    if objective is Objective.KNEE and knee is not None:
+    if objective.measure is Measure.CURVE and knee is not None:
         rest = [estimate for estimate in by_time if estimate is not knee]
         return [knee, *rest], f"It is the candidate nearest the knee: {found.reason}"
-    if objective is Objective.KNEE:
+    if objective.measure is Measure.CURVE:
         return by_time, f"It has the least expected time of the candidates within the limits; {found.reason}"
     return by_time, "It has the least expected time of the candidates within the limits."
 

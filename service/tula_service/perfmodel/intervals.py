@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.points import FloatArray, column
+
+LEVEL = 0.9
+"""Share of measurements that every interval should hold."""
 
 _TRUST_IN_MODEL = 10.0
 _SDS_TO_THE_END = 1.7  # between the normal's 1.645 and Student's at ten degrees, 1.81
@@ -27,7 +30,7 @@ class Interval:
 
     @property
     def log_sd(self) -> float:
-        """Standard deviation of the value's logarithm, read off the upper end as if it were a 90 % interval's."""
+        """Standard deviation of the value's logarithm, read off the upper end."""
         if not (self.mean > 0.0 and math.isfinite(self.high)):
             return 0.0
         return max(math.log(self.high / self.mean) / _SDS_TO_THE_END, 0.0)
@@ -50,11 +53,9 @@ class Interval:
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
 
-def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float, level: float) -> tuple[FloatArray, FloatArray]:
+def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
     """Low and high ends, shape (n,): mean * exp(-+ q * log_sd) with Student's q at `dof` degrees of freedom."""
-    if not 0.0 < level < 1.0:
-        raise ObservationError(f"level is {level!r}; give a probability between 0 and 1, such as 0.9.")
-    width = np.exp(float(special.stdtrit(dof, 0.5 + level / 2.0)) * log_sd)
+    width = np.exp(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd)
     return mean / width, mean * width
 
 
@@ -63,12 +64,10 @@ def calibrate_intervals(
     low: Sequence[float] | FloatArray,
     high: Sequence[float] | FloatArray,
     measured: Sequence[float] | FloatArray,
-    *,
-    level: float = 0.9,
 ) -> float:
     """The factor by which intervals should be widened in log space, from past predictions and what then happened.
 
-    Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the `level`
+    Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
     quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got
     right, and bounded to 0.5..5. Without pairs it is 1. All columns have shape (n,), in one unit, and are positive.
     """
@@ -80,7 +79,7 @@ def calibrate_intervals(
         return 1.0
     half = np.maximum(np.where(actual > centre, np.log(highs / centre), np.log(centre / lows)), 1e-6)
     scores = np.abs(np.log(actual / centre)) / half
-    rank = min(1.0, level * (centre.size + 1) / centre.size)
+    rank = min(1.0, LEVEL * (centre.size + 1) / centre.size)
     quantile = max(float(np.quantile(scores, rank)), 1e-3)
     weight = centre.size / (centre.size + _TRUST_IN_MODEL)
     return float(np.clip(np.exp(weight * np.log(quantile)), *_WIDTH_BOUNDS))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scipy.linalg import cholesky
 from scipy.linalg.lapack import dtrtri
 
+from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.residual_gp import (
@@ -139,12 +140,14 @@ class Posterior:
             total += weight * member.covariance_at(points, self.points, self.reference_batch_size)
         return total
 
-    def moments(self) -> tuple[FloatArray, FloatArray]:
-        """Mean and standard deviation of theta over all members, shape (10,) each."""
+    def as_prior(self) -> StepTimePrior:
+        """Mean and standard deviation of theta over all members, as a prior for other jobs and types."""
         thetas = np.array([member.theta for member in self.members])
         variances = np.array([np.diag(member.covariance) * member.variance_factor for member in self.members])
         mean = self.member_weights @ thetas
-        return mean, np.sqrt(self.member_weights @ (variances + (thetas - mean) ** 2))
+        sd = np.sqrt(self.member_weights @ (variances + (thetas - mean) ** 2))
+        b_ref = self.reference_batch_size
+        return StepTimePrior(mean, sd, self.prior.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
@@ -323,14 +326,7 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
     """Merge rows of equal configuration by the median of three or more and by the geometric mean of two."""
     points = observations.points
     keys: dict[tuple[object, ...], list[int]] = {}
-    for row in range(len(points)):
-        key = (
-            points.instance_type[row],
-            points.num_nodes[row],
-            points.world_size[row],
-            points.local_batch_size[row],
-            points.grad_accum_steps[row],
-        )
+    for row, key in enumerate(points.rows()):
         keys.setdefault(key, []).append(row)
     if len(keys) == len(points):
         return Merged(observations, np.ones(len(points))), ()

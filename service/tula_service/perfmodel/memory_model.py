@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
-from tula_service.domain import Basis
-from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.intervals import LEVEL, Interval
 from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
 from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
@@ -27,6 +25,7 @@ _ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
 _READING_NOISE, _GROWTH_NOISE = 0.002, 0.03  # of the whole; of what grows: static memory does not fluctuate
 _SHARE_CENTRE, _SHARE_SD = 0.0, 1.2  # log odds: at the smallest batch half of the memory grows, give or take a lot
 _JUMPS = ((0.0, 0.8), (0.08, 0.2))  # (of the reading, chance): it jumps with the work space of another kernel
+_ANALYSIS_SD = 0.15  # of log bytes per sample
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
 _POWER_CENTRE, _POWER_SD = 0.97, 0.03
 _PREDICTION_NOISE, _PREDICTION_DOF = 0.03, 4.0
@@ -54,36 +53,23 @@ class MemoryPrior:
 
     bytes_per_sample: float | None = None
     static_bytes: float | None = None
-    bytes_per_sample_sd: float = 0.15
     static_sd: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Raise ObservationError unless what is given is positive and finite."""
-        for name in ("bytes_per_sample", "static_bytes", "bytes_per_sample_sd", "static_sd"):
-            if getattr(self, name) is not None:
-                column(name, [getattr(self, name)], above=0.0)
 
 
 @dataclass(frozen=True)
 class MemoryPredictions:
-    """Predictions as columns of shape (n,), bytes; `mean_bytes` (the median) = static + batch part."""
+    """Predictions as columns of shape (n,), bytes: the median and the ends of its 90 % interval."""
 
-    local_batch_size: FloatArray
     mean_bytes: FloatArray
     low_bytes: FloatArray
     high_bytes: FloatArray
-    static_bytes: FloatArray
-    batch_bytes: FloatArray
-    extrapolated: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class MemoryModel:
     """A weighted grid of curves; `notes` name what the data leave open. Arrays have one entry per curve."""
 
-    basis: Basis
     notes: tuple[str, ...]
-    measured_up_to: float
     failed_from: float
     smallest_batch: float = field(repr=False)
     weight: FloatArray = field(repr=False)
@@ -92,32 +78,23 @@ class MemoryModel:
     share: FloatArray = field(repr=False)
     power: FloatArray = field(repr=False)
 
-    @property
-    def static_bytes(self) -> float:
-        """What does not grow with the batch, in expectation."""
-        return float(self.weight @ (np.exp(self.log_level) * (1.0 - self.share)))
-
-    @property
-    def bytes_per_sample(self) -> float:
-        """What one more example costs at the smallest batch in question, in expectation."""
-        slope = np.exp(self.log_level) * self.share * self.power / self.smallest_batch
-        return float(self.weight @ slope)
-
-    def predict(self, local_batch_size: Sequence[float] | FloatArray, *, level: float = 0.9) -> MemoryPredictions:
-        """Peak bytes at n local batches, with intervals that should hold `level` of readings."""
-        if not 0.0 < level < 1.0:
-            raise ObservationError(f"level is {level!r}; give a probability between 0 and 1, such as 0.9.")
+    def predict(self, local_batch_size: Sequence[float] | FloatArray) -> MemoryPredictions:
+        """Peak bytes at n local batches: the curves' own weighted quantiles, and a reading's noise around them."""
         batches = column("local_batch_size", local_batch_size, at_least=0.0)
-        middle, low, high = self._quantiles(batches, level)
-        static = np.minimum(np.full(batches.size, self.static_bytes), middle)
+        curves = self._curves(batches)
+        order = np.argsort(curves, axis=0)
+        ranked = np.take_along_axis(curves, order, axis=0)
+        passed = np.cumsum(self.weight[order], axis=0)
+        noise = math.sqrt(float(self.weight @ self.log_level_sd**2) + _PREDICTION_NOISE**2)
+        reach = float(special.stdtrit(_PREDICTION_DOF, 0.5 + LEVEL / 2.0)) * noise
+        columns = np.arange(batches.size)
+        middle, low, high = (
+            ranked[np.argmax(passed >= q, axis=0), columns] for q in (0.5, 0.5 - LEVEL / 2.0, 0.5 + LEVEL / 2.0)
+        )
         return MemoryPredictions(
-            local_batch_size=batches,
-            mean_bytes=middle,
-            low_bytes=low,
-            high_bytes=high,
-            static_bytes=static,
-            batch_bytes=middle - static,
-            extrapolated=batches > self.measured_up_to * 1.05,
+            np.exp(middle),
+            np.exp(middle - np.hypot(middle - low, reach)),
+            np.exp(middle + np.hypot(high - middle, reach)),
         )
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
@@ -156,33 +133,13 @@ class MemoryModel:
         scores = (log_bytes[None, :] - self._curves(batches)) / sd
         return np.asarray(self.weight @ special.stdtr(_PREDICTION_DOF, scores), dtype=np.float64)
 
-    def _quantiles(self, batches: FloatArray, level: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Middle, low and high end in bytes: the curves' own weighted quantiles, and a reading's noise around them."""
-        curves = self._curves(batches)
-        order = np.argsort(curves, axis=0)
-        ranked = np.take_along_axis(curves, order, axis=0)
-        passed = np.cumsum(self.weight[order], axis=0)
-        noise = math.sqrt(float(self.weight @ self.log_level_sd**2) + _PREDICTION_NOISE**2)
-        reach = float(special.stdtrit(_PREDICTION_DOF, 0.5 + level / 2.0)) * noise
-        columns = np.arange(batches.size)
-        middle, low, high = (
-            ranked[np.argmax(passed >= q, axis=0), columns] for q in (0.5, 0.5 - level / 2.0, 0.5 + level / 2.0)
-        )
-        return (
-            np.exp(middle),
-            np.exp(middle - np.hypot(middle - low, reach)),
-            np.exp(middle + np.hypot(high - middle, reach)),
-        )
 
-
-def predict_peaks(
-    models: Mapping[str, MemoryModel], configurations: Sequence[Configuration], *, level: float = 0.9
-) -> list[Interval | None]:
+def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Configuration]) -> list[Interval | None]:
     """Peak bytes of a rank of each configuration; None where its instance type has no memory model."""
     found: dict[tuple[str, int], Interval] = {}
     for name, model in models.items():
         batches = sorted({c.local_batch_size for c in configurations if c.instance_type == name})
-        predicted = model.predict([float(batch) for batch in batches], level=level)
+        predicted = model.predict([float(batch) for batch in batches])
         rows = zip(batches, predicted.mean_bytes, predicted.low_bytes, predicted.high_bytes, strict=True)
         found |= {(name, batch): Interval(float(mean), float(low), float(high)) for batch, mean, low, high in rows}
     return [found.get((c.instance_type, c.local_batch_size)) for c in configurations]
@@ -215,7 +172,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
         known.append(np.full(share.size, prior.static_sd**2))
     if prior.bytes_per_sample is not None:
         rows.append(math.log(_OVER_ANALYSIS * prior.bytes_per_sample * smallest) - np.log(share))
-        known.append(np.full(share.size, prior.bytes_per_sample_sd**2))
+        known.append(np.full(share.size, _ANALYSIS_SD**2))
     parts = [_combine(np.array(rows), np.array([*(noise + jump**2), *known])) for jump, _ in _JUMPS]
     level, spread = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     log_weight = np.concatenate(
@@ -243,9 +200,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
     kept = weight > 1e-5
     weight = weight[kept] / weight[kept].sum()
     return MemoryModel(
-        basis=Basis.PROFILED if batches.size else Basis.PRIOR,
         notes=notes,
-        measured_up_to=float(batches.max(initial=0.0)),
         failed_from=failed_from,
         smallest_batch=smallest,
         weight=weight,

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from tula_service.perfmodel.points import ObservationError
+from numpy.typing import ArrayLike
 
 _MIN_VALUES = 8
 _MIN_BLOCKS = 4
@@ -17,7 +15,7 @@ _Z_90 = 1.6448536269514722
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """B_noise = tr(Sigma) / |G|^2 in examples, with a 90 % interval; `count` values went in.
+    """B_noise = tr(Sigma) / |G|^2 in examples, with a 90 % interval.
 
     It grows during training (McCandlish et al. 2018, figure 4), so it is that of the later half of what was seen.
     """
@@ -25,7 +23,6 @@ class NoiseScale:
     value: float
     low: float
     high: float
-    count: int
 
     @property
     def error(self) -> float:
@@ -51,33 +48,17 @@ def estimate_noise_scale(values: ArrayLike) -> NoiseScale | None:
     means = np.array([block.mean() for block in np.array_split(logs, num_blocks)])
     half_width = _Z_90 * float(means.std(ddof=1)) / math.sqrt(num_blocks)
     centre = float(logs.mean())
-    return NoiseScale(math.exp(centre), math.exp(centre - half_width), math.exp(centre + half_width), int(usable.size))
+    return NoiseScale(math.exp(centre), math.exp(centre - half_width), math.exp(centre + half_width))
 
 
-def statistical_efficiency(
-    global_batch_size: ArrayLike, noise_scale: float, *, base_batch_size: float
-) -> NDArray[np.float64]:
+def statistical_efficiency(global_batch_size: float, noise_scale: float, *, base_batch_size: float) -> float:
     """Progress per example relative to the base batch: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
 
-    1 at B_0 = `base_batch_size`, falling with B; above 1 below it. Same shape as `global_batch_size`.
-    Raises ObservationError unless all are positive and finite.
+    1 at B_0 = `base_batch_size`, falling with B; above 1 below it. All are positive numbers of examples.
     """
-    batch = np.asarray(global_batch_size, dtype=np.float64)
-    for name, value in (("noise_scale", noise_scale), ("base_batch_size", base_batch_size)):
-        if not (math.isfinite(value) and value > 0.0):
-            raise ObservationError(f"{name} is {value}: give a finite number of examples above 0")
-    if not bool(np.all(np.isfinite(batch) & (batch > 0.0))):
-        raise ObservationError("global_batch_size holds a value that is not a finite number above 0: give examples")
-    return np.asarray((noise_scale + base_batch_size) / (noise_scale + batch), dtype=np.float64)
+    return (noise_scale + base_batch_size) / (noise_scale + global_batch_size)
 
 
-def max_sensible_batch_size(noise_scale: float, *, base_batch_size: float, min_efficiency: float = 0.5) -> int:
-    """Largest B whose examples keep `min_efficiency` of their worth: (B_noise + B_0) / min_efficiency - B_noise.
-
-    At 0.5 this is B_noise + 2 B_0. Never below the base batch. Raises ObservationError for a share outside (0, 1].
-    """
-    if not 0.0 < min_efficiency <= 1.0:
-        raise ObservationError(f"min_efficiency is {min_efficiency}: give a share above 0 and at most 1")
-    statistical_efficiency(base_batch_size, noise_scale, base_batch_size=base_batch_size)
-    bound = (noise_scale + base_batch_size) / min_efficiency - noise_scale
-    return int(max(bound, base_batch_size) + 1e-9)
+def max_sensible_batch_size(noise_scale: float, *, base_batch_size: float) -> int:
+    """Largest B whose examples keep half of their worth: B_noise + 2 B_0."""
+    return int(noise_scale + 2.0 * base_batch_size + 1e-9)

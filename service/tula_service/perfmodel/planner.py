@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tula_service.domain import Objective, Search
+from tula_service.domain import Measure, Search
 from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements, log_value
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
@@ -44,13 +43,6 @@ class PlanBudget:
     steps_per_run: int = 30
     by_default: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise ObservationError on limits that are negative."""
-        for name in ("max_runs", "max_gpu_seconds", "spent_gpu_seconds", "steps_per_run"):
-            value = getattr(self, name)
-            if value is not None and (not math.isfinite(value) or value < 0):
-                raise ObservationError(f"{name} is {value!r}; give a finite number of at least 0 or leave it out.")
-
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -80,7 +72,6 @@ class _State:
     model: StepTimeModel | None
     measured: frozenset[Configuration]
     pending: frozenset[Configuration]
-    steps_factor: Mapping[Configuration, float] | None
     open_rows: tuple[int, ...]
     affordable: frozenset[int]
     runs_left: int
@@ -112,7 +103,6 @@ def plan(
     goal: Goal | None = None,
     recommendation: Recommendation | None = None,
     budget: PlanBudget | None = None,
-    steps_factor: Mapping[Configuration, float] | None = None,
     pending: Collection[Configuration] = (),
     unavailable: Collection[Configuration] = (),
 ) -> Plan:
@@ -124,14 +114,14 @@ def plan(
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
-    `steps_factor` is that of `recommend`. `pending` runs have been handed out; `unavailable` configurations failed and
-    are neither planned nor chosen. Raises ObservationError without candidates.
+    `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor chosen. Raises
+    ObservationError without candidates.
     """
     budget = budget or PlanBudget()
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
     if not left:
         raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
-    state = _state_of(search, left, model, budget, steps_factor, frozenset(pending))
+    state = _state_of(search, left, model, budget, frozenset(pending))
     if (stop_reason := _exhausted(state, budget)) is not None:
         return Plan((), None if state.pending else stop_reason)
     if search is Search.FULL:
@@ -146,7 +136,7 @@ def plan(
     if goal is None:
         return _least_certain(state, state.model)
     if recommendation is None:
-        recommendation = recommend(candidates, state.model, goal, steps_factor=steps_factor, unavailable=unavailable)
+        recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
     # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
     cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
     return _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
@@ -157,7 +147,6 @@ def _state_of(
     candidates: tuple[Configuration, ...],
     model: StepTimeModel | None,
     budget: PlanBudget,
-    steps_factor: Mapping[Configuration, float] | None,
     pending: frozenset[Configuration],
 ) -> _State:
     """Which candidates are open, and which of them the budget pays for."""
@@ -177,7 +166,6 @@ def _state_of(
         model=model,
         measured=measured,
         pending=pending,
-        steps_factor=steps_factor,
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
         runs_left=limit - len(measured) - len(pending),
@@ -295,7 +283,7 @@ def _contender(
 def _doubts(state: _State, model: StepTimeModel, recommendation: Recommendation) -> Mapping[Configuration, ModelDoubt]:
     """What each candidate would be if the clusters of this job differed by more than the form can describe."""
     choice = recommendation.choice
-    if choice.objective is Objective.KNEE or not choice.within_limits_is_likely:
+    if choice.objective.measure is Measure.CURVE or not choice.within_limits_is_likely:
         return {}
     usual, surprising = (m.predict(state.candidates) for m in (model, model.refit((SURPRISING,))))
     shifts = np.log(surprising.mean_s / usual.mean_s)
@@ -326,14 +314,14 @@ def _stop_reason(choice: Choice) -> str:
         return f"No further run helps: {choice.reason}"
     if not choice.chosen.measured:
         return "The rest of the budget pays for no run of the choice: it stays a prediction."
-    if choice.objective is Objective.KNEE and choice.knee is None:
+    if choice.objective.measure is Measure.CURVE and choice.knee is None:
         return f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}"
     return "The choice is stable: it has been measured, and no further run is likely to better it."
 
 
 def _ranks_candidates(goal: Goal | None) -> bool:
     """True if single candidates are better or worse for the goal; a knee is a property of the whole curve."""
-    return goal is not None and goal.objective is not Objective.KNEE
+    return goal is not None and goal.objective.measure is not Measure.CURVE
 
 
 def _informative_runs(
@@ -351,7 +339,7 @@ def _informative_runs(
     model = unmeasured_model(replace(state.priors, anywhere=state.priors.anywhere or generic), state.candidates)
     value = None
     if goal is not None and _ranks_candidates(goal):
-        value = log_value(model, state.candidates, goal, steps_factor=state.steps_factor)
+        value = log_value(model, state.candidates, goal)
     costs = state.step_gpu_seconds if per_cost else None
     used = {*state.measured, *state.pending}
     rows = greedy_design(

@@ -100,6 +100,11 @@ class Points:
         """Number of points."""
         return len(self.instance_type)
 
+    def rows(self) -> list[tuple[str, float, float, float, float]]:
+        """A key for each point that is equal for equal points."""
+        columns = (self.num_nodes, self.world_size, self.local_batch_size, self.grad_accum_steps)
+        return list(zip(self.instance_type, *(values.tolist() for values in columns), strict=True))
+
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """The points at these row numbers, or where this mask is true."""
         index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tula_service.perfmodel.intervals import Interval
@@ -23,12 +23,6 @@ class Spot:
     checkpoint_interval_s: float = 600.0
     restart_s: float = 120.0
 
-    def __post_init__(self) -> None:
-        """Raise ObservationError on a negative rate or restart, or an interval that is not positive."""
-        _finite("interruptions_per_node_hour", self.interruptions_per_node_hour, minimum=0.0)
-        _finite("checkpoint_interval_s", self.checkpoint_interval_s, minimum=1e-9)
-        _finite("restart_s", self.restart_s, minimum=0.0)
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -39,12 +33,6 @@ class Offer:
     usd_per_gb_hour: float = 0.0
     usd_per_rank_hour: float = 0.0
     spot: Spot | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ObservationError on a negative or non-finite price."""
-        _finite("usd_per_node_hour", self.usd_per_node_hour, minimum=0.0)
-        _finite("usd_per_gb_hour", self.usd_per_gb_hour, minimum=0.0)
-        _finite("usd_per_rank_hour", self.usd_per_rank_hour, minimum=0.0)
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
         """What a configuration costs in a second when each rank holds so many gigabytes of memory."""
@@ -59,11 +47,6 @@ class Training:
 
     dataset_size: float
     epochs: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raise ObservationError unless both are positive and finite."""
-        _finite("dataset_size", self.dataset_size, minimum=1e-9)
-        _finite("epochs", self.epochs, minimum=1e-9)
 
 
 @dataclass(frozen=True)
@@ -108,57 +91,42 @@ def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
 
 
 def price(
-    configurations: Sequence[Configuration],
-    step_times: Sequence[Interval],
+    configuration: Configuration,
+    step_time_s: Interval,
     training: Training,
-    offers: Mapping[str, Offer],
+    offer: Offer,
     *,
-    peak_bytes: Sequence[Interval | None] | None = None,
-    extrapolated: Sequence[bool] | None = None,
-    measured: Sequence[bool] | None = None,
-    terms: Sequence[Mapping[str, float]] | None = None,
-    steps_factor: Sequence[float] | None = None,
-) -> tuple[Estimate, ...]:
-    """Time (4a) and cost (4b) of every candidate.
+    peak_bytes: Interval | None = None,
+    extrapolated: bool = False,
+    measured: bool = False,
+    terms: Mapping[str, float] | None = None,
+    steps_factor: float = 1.0,
+) -> Estimate:
+    """Time (4a) and cost (4b) of one candidate.
 
     T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour
-    + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` (one per candidate) is how many more
-    steps it needs for the same quality; 1 when absent. Raises ObservationError when an instance type has no offer.
+    + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many more steps it needs for
+    the same quality. Raises ObservationError when a price needs a peak that is not known.
     """
-    estimates = []
-    for row, configuration in enumerate(configurations):
-        offer = offers.get(configuration.instance_type)
-        if offer is None:
-            raise ObservationError(f"no price for instance type {configuration.instance_type!r}; add an offer for it.")
-        peak = peak_bytes[row] if peak_bytes is not None else None
-        slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
-        epoch_steps = training.dataset_size / configuration.global_batch_size
-        epoch_steps *= steps_factor[row] if steps_factor is not None else 1.0
-        epoch = step_times[row].scaled(epoch_steps * slowdown)
-        time_s = epoch.scaled(training.epochs)
-        cost = time_s.scaled(offer.usd_per_s(configuration))
-        if offer.usd_per_gb_hour > 0.0:
-            if peak is None:
-                raise ObservationError("usd_per_gb_hour needs predicted memory; profile a run that reports its peak.")
-            gb_usd = configuration.world_size * offer.usd_per_gb_hour / _SECONDS_PER_HOUR / _BYTES_PER_GB
-            cost = cost.plus(time_s.times(peak).scaled(gb_usd))
-        estimates.append(
-            Estimate(
-                configuration=configuration,
-                step_time_s=step_times[row],
-                time_s=time_s,
-                cost_usd=cost,
-                epoch_time_s=epoch,
-                peak_bytes=peak,
-                extrapolated=bool(extrapolated[row]) if extrapolated is not None else False,
-                measured=bool(measured[row]) if measured is not None else False,
-                terms=dict(terms[row]) if terms is not None else {},
-                spot=offer.spot is not None,
-            )
-        )
-    return tuple(estimates)
-
-
-def _finite(name: str, value: float, *, minimum: float) -> None:
-    if not math.isfinite(value) or value < minimum:
-        raise ObservationError(f"{name} is {value!r}; give a finite number of at least {minimum:g}.")
+    slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
+    epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
+    epoch = step_time_s.scaled(epoch_steps * slowdown)
+    time_s = epoch.scaled(training.epochs)
+    cost = time_s.scaled(offer.usd_per_s(configuration))
+    if offer.usd_per_gb_hour > 0.0:
+        if peak_bytes is None:
+            raise ObservationError("usd_per_gb_hour needs predicted memory; profile a run that reports its peak.")
+        gb_usd = configuration.world_size * offer.usd_per_gb_hour / _SECONDS_PER_HOUR / _BYTES_PER_GB
+        cost = cost.plus(time_s.times(peak_bytes).scaled(gb_usd))
+    return Estimate(
+        configuration=configuration,
+        step_time_s=step_time_s,
+        time_s=time_s,
+        cost_usd=cost,
+        epoch_time_s=epoch,
+        peak_bytes=peak_bytes,
+        extrapolated=extrapolated,
+        measured=measured,
+        terms=terms or {},
+        spot=offer.spot is not None,
+    )

@@ -18,6 +18,8 @@ _SUSTAINED_SHARE = 0.6
 _SUSTAINED_SHARE_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
+_BYTES_PER_PARAMETER = 4.0
+_LAUNCH_OVERHEAD_S = 0.005
 _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
@@ -59,14 +61,12 @@ class ModelFacts:
 
     parameter_count: float
     flops_per_sample: float
-    bytes_per_parameter: float = 4.0
     flops_sd: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless everything is positive and finite; `flops_sd` may be 0."""
-        for name in ("parameter_count", "flops_per_sample", "bytes_per_parameter"):
+        """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
+        for name in ("parameter_count", "flops_per_sample"):
             column(name, [getattr(self, name)], above=0.0)
-        column("flops_sd", [self.flops_sd], at_least=0.0)
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,7 @@ class Hardware:
     peak_tflops: float | None = None
     inter_node_gbps: float | None = None
     memory_gb_per_s: float | None = None
-    launch_overhead_s: float = 0.005
     figures_sd: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Raise ObservationError unless everything that is known is positive and finite; `figures_sd` may be 0."""
-        for name in ("peak_tflops", "inter_node_gbps", "memory_gb_per_s", "launch_overhead_s"):
-            if getattr(self, name) is not None:
-                column(name, [getattr(self, name)], above=0.0)
-        column("figures_sd", [self.figures_sd], at_least=0.0)
 
     @property
     def device_sd(self) -> float:
@@ -148,11 +140,11 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     if hardware.memory_gb_per_s is not None:
         log_sustained = 0.5 * (log_sustained + math.log(_FLOPS_PER_BYTE * hardware.memory_gb_per_s * 1e9))
     log_compute = log_flops - log_sustained
-    log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(facts.bytes_per_parameter)
+    log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[0] = log_compute
     sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
-    mean[1], sd[1] = math.log(hardware.launch_overhead_s) - log_compute, 1.2
+    mean[1], sd[1] = math.log(_LAUNCH_OVERHEAD_S) - log_compute, 1.2
     mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
 
@@ -261,7 +253,7 @@ def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) ->
 
 
 def prior_from_jobs(posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None) -> StepTimePrior:
-    """The prior from earlier jobs on the same hardware (their `StepTimeModel.as_prior`), basis `transfer`.
+    """The prior from earlier jobs on the same hardware (their `Posterior.as_prior`), basis `transfer`.
 
     Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by the spread among jobs.
     The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when

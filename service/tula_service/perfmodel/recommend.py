@@ -9,7 +9,7 @@ import numpy as np
 
 from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Choice, Limits, choose
-from tula_service.perfmodel.knee import KneeFinding, dense_batches, find_knee
+from tula_service.perfmodel.knee import dense_batches, find_knee
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
 from tula_service.perfmodel.pricing import Estimate, Offer, Training, price, spot_slowdown
@@ -19,42 +19,29 @@ from tula_wire.configurations import Configuration
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be chosen: for which training, at which prices, within which limits.
+    """What is to be chosen: for which training, at which prices, within which limits, and by how many steps.
 
     `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
-    instance type needs one of the two.
+    instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
+    quality, 1 where it is not given.
     """
 
     objective: Objective
     training: Training
     offers: Mapping[str, Offer]
     limits: Limits = field(default_factory=Limits)
-    level: float = 0.9
     spot_offers: Mapping[str, Offer] = field(default_factory=dict)
-
-    @property
-    def offers_of_curve(self) -> Mapping[str, Offer]:
-        """One offer for each instance type: on demand where it has such a price."""
-        return {**self.spot_offers, **self.offers}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The fitted trade-off over global batch, shape (n,): the fastest cluster at each batch, whole training."""
-
-    global_batch_size: FloatArray
-    time_s: FloatArray
+    steps_factor: Mapping[Configuration, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The estimates (on demand in the order of the candidates, then on spot), the curve, and the choice with reasons.
+    """The estimates (on demand in the order of the candidates, then on spot), and the choice with reasons.
 
     `ineligible` candidates have estimates but could not be chosen.
     """
 
     estimates: tuple[Estimate, ...]
-    curve: Curve
     choice: Choice
     ineligible: frozenset[Configuration] = frozenset()
 
@@ -65,26 +52,20 @@ def recommend(
     goal: Goal,
     *,
     memory: Mapping[str, MemoryModel] | None = None,
-    steps_factor: Mapping[Configuration, float] | None = None,
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Recommendation:
     """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
 
-    `memory` is by instance type and is needed under per-GB prices. `steps_factor` multiplies a candidate's number of
-    steps, for an objective of time to quality. `unavailable` candidates failed to run and `doubtful` ones may not fit
-    into memory: the choice takes a doubtful one only where nothing else is left, and an unavailable one only where
-    everything is. Raises ObservationError when a price is missing.
+    `memory` is by instance type and is needed under per-GB prices. `unavailable` candidates failed to run and
+    `doubtful` ones may not fit into memory: the choice takes a doubtful one only where nothing else is left, and an
+    unavailable one only where everything is. Raises ObservationError when a price is missing.
     """
-    estimates = price_candidates(candidates, model, goal, memory=memory, steps_factor=steps_factor)
-    curve = tradeoff_curve(candidates, model, goal)
-    if curve.global_batch_size.size:
-        knee = find_knee(curve.global_batch_size, curve.time_s)
-    else:
-        knee = KneeFinding(None, "no knee: every candidate has the same global batch.")
+    estimates = price_candidates(candidates, model, goal, memory=memory)
+    knee = find_knee(*tradeoff_curve(candidates, model, goal))
     ineligible, eligible = _eligible(estimates, frozenset(unavailable), frozenset(doubtful))
     choice = choose(goal.objective, eligible, limits=goal.limits, knee=knee)
-    return Recommendation(estimates, curve, choice, ineligible)
+    return Recommendation(estimates, choice, ineligible)
 
 
 def _eligible(
@@ -104,7 +85,6 @@ def price_candidates(
     goal: Goal,
     *,
     memory: Mapping[str, MemoryModel] | None = None,
-    steps_factor: Mapping[Configuration, float] | None = None,
 ) -> tuple[Estimate, ...]:
     """Time and cost of every candidate, on demand and then on interruptible capacity; arguments as in `recommend`."""
     offered = {*goal.offers, *goal.spot_offers}
@@ -115,32 +95,35 @@ def price_candidates(
         rows = [c for c in candidates if c.instance_type in offers]
         if not rows:
             continue
-        predicted = model.predict(rows, level=goal.level)
-        estimates += price(
-            rows,
-            predicted.intervals(),
-            goal.training,
-            offers,
-            peak_bytes=predict_peaks(memory, rows, level=goal.level) if memory else None,
-            extrapolated=predicted.extrapolated.tolist(),
-            measured=predicted.measured.tolist(),
-            terms=predicted.terms(),
-            steps_factor=None if steps_factor is None else [steps_factor[c] for c in rows],
-        )
+        predicted = model.predict(rows)
+        intervals, terms, peaks = predicted.intervals(), predicted.terms(), predict_peaks(memory or {}, rows)
+        estimates += [
+            price(
+                c,
+                intervals[row],
+                goal.training,
+                offers[c.instance_type],
+                peak_bytes=peaks[row],
+                extrapolated=bool(predicted.extrapolated[row]),
+                measured=bool(predicted.measured[row]),
+                terms=terms[row],
+                steps_factor=goal.steps_factor.get(c, 1.0),
+            )
+            for row, c in enumerate(rows)
+        ]
     return tuple(estimates)
 
 
-def tradeoff_curve(candidates: Sequence[Configuration], model: StepTimeModel, goal: Goal) -> Curve:
-    """Time of the fastest cluster at every global batch on a dense log grid; empty when there is one batch."""
-    batches = np.array([c.global_batch_size for c in candidates], dtype=np.float64)
-    if batches.max() <= batches.min():
-        none = np.zeros(0)
-        return Curve(none, none)
-    grid = dense_batches(float(batches.min()), float(batches.max()))
+def tradeoff_curve(
+    candidates: Sequence[Configuration], model: StepTimeModel, goal: Goal
+) -> tuple[FloatArray, FloatArray]:
+    """Global batches on a dense log grid, and the time of the whole training on the fastest cluster at each."""
+    batches = [float(c.global_batch_size) for c in candidates]
+    grid = dense_batches(min(batches), max(batches))
     clusters: dict[tuple[int, int, str, int], list[Configuration]] = {}
     for c in candidates:
         clusters.setdefault((c.num_nodes, c.world_size, c.instance_type, c.grad_accum_steps), []).append(c)
-    offers = goal.offers_of_curve
+    offers = {**goal.spot_offers, **goal.offers}  # on demand where the type has such a price
     time_s = np.full(grid.size, np.inf)
     for key, members in sorted(clusters.items()):
         nodes, world, name, steps = key
@@ -163,4 +146,4 @@ def tradeoff_curve(candidates: Sequence[Configuration], model: StepTimeModel, go
         )
         time_s[inside] = np.minimum(time_s[inside], total)
     known = np.isfinite(time_s)
-    return Curve(grid[known], time_s[known])
+    return grid[known], time_s[known]

@@ -21,9 +21,9 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepTimeSummary:
-    """Figures of `RunSummary` that come from step samples, in seconds; None where nothing was measured.
+    """Figures of a run in seconds; None where nothing was measured.
 
-    `relative_sd` is the standard error of `step_time_s` over `step_time_s`.
+    `step_time_s` is a 10 % trimmed mean over steps, `relative_sd` its standard error over it (None below two steps).
     """
 
     num_steps: int

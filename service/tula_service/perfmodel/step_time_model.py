@@ -24,8 +24,8 @@ _RANGE_TOLERANCE = 1.05
 class StepTimePredictions:
     """Predictions as columns of shape (n,), seconds; compute + exposed communication = mean.
 
-    `log_sd` is the standard deviation of log step time, measurement noise included; `low_s` and `high_s` hold a
-    measured step time with the level asked for. `extrapolated`: outside what was measured. `measured`: profiled itself.
+    `log_sd` is the standard deviation of log step time, measurement noise included; `low_s` and `high_s` hold 90 % of
+    measured step times. `extrapolated`: outside what was measured. `measured`: profiled itself.
     """
 
     configurations: Points
@@ -75,8 +75,8 @@ class StepTimeModel:
     paper_fits: Mapping[str, PaperFit] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
 
-    def predict(self, configurations: Points | Sequence[Configuration], *, level: float = 0.9) -> StepTimePredictions:
-        """Predicted step times of n configurations with intervals that should hold `level` of measurements."""
+    def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
+        """Predicted step times of n configurations with their 90 % intervals."""
         points = configurations if isinstance(configurations, Points) else Points.of(configurations)
         mean_s, low_s, high_s, log_sd, compute_s, comm_s = (np.zeros(len(points)) for _ in range(6))
         types = np.array(points.instance_type, dtype=object)
@@ -85,7 +85,7 @@ class StepTimeModel:
             fit = self.paper_fits.get(name) or self.posterior_for(name)
             predicted = fit.predict_step(points.take(at))
             mean_s[at], log_sd[at] = np.exp(predicted.mean), predicted.sd * self.interval_scale
-            low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof, level)
+            low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
             compute_s[at], comm_s[at] = np.exp(predicted.compute), np.exp(predicted.communication)
         compute_s = np.minimum(compute_s, mean_s)
         return StepTimePredictions(
@@ -110,21 +110,6 @@ class StepTimeModel:
         if found is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
         return found
-
-    def as_prior(self, instance_type: str) -> StepTimePrior:
-        """The posterior of a measured instance type as a prior for other jobs; ObservationError if it has none."""
-        found = self.posteriors.get(instance_type)
-        if found is None:
-            raise ObservationError(f"instance type {instance_type!r} has no measurement to learn from; profile it.")
-        mean, sd = found.moments()
-        return StepTimePrior(
-            mean,
-            sd,
-            found.prior.scales,
-            Basis.TRANSFER,
-            absolute=True,
-            reference_batch_size=found.reference_batch_size,
-        )
 
     def refit(self, hypotheses: Sequence[Hypothesis]) -> StepTimeModel:
         """The fit of the same observations under other beliefs about how far a job strays from the form."""
@@ -151,8 +136,8 @@ class StepTimeModel:
     def _measured(self, points: Points) -> npt.NDArray[np.bool_]:
         if self.observations is None:
             return np.zeros(len(points), dtype=np.bool_)
-        seen = set(_rows(self.observations.points))
-        return np.array([row in seen for row in _rows(points)], dtype=np.bool_)
+        seen = set(self.observations.points.rows())
+        return np.array([row in seen for row in points.rows()], dtype=np.bool_)
 
 
 def fit_step_time(
@@ -272,12 +257,8 @@ def _from_prior(prior: StepTimePrior, largest: float) -> Posterior:
 
 def _carried(measured: Posterior, measured_type: str, wanted: str | None, priors: Priors) -> StepTimePrior:
     """The prior of another type: this job's own runs on the measured one, unless earlier jobs know the scale better."""
-    mean, sd = measured.moments()
-    learnt = StepTimePrior(
-        mean, sd, measured.prior.scales, absolute=True, reference_batch_size=measured.reference_batch_size
-    )
     hardware = priors.hardware.get(measured_type), None if wanted is None else priors.hardware.get(wanted)
-    carried = prior_from_other_type(learnt, *hardware)
+    carried = prior_from_other_type(measured.as_prior(), *hardware)
     own = None if wanted is None else priors.believed.get(wanted)
     return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
 
@@ -292,8 +273,3 @@ def _largest_batch(
         points = candidates if isinstance(candidates, Points) else Points.of(candidates)
         sizes.append(float(points.local_batch_size.max()))
     return max(sizes)
-
-
-def _rows(points: Points) -> list[tuple[str, float, float, float, float]]:
-    columns = (points.num_nodes, points.world_size, points.local_batch_size, points.grad_accum_steps)
-    return list(zip(points.instance_type, *(values.tolist() for values in columns), strict=True))

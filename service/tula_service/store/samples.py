@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
+from tula_service.domain import MemoryReading, RunState, RunSummary
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
@@ -43,7 +43,7 @@ class Samples(Repository):
     def add(self, run_key: int, job_id: str, batch: NewSamples) -> Stored:
         """Store a batch; rows already there by (run, rank, boot id, sequence) are counted as duplicates.
 
-        New rows move the run's sample count and the job's data version.
+        New rows move the run's sample count, and they or another memory reading the job's data version.
         """
         source = self._source(run_key, batch)
         columns = batch.columns
@@ -71,9 +71,8 @@ class Samples(Repository):
                 strict=True,
             )
             stored = self._connection.exec_driver_sql(_SQLITE, list(rows)).rowcount
-        if batch.memory is not None:
-            self._store_memory(source, run_key, batch.memory)
-        if stored or batch.memory is not None:
+        memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
+        if stored or memory_changed:
             # The job's row before its run's: see the order of locks in store/database.py.
             self._bump(job_id)
             self._connection.execute(
@@ -203,11 +202,17 @@ class Samples(Repository):
         )
         return int(self._scalar(statement))
 
-    def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> None:
+    def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
+        """Keep the newest reading with the highest peak of a process; False if that is the stored one already."""
+        table = memory_readings.c
+        known = self._row(sa.select(*_MEMORY).where(table.source_key == source_key))
+        if known is not None and (reading.peak_bytes < known["peak_bytes"] or reading == MemoryReading(**known)):
+            return False
         insert = self._insert(memory_readings).values(source_key=source_key, run_key=run_key, **asdict(reading))
         values = {column.name: insert.excluded[column.name] for column in _MEMORY}
         higher = insert.excluded.peak_bytes >= memory_readings.c.peak_bytes
         self._connection.execute(insert.on_conflict_do_update(index_elements=["source_key"], set_=values, where=higher))
+        return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
         table = memory_readings.c
@@ -218,7 +223,7 @@ class Samples(Repository):
     def _summary(self, row: RowMap, memory: MemoryReading | None) -> RunSummary:
         values: dict[str, Any]
         if row["num_samples"] == 0:
-            values = {"num_samples": 0, "num_steps": 0}
+            values = {"num_samples": 0}
         elif row["summary_of_num_samples"] == row["num_samples"]:
             values = {column.name: row[f"summary_{column.name}"] for column in run_summaries.c}
         else:
@@ -227,7 +232,6 @@ class Samples(Repository):
         figures: dict[str, Any] = {name: values.get(name) for name in names}
         return RunSummary(
             run_id=row["id"],
-            kind=RunKind(row["kind"]),
             state=RunState(row["state"]),
             configuration=configuration_from(row),
             memory=memory,

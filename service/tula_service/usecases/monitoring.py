@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from tula_service.analysis import monitoring
-from tula_service.analysis.answer import Answer, analyse
-from tula_service.analysis.monitoring import Alarm, Monitor
+from tula_service.analysis.answer import analyse
+from tula_service.analysis.monitoring import Monitor
 from tula_service.domain import RunKind
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
 from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
@@ -33,16 +34,17 @@ def start(
     tx.runs.update(run.id, drift_state=monitor.to_json())
 
 
-def ingest(tx: Transaction, run: RunRecord, new: NewSamples) -> bool:
+def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bool:
     """Update a training run's monitor with new samples of its first rank, and announce recovery and broken limits.
 
-    Runs in the transaction that stores the samples, so it makes no fit. An alarm is stored with the run: True, with
-    every batch, until `diagnose` has announced its cause and its advice.
+    The last `num_new` rows are new: where a batch is resent in part, those that were stored before come first. Runs in
+    the transaction that stores the samples, so it makes no fit. An alarm is stored with the run: True, with every
+    batch, until `diagnose` has announced its cause and its advice.
     """
     if run.kind is not RunKind.TRAIN or new.rank != 0 or run.drift_state is None:
         return False
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
-    times, step = new.columns.step_time_s, int(new.columns.step.max())
+    times, step = new.columns.step_time_s[-num_new:], int(new.columns.step.max())
     monitor = Monitor.read(run.drift_state).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
     if not new.warmup:
         left = _examples_left(tx, run, monitor, new, step)
@@ -90,60 +92,38 @@ def diagnose(store: Store, run_id: str) -> None:
     so that a call after a failure resumes; an alarm that was replaced meanwhile is left to the next call. Raises
     NotFound, Busy, StoreUnavailable.
     """
-    _announce_cause(store, run_id)
-    _announce_advice(store, run_id)
+    _announce(store, run_id, explained=False)
+    _announce(store, run_id, explained=True)
 
 
-def _announce_cause(store: Store, run_id: str) -> None:
+def _announce(store: Store, run_id: str, *, explained: bool) -> None:
+    """Announce the cause of an alarm, or, of one that was `explained`, the advice; nothing if the other is due."""
     with store.compute_slot():
         with store.reading() as tx:
             run = tx.runs.get(run_id)
             monitor = Monitor.read(run.drift_state or {})
             alarm = monitor.alarm
-            if alarm is None or alarm.explained:
+            if alarm is None or alarm.explained is not explained:
                 return
             data = load_job_data(tx, tx.jobs.get(run.job_id))
-        answer = analyse(data.ignoring(run_id))
-    if isinstance(answer, Answer):
-        found = monitoring.diagnose(answer.model, run.configuration, monitor, alarm)
-    else:
-        found = {"sentence": f"{monitoring.speed(monitor, alarm)}, and no model can say why: {answer.reason}"}
+        found: dict[str, Any] | None = None
+        if not explained:
+            found = monitoring.diagnose(analyse(data.ignoring(run_id)), run.configuration, monitor, alarm)
+        elif alarm.examples_left is not None:
+            present = data.since(run_id, alarm.level_s, alarm.compute_s)
+            found = monitoring.reconfigure(analyse(present), run.configuration, monitor, alarm)
     with store.transaction() as tx:
-        current = _with_alarm(tx, run, alarm)
-        if current is None:
+        tx.jobs.lock(run.job_id)  # keeps samples out
+        current = Monitor.read(tx.runs.get(run_id).drift_state or {})
+        if current.alarm != alarm:
+            return
+        if explained or found is None:
+            tx.runs.update(run_id, drift_state=replace(current, alarm=None).to_json())
+            if found is not None:
+                tx.events.append(run.job_id, "advice", run_id=run_id, data=found)
             return
         current = replace(current, alarm=replace(alarm, explained=True), sentence=found["sentence"])
         tx.runs.update(run_id, drifted=True, drift_state=current.to_json(), bump=True)
         event = current.event(alarm.kind, step=alarm.step, after_steps=alarm.after_steps, level_s=alarm.level_s)
         sentence = f"{found['sentence']}."
         tx.events.append(run.job_id, "drift", run_id=run_id, data=event | found | {"sentence": sentence})
-
-
-def _announce_advice(store: Store, run_id: str) -> None:
-    with store.compute_slot():
-        with store.reading() as tx:
-            run = tx.runs.get(run_id)
-            monitor = Monitor.read(run.drift_state or {})
-            alarm = monitor.alarm
-            if alarm is None or not alarm.explained:
-                return
-            data = load_job_data(tx, tx.jobs.get(run.job_id))
-        advice = None
-        if alarm.examples_left is not None:
-            answer = analyse(data.since(run_id, alarm.level_s, alarm.compute_s))
-            if isinstance(answer, Answer):
-                advice = monitoring.reconfigure(answer, run.configuration, monitor, alarm)
-    with store.transaction() as tx:
-        current = _with_alarm(tx, run, alarm)
-        if current is None:
-            return
-        tx.runs.update(run_id, drift_state=replace(current, alarm=None).to_json())
-        if advice is not None:
-            tx.events.append(run.job_id, "advice", run_id=run_id, data=advice)
-
-
-def _with_alarm(tx: Transaction, run: RunRecord, alarm: Alarm) -> Monitor | None:
-    """The run's monitor under the job's lock, which keeps samples out; None if it has another alarm by now."""
-    tx.jobs.lock(run.job_id)
-    monitor = Monitor.read(tx.runs.get(run.id).drift_state or {})
-    return monitor if monitor.alarm == alarm else None

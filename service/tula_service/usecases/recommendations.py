@@ -26,8 +26,8 @@ _MAX_EARLIER_JOBS = 200
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
-    """Everything that an analysis of this version of the job reads; bounded, however many jobs the project has."""
-    runs = tx.runs.list(job.id, limit=_MAX_RUNS, plan_order=True)
+    """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
+    runs = sorted(tx.runs.list(job.id, limit=_MAX_RUNS), key=lambda run: (run.position, run.key))
     thresholds = tx.scaling.latest(job.id)
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(

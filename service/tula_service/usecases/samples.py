@@ -49,7 +49,7 @@ class SampleIngest:
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank(batch.rank, world_size)
             if counted.stored:
-                diagnosis_due = monitoring.ingest(tx, run, new)
+                diagnosis_due = monitoring.ingest(tx, run, new, counted.stored)
             stop, reason = _stop_advice(tx, run)
             tx.leases.renew(run_id)
             if counted.stored and self._runs.may_announce(run_id):

@@ -34,13 +34,11 @@ def measured(
     number = len(data.runs)
     run = JobRun(f"run-{number}", number + 1, RunKind.PROFILE, state, configuration, number, duration_s=10.0)
     noise = np.exp(0.01 * np.random.default_rng(number).standard_normal())
-    facts: dict[str, Any] = dict.fromkeys(
-        ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank")
-    )
+    facts: dict[str, Any] = dict.fromkeys(("compute_time_s", "exposed_comm_time_s"))
     facts |= dict.fromkeys(("world_size", "local_batch_size", "grad_accum_steps", "failed_local_batch_size", "memory"))
-    facts |= {"num_samples": 20, "num_steps": 20, "relative_sd": 0.002, "timing_method": "wall"}
+    facts |= {"num_samples": 20, "relative_sd": 0.002}
     facts["step_time_s"] = overlapping(configuration) * noise if state is RunState.SUCCEEDED else None
-    summary = RunSummary(run_id=run.id, kind=run.kind, state=state, configuration=configuration, **(facts | more))
+    summary = RunSummary(run_id=run.id, state=state, configuration=configuration, **(facts | more))
     return replace(data, runs=[*data.runs, run], summaries=[*data.summaries, summary])
 
 

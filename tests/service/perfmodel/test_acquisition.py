@@ -14,14 +14,13 @@ from tula_service.perfmodel.optimal_design import greedy_design
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
-from tula_service.perfmodel.recommend import Curve, Goal, Recommendation, recommend
+from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.residual_gp import SURPRISING
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 OFFERS = {"default": Offer(usd_per_node_hour=12.0)}
-NO_CURVE = Curve(np.zeros(0), np.zeros(0))
 TIME, COST = (Goal(objective, Training(1e6), OFFERS) for objective in (Objective.TIME, Objective.COST))
 
 
@@ -150,7 +149,7 @@ def test_a_model_doubt_adds_a_tenth_of_its_expected_improvement():
 
     def hope(doubt: ModelDoubt | None) -> float:
         doubts = {} if doubt is None else {other.configuration: doubt}
-        ((found, _),) = expected_improvements(Recommendation((measured, other), NO_CURVE, choice), TIME, doubts=doubts)
+        ((found, _),) = expected_improvements(Recommendation((measured, other), choice), TIME, doubts=doubts)
         return found
 
     assert hope(None) == pytest.approx(0.0, abs=1e-6)

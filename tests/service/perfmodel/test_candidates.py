@@ -44,5 +44,3 @@ def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
         enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
-    with pytest.raises(ObservationError, match="min_num_nodes"):
-        SearchSpace(min_num_nodes=0, max_num_nodes=2, max_local_batch_size=16)

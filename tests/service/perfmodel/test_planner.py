@@ -19,13 +19,12 @@ from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.priors import generic_prior
-from tula_service.perfmodel.recommend import Curve, Goal, Recommendation, recommend
+from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
-NO_CURVE = Curve(np.zeros(0), np.zeros(0))
 KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
 
 
@@ -124,7 +123,7 @@ def test_the_expected_improvement_grows_with_the_mean_gain_and_with_the_uncertai
         )
         choice = choose(Objective.TIME, [chosen, other])
         ((found, configuration),) = expected_improvements(
-            Recommendation((chosen, other), NO_CURVE, replace(choice, chosen=chosen)), GOAL
+            Recommendation((chosen, other), replace(choice, chosen=chosen)), GOAL
         )
         assert configuration == other.configuration
         return found

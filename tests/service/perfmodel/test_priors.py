@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import cold_start
 from tula_service.domain import Basis
-from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
@@ -157,9 +156,3 @@ def test_a_network_from_an_unknown_processor_transfers_with_a_wide_interval():
     sure, unsure = (prior_from_other_type(learnt, Hardware(0.06, 25.0, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0))
     assert sure.mean.tolist() == unsure.mean.tolist()
     assert unsure.sd[0] > 1.0 > sure.sd[0]
-
-
-@pytest.mark.parametrize("build", [lambda: a_guess(flops_sd=-1.0), lambda: Hardware(figures_sd=-1.0)])
-def test_an_uncertainty_that_is_no_spread_is_refused(build):
-    with pytest.raises(ObservationError, match="_sd"):
-        build()

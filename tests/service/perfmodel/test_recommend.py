@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tula_service.domain import Objective
@@ -24,10 +26,10 @@ def model() -> StepTimeModel:
     return fit_step_time(StepTimeObservations.at(GRID, times), candidates=GRID)
 
 
-def cheapest(**options: object) -> Recommendation:
+def cheapest(steps_factor: Mapping[Configuration, float] | None = None, **options: object) -> Recommendation:
     offers = {"default": Offer(usd_per_node_hour=10.0)}
     spot = {"default": Offer(usd_per_node_hour=3.0, spot=Spot(0.01))}
-    goal = Goal(Objective.COST, Training(1e6), offers, spot_offers=spot)
+    goal = Goal(Objective.COST, Training(1e6), offers, spot_offers=spot, steps_factor=steps_factor or {})
     return recommend(GRID, model(), goal, **options)  # type: ignore[arg-type]
 
 

@@ -176,8 +176,6 @@ def test_ragged_columns_and_impossible_points_are_refused():
         StepTimeObservations.at(GRID[:2], [1.0])
     with pytest.raises(ObservationError, match="below num_nodes"):
         Points.columns(num_nodes=[4], world_size=[2], local_batch_size=[8])
-    with pytest.raises(ObservationError, match="level"):
-        fit_step_time(observe(PLANNED)).predict(GRID, level=1.0)
 
 
 def test_without_data_or_prior_there_is_no_model():
@@ -199,7 +197,9 @@ def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
 
 def test_earlier_jobs_on_the_same_hardware_sharpen_the_first_guess():
     earlier = [
-        fit_step_time(observe(GRID, lambda c, s=s: overlap_time(c, speed=s)), candidates=GRID).as_prior("default")
+        fit_step_time(observe(GRID, lambda c, s=s: overlap_time(c, speed=s)), candidates=GRID)
+        .posterior_for("default")
+        .as_prior()
         for s in (0.5, 2.0)
     ]
     transfer = prior_from_jobs(earlier)
@@ -278,7 +278,11 @@ def test_unknown_hardware_is_guessed_and_marked_uncertain():
 def test_a_prior_of_earlier_jobs_goes_before_what_is_carried_over_when_it_knows_the_scale_better():
     seen = [make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "v100") for c in GRID]
     observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
-    earlier = fit_step_time(observe(GRID, lambda c: overlap_time(c, speed=5.0)), candidates=GRID).as_prior("default")
+    earlier = (
+        fit_step_time(observe(GRID, lambda c: overlap_time(c, speed=5.0)), candidates=GRID)
+        .posterior_for("default")
+        .as_prior()
+    )
     sharp = replace(prior_from_jobs([earlier]), sd=np.full(10, 0.1))
     other = [replace(c, instance_type="t4") for c in GRID]
     priors = Priors({"t4": sharp}, {"v100": V100, "t4": T4})

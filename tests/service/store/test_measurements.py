@@ -93,6 +93,16 @@ class TestSamples:
             assert tx.samples.summaries(job.id) == [summary], "a reader without write access sees the same"
             assert tx.runs.get(run.id).step_time_s == pytest.approx(0.5, rel=1e-6)
 
+    def test_a_resent_batch_changes_no_version(self, store: Store) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        versions = []
+        for peak in (2**30, 2**30, 2**29, 2**31):
+            with store.transaction() as tx:
+                tx.samples.add(run.key, job.id, samples(1, memory=MemoryReading("peak_rss", peak)))
+                versions.append(tx.jobs.data_version(job.id))
+        assert versions[0] == versions[1] == versions[2] == versions[3] - 1, "only a higher peak changes it"
+
     def test_a_run_out_of_memory_is_summarised_without_samples(self, store: Store) -> None:
         job = a_job(store)
         run = a_run(store, job.id)

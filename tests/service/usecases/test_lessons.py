@@ -83,7 +83,7 @@ def test_a_run_on_a_processor_says_less_of_an_accelerator_than_a_data_sheet(clus
 
 KNOWN = {"name": "net", "flops_per_sample": 60e9}
 GUESSED = {"name": "net", "parameters": round(60e9 / 900)}  # the same FLOPs, if the rule of thumb holds
-LEARNT = MODEL.as_prior("node")
+LEARNT = MODEL.posteriors["node"].as_prior()
 
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:

@@ -47,6 +47,20 @@ def test_steady_training_never_drifts(trained: tuple[Cluster, str, wire.Run]) ->
     assert cluster.events(job_id, "advice") == []
 
 
+def test_rows_that_are_resent_are_not_observed_again(trained: tuple[Cluster, str, wire.Run]) -> None:
+    """Three slow steps are no drift, however often they arrive; the detector needs six."""
+    cluster, job_id, run = trained
+    feed(cluster, run, 100)
+    slow = 10.0 * cluster.times(run.configuration, 3)
+    first = cluster.sequence
+    cluster.send(run, slow)
+    for _ in range(4):
+        cluster.sequence = first
+        sent = cluster.send(run, [*slow, *cluster.times(run.configuration, 1)])
+        assert sent.duplicates >= 3
+    assert cluster.events(job_id, "drift") == []
+
+
 def test_links_at_a_quarter_are_noticed_within_50_steps_and_blamed(trained: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = trained
     feed(cluster, run, 100)
