@@ -30,7 +30,7 @@ def main() -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    run = tula_agent.init(dataset_size=len(train), epochs=args.epochs, grad_accum_steps=args.accumulate)  # tula
+    run = tula_agent.init(dataset_size=len(train), grad_accum_steps=args.accumulate)  # tula
     run.watch(model, optimizer)  # tula
 
     for epoch in range(args.epochs):

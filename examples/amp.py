@@ -36,7 +36,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=cuda) if hasattr(torch.amp, "GradScaler") else None
     scaler = scaler or torch.cuda.amp.GradScaler(enabled=cuda)
 
-    run = tula_agent.init(dataset_size=len(train), epochs=args.epochs)  # tula
+    run = tula_agent.init(dataset_size=len(train))  # tula
     optimizer = tula_agent.TulaOptimizer(optimizer, global_batch_size=args.batch_size * dist.get_world_size())  # tula
     run.watch(model, optimizer, scaler)  # tula
 

@@ -62,7 +62,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     global_batch_size = args.batch_size * dist.get_world_size()
 
-    run = tula_agent.init(dataset_size=len(train), epochs=args.epochs)  # tula
+    run = tula_agent.init(dataset_size=len(train))  # tula
     optimizer = tula_agent.TulaOptimizer(optimizer, policy=args.policy, global_batch_size=global_batch_size)  # tula
     run.watch(model, optimizer)  # tula
 

@@ -28,9 +28,11 @@ releasing the last reduction needs the GIL, and both would wait for ever."""
 def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_accum_steps: int | None = None) -> Run:
     """Join the run that the environment names; without one, a run that does nothing and costs nothing.
 
-    dataset_size: examples per epoch over all ranks; epochs: how many are planned; grad_accum_steps: micro-steps per
-    step, only needed where no optimizer is watched. Never raises. The run finishes by itself when the process ends.
+    dataset_size: examples per epoch over all ranks; grad_accum_steps: micro-steps per step, only needed where no
+    optimizer is watched; epochs: not needed and accepted for older scripts, the job's specification has them. Never
+    raises. The run finishes by itself when the process ends.
     """
+    del epochs
     global _current
     if _current is not None and _current.active:
         _current.finish()
@@ -38,7 +40,7 @@ def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_a
     config: AgentConfig | None = None
     with guard("reading the environment"):
         config = read_config()
-    _current = Run(config, guard, dataset_size=dataset_size, epochs=epochs, grad_accum_steps=grad_accum_steps)
+    _current = Run(config, guard, dataset_size=dataset_size, grad_accum_steps=grad_accum_steps)
     on_exit(_finish_at_exit)
     if _current.active:
         on_failure(_report_exception, _keep_exit_status)
@@ -54,12 +56,9 @@ class Run:
         guard: Guard | None = None,
         *,
         dataset_size: int | None = None,
-        epochs: float | None = None,
         grad_accum_steps: int | None = None,
     ) -> None:
         self.config = config
-        self.dataset_size = dataset_size
-        self.epochs = epochs
         self.guard = guard or Guard()
         self.recorder: Recorder | None = None
         self.oom_watch: OomWatch | None = None

@@ -25,17 +25,17 @@ class TulaCallback(Callback):
     """Measures `fit`, stops it when a profiling run has enough samples, and reports how it ended.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
-    become telemetry. `run` is the agent's run, None before `fit`.
+    become telemetry. `run` is the agent's run, None before `fit`. `epochs` is accepted for older scripts.
     """
 
     def __init__(self, dataset_size: int | None = None, epochs: float | None = None) -> None:
         self.run: Run | None = None
+        del epochs
         self._dataset_size = dataset_size
-        self._epochs = epochs
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start the agent's run."""
-        self.run = init(dataset_size=self._dataset_size, epochs=self._epochs or trainer.max_epochs)
+        self.run = init(dataset_size=self._dataset_size)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch model and optimizers; the strategy's model is the DDP module if DDP is used."""

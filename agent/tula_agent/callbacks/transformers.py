@@ -36,11 +36,7 @@ class TulaTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Start the agent's run; watch the trainer's model and optimizer."""
         self._loader = others.get("train_dataloader")
-        self.run = init(
-            dataset_size=self._dataset_size,
-            epochs=args.num_train_epochs,
-            grad_accum_steps=args.gradient_accumulation_steps,
-        )
+        self.run = init(dataset_size=self._dataset_size, grad_accum_steps=args.gradient_accumulation_steps)
         self.run.begin_at(state.epoch or 0.0)
         optimizer = others.get("optimizer")
         self.run.watch(others.get("model"), getattr(optimizer, "optimizer", optimizer))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tula_agent.ship.spool import REJECTED, TAKEN, lock, read_records, spool_files
+from tula_agent.ship.spool import REJECTED, TAKEN, Spool, lock, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
 _CONFLICT = 409  # the run has left that state already, which loses no measurement
@@ -27,13 +27,13 @@ class Uploaded:
     why: str = ""
 
 
-def upload_spool(directory: Path, transport: Transport, *, rejected: bool = False) -> Uploaded:
+def upload_spool(directory: Path, transport: Transport) -> Uploaded:
     """Send every request under `directory` in the order it was written; a file is deleted once all of it was answered.
 
     Refused requests stay in a `.rejected` file. Stops at the first request that cannot be delivered.
     """
     done = Uploaded()
-    for path in spool_files(directory, rejected):
+    for path in spool_files(directory):
         taken = path if path.suffix == TAKEN else path.with_suffix(path.suffix + TAKEN)
         path.rename(taken)
         with taken.open("rb") as file:
@@ -51,8 +51,6 @@ def upload_spool(directory: Path, transport: Transport, *, rejected: bool = Fals
                     done.refused += 1
                     done.why = reply.detail or f"status {reply.status}"
         if refused:
-            from tula_agent.ship.spool import Spool
-
             keeper = Spool(taken.with_name(taken.name.split(".")[0] + REJECTED), 2**40)
             for request in refused:
                 keeper.append(request)
@@ -64,7 +62,6 @@ def upload_spool(directory: Path, transport: Transport, *, rejected: bool = Fals
 def upload(
     directory: Annotated[Path, typer.Argument(help="Where agents left their spool (TULA_SPOOL_DIR).")],
     url: Annotated[str, typer.Option(envvar="TULA_URL", help="Address of the service.")] = "http://127.0.0.1:8321",
-    rejected: Annotated[bool, typer.Option(help="Send what was refused before, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Send measurements that agents left on disk while the service was away."""
@@ -73,7 +70,7 @@ def upload(
         raise typer.Exit(2)
     transport = Transport(url.rstrip("/"), os.environ.get("TULA_TOKEN"), 30.0)
     try:
-        done = upload_spool(directory, transport, rejected=rejected)
+        done = upload_spool(directory, transport)
     finally:
         transport.close()
     if as_json:

@@ -185,7 +185,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
     used_scaler = scaler if arguments.amp else None
 
-    run = tula_agent.init(dataset_size=len(loader.dataset), epochs=arguments.epochs, grad_accum_steps=None)
+    run = tula_agent.init(dataset_size=len(loader.dataset), grad_accum_steps=None)
     run.watch(model, optimizer, scaler)
     seen = 0
     for _epoch in range(arguments.epochs):
