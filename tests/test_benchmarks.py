@@ -42,7 +42,8 @@ def run(forks: ForkServer, module: str, words: list[str], folder: Path) -> dict[
     out, log = folder / "out.json", folder / "log"
     log.touch()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    process = forks.start(module, [*words, "--smoke", "--json", str(out)], clean | {"OMP_NUM_THREADS": "1"}, str(log))
+    argv = ["-m", module, *words, "--smoke", "--json", str(out)]
+    process = forks.start(argv, clean | {"OMP_NUM_THREADS": "1"}, log)
     try:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.sink import Sink, start
+from tests.support.fork_server import AGENT, ForkServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _PATIENCE_S = 120.0
@@ -64,64 +63,31 @@ class Done:
         return [line for line in self.stdout.splitlines() if line.startswith(word)]
 
 
-class Zygote:
-    """The process that forks scripts, with these modules imported besides torch; see `tests/agent/zygote.py`."""
+def run_script(forks: ForkServer, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> Done:
+    """Run a script in a new process, or in several as ranks that meet as under torchrun; its output files in `folder`.
 
-    def __init__(self, *modules: str) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "zygote.py"), *modules]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def start(self, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> list[int]:
-        """Fork a script, or all ranks of one that meet as under torchrun; the process ids."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._files = [(folder / f"stdout{rank}", folder / f"stderr{rank}") for rank in range(ranks or 1)]
-        places = places_of(ranks) or [{}]
-        processes = [
-            {"env": env | place, "stdout": str(out), "stderr": str(err)}
-            for place, (out, err) in zip(places, self._files, strict=True)
-        ]
-        self._process.stdin.write(json.dumps({"argv": argv, "processes": processes}) + "\n")
-        self._process.stdin.flush()
-        self._started: list[int] = list(json.loads(self._process.stdout.readline()))
-        return self._started
-
-    def wait(self) -> Done:
-        """Wait for what was started last; what hangs is killed, so that one test fails and not all that follow."""
-        assert self._process.stdout is not None
-        hangs = threading.Timer(_PATIENCE_S, self._kill)
-        hangs.start()
-        try:
-            statuses = json.loads(self._process.stdout.readline())
-        finally:
-            hangs.cancel()
-        codes = [os.waitstatus_to_exitcode(status) for status in statuses]
-        out, err = (
-            "".join(path.read_text(errors="replace") for path in paths) for paths in zip(*self._files, strict=True)
-        )
-        return Done(codes[0], out, err, codes)
-
-    def _kill(self) -> None:
-        for child in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
+    What hangs is killed, so that one test fails and not all that follow.
+    """
+    files = [(folder / f"stdout{rank}", folder / f"stderr{rank}") for rank in range(ranks or 1)]
+    for path in (path for pair in files for path in pair):
+        path.unlink(missing_ok=True)
+    places = places_of(ranks) or [{}]
+    started = [forks.start(argv, env | place, *names) for place, names in zip(places, files, strict=True)]
+    ends = time.monotonic() + _PATIENCE_S
+    try:
+        codes = [process.wait(max(0.0, ends - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+        codes = [process.wait(10) for process in started]
+    out, err = ("".join(path.read_text(errors="replace") for path in paths) for paths in zip(*files, strict=True))
+    return Done(codes[0], out, err, codes)
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """One for all tests, since importing torch takes seconds."""
-    made = Zygote()
+def forks() -> Iterator[ForkServer]:
+    """What forks scripts: one for all tests, since importing torch takes seconds."""
+    made = ForkServer(AGENT)
     yield made
     made.close()
 
@@ -144,7 +110,7 @@ Launch = Callable[..., Done]
 
 
 @pytest.fixture
-def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launch:
+def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> Launch:
     """Run a script of `scripts/` in a new process, or in several as ranks; returns its output.
 
     `torchrun`: ranks are started by it, which takes seconds and ends one for another, and are forked without it.
@@ -159,8 +125,7 @@ def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launc
             ended = subprocess.run([*start, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
             done = Done(ended.returncode, ended.stdout, ended.stderr)
         else:
-            zygote.start([script, *arguments], env, tmp_path, ranks)
-            done = zygote.wait()
+            done = run_script(forks, [script, *arguments], env, tmp_path, ranks)
         if expect is not None:
             assert {done.returncode, *done.codes} == {expect}, done.stderr[-4000:]
         return done
@@ -169,14 +134,13 @@ def launch(environment: dict[str, str], zygote: Zygote, tmp_path: Path) -> Launc
 
 
 @pytest.fixture(scope="session")
-def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+def alone(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """Run a script without a service, in a new process or in several as ranks; all must succeed."""
 
     def run(script: Path, *arguments: str, ranks: int = 0, **variables: str) -> Done:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
         clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.path[0], **variables}
-        zygote.start([str(script), *arguments], clean, tmp_path_factory.mktemp("alone"), ranks)
-        done = zygote.wait()
+        done = run_script(forks, [str(script), *arguments], clean, tmp_path_factory.mktemp("alone"), ranks)
         assert {*done.codes} == {0}, done.stderr[-4000:]
         return done
 

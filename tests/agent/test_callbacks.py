@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.conftest import Launch, Zygote
+from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
+from tests.support.fork_server import AGENT, ForkServer
 
 FRAMEWORKS = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
+def forks() -> Iterator[ForkServer]:
     """One that has imported the frameworks, which takes as long as torch does."""
-    made = Zygote("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
+    frameworks = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
+    made = ForkServer([*AGENT, *frameworks])
     yield made
     made.close()
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.conftest import Zygote
+from tests.agent.conftest import run_script
 from tests.agent.sink import Sink
+from tests.support.fork_server import ForkServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "embed.md"
 BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -30,12 +31,11 @@ def test_the_page_has_a_block_for_every_way_to_embed() -> None:
 
 @pytest.mark.parametrize(("heading", "code"), blocks(), ids=[heading for heading, _ in blocks()])
 def test_every_block_of_the_page_runs_unchanged(
-    sink: Sink, environment: dict[str, str], zygote: Zygote, tmp_path: Path, heading: str, code: str
+    sink: Sink, environment: dict[str, str], forks: ForkServer, tmp_path: Path, heading: str, code: str
 ) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
-    zygote.start([str(script)], environment, tmp_path, ranks=int("init_process_group" in code))
-    done = zygote.wait()
+    done = run_script(forks, [str(script)], environment, tmp_path, ranks=int("init_process_group" in code))
     assert done.returncode == 0, done.stderr[-3000:]
     assert not sink.invalid
     if "estimate_memory" in code:

@@ -1,10 +1,11 @@
-"""Starts `python -m MODULE` in a fraction of a second: a parent that has imported what the module imports forks it.
+"""Starts Python programs in a fraction of a second: a parent that has imported what they import forks them.
 
 Run as a program, it is that parent. Its arguments are a folder and the modules to import. It reads one JSON object a
-line: module, argv, env and a file for stdout and stderr. For each it answers the process id in a line. When a child
-ends, its exit status goes into the file `<pid>` of the folder. The child is what `python -m` would have started: a
-process with a separate session, environment and files, whose signals, `atexit` functions and exit status are the
-module's.
+line: argv (a script, or `-m` and a module, then arguments), env, and files for stdout and stderr. For each it answers
+the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the folder. The child is what
+`python ARGV` would have started: a process with a separate session, environment and files, whose signals, `atexit`
+functions and exit status are the program's. When the input ends, as it does when the tests are killed, the parent ends
+the children that still run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,16 @@ SERVICE = (
     "scipy.optimize",
     "psycopg",
 )
+AGENT = (
+    "httpx",
+    "torch._dynamo",  # what an optimizer imports when it is made
+    "torch.distributed.checkpoint.state_dict_saver",  # what a sharded checkpoint and a sharded model take
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "tula_wire",  # models take longer to build than a training of the tests to run
+)
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL for children that outlive the input."""
 
 
 class ForkedProcess:
@@ -83,66 +95,85 @@ class ForkServer:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
-    def start(self, module: str, argv: Sequence[str], env: dict[str, str], log: str) -> ForkedProcess:
-        """Fork `python -m MODULE ARGV`, which appends its output to the file `log`."""
+    def start(
+        self, argv: Sequence[str], env: dict[str, str], stdout: Path | str, stderr: Path | str | None = None
+    ) -> ForkedProcess:
+        """Fork `python ARGV`, which appends its output to these files; without `stderr`, all of it to the first."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps({"module": module, "argv": list(argv), "env": env, "log": log}) + "\n")
+        order = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
+        self._parent.stdin.write(json.dumps(order) + "\n")
         self._parent.stdin.flush()
         pid = int(self._parent.stdout.readline())
         return ForkedProcess(pid, Path(self._folder.name) / str(pid))
 
     def close(self) -> None:
-        """End the parent; it no longer waits for children that still run."""
+        """End the parent, and children that still run."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         self._parent.stdin.close()
-        self._parent.wait(10)
+        self._parent.wait(3 * GRACE_S)
         self._parent.stdout.close()
         self._folder.cleanup()
 
 
 def serve_forks(folder: Path, modules: Sequence[str]) -> None:
-    """Fork a module for each line of standard input, until it ends."""
+    """Fork a program for each line of standard input, until it ends."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child does not copy pages that its collector never visits
+    running: set[int] = set()
 
     def keep_statuses(*_: object) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            draft = folder / f"{pid}.draft"
-            draft.write_text(str(status))
-            draft.rename(folder / str(pid))
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                draft = folder / f"{ended[0]}.draft"
+                with suppress(FileNotFoundError):  # the folder is gone with the tests
+                    draft.write_text(str(ended[1]))
+                    draft.rename(folder / str(ended[0]))
+                running.discard(ended[0])
 
     signal.signal(signal.SIGCHLD, keep_statuses)
     for line in sys.stdin:
         order = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
             become(order)
             return
-        print(pid, flush=True)
+        running.add(pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        with suppress(BrokenPipeError):
+            print(pid, flush=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        ends = time.monotonic() + GRACE_S
+        for pid in list(running):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+        while running and time.monotonic() < ends:
+            time.sleep(0.01)
 
 
 def become(order: dict[str, Any]) -> None:
-    """Turn this fork into `python -m MODULE`."""
+    """Turn this fork into `python ARGV`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     os.setsid()
     os.environ.clear()
     os.environ.update(order["env"])
-    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
-    for descriptor, target in ((os.open(os.devnull, os.O_RDWR), 0), (log, 1), (log, 2)):
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    files = [os.open(os.devnull, os.O_RDWR), os.open(order["stdout"], flags), os.open(order["stderr"], flags)]
+    for target, descriptor in enumerate(files):
         os.dup2(descriptor, target)
-    sys.argv = [order["module"], *order["argv"]]
-    sys.path[0] = ""
-    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    is_module = order["argv"][0] == "-m"
+    sys.argv = order["argv"][is_module:]
+    search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = ["" if is_module else str(Path(sys.argv[0]).parent), *search]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

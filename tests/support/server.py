@@ -27,7 +27,7 @@ class Server(server.Server):
         """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
         if python != sys.executable or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
-        return fork_server().start("tula_service", arguments, environment, self.log_file)
+        return fork_server().start(["-m", "tula_service", *arguments], environment, self.log_file)
 
 
 @contextmanager
