@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,12 @@ class Agent:
 
     def __init__(self, training: Training, spent: dict[str, list[float]]) -> None:
         import tula_agent
+        from tula_agent.ship.transport import Transport
 
         self._spent = spent
         self._norms: list[float] = []
         self._warm_norms = 0
+        self._norms_every, self._sent_bytes, self._thread_s = 1.0, 0, 0.0
         self.run = tula_agent.init(dataset_size=1_000_000)
         recorder = self.run.recorder
         assert recorder is not None
@@ -100,15 +103,39 @@ class Agent:
         ):
             setattr(recorder, name, timed(getattr(recorder, name), part, spent))
         self.run.watch(training.model, training.optimizer)
-        recorder.gradients.read = timed(  # type: ignore[method-assign]
-            recorder.gradients.read, "norms", {"norms": self._norms}
+        recorder.gradients.read = self._noting_interval(  # type: ignore[method-assign]
+            timed(recorder.gradients.read, "norms", {"norms": self._norms})
         )
+        Transport.send = self._counting_bytes(Transport.send)  # type: ignore[method-assign]
         training.batches = self.run.steps(training.batches)
 
     def warmed_up(self) -> None:
         """Count from now on."""
         self._warm_norms = len(self._norms)
-        self._recorder.exporter.cpu_s, self._recorder.exporter.sent_bytes = 0.0, 0
+        self._sent_bytes, self._thread_s = 0, self._shipping_cpu_s()
+
+    def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """`read` of the gradients; notes how many steps lie between two pairs, which the second of a pair decides."""
+
+        def noting(step: int, *rest: Any) -> Any:
+            found = read(step, *rest)
+            if self._recorder.gradients.due > step:
+                self._norms_every = self._recorder.gradients.due - step + 1
+            return found
+
+        return noting
+
+    def _counting_bytes(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(transport: Any, request: Any) -> Any:
+            self._sent_bytes += len(request.body)
+            return send(transport, request)
+
+        return counting
+
+    def _shipping_cpu_s(self) -> float:
+        thread = next(thread for thread in threading.enumerate() if thread.name == "tula-agent")
+        assert thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def report(self, measured: int) -> dict[str, float]:
         """What it cost per step, over so many steps."""
@@ -118,11 +145,10 @@ class Agent:
             f"{part}_us": 1e6 * (sum(self._spent[part]) - number * clock) / measured for part, number in calls.items()
         }
         # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
-        pair_us, every = 2e6 * statistics.mean(self._norms[2:]), self._recorder.gradients.interval
-        report["norms_us"] = pair_us / every
+        report["norms_us"] = 2e6 * statistics.mean(self._norms[2:]) / self._norms_every
         report["gradients_us"] += report["norms_us"] - 1e6 * sum(self._norms[self._warm_norms :]) / measured
-        report["thread_us"] = 1e6 * self._recorder.exporter.cpu_s / measured
-        report["sent_bytes"] = self._recorder.exporter.sent_bytes / measured
+        report["thread_us"] = 1e6 * (self._shipping_cpu_s() - self._thread_s) / measured
+        report["sent_bytes"] = self._sent_bytes / measured
         return report
 
 

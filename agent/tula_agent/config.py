@@ -6,11 +6,15 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tula_agent.guard import logger
+
+N = TypeVar("N", int, float)
 
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
@@ -84,7 +88,7 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         plan=_plan(environ),
         local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
-        stacks_at_s=_unix_time(environ, "TULA_STACKS_AT"),
+        stacks_at_s=_number(environ, "TULA_STACKS_AT", float, math.isfinite, "seconds since 1970"),
     )
 
 
@@ -100,31 +104,8 @@ def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
     if measure is None:
         return None
     warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
-    return ProfilePlan(warmup if warmup is not None else 5, measure, _precision(environ))
-
-
-def _precision(environ: Mapping[str, str]) -> float:
-    text = environ.get("TULA_PRECISION", "").strip()
-    try:
-        value = float(text or 0)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        logger.warning("TULA_PRECISION is %r: give a share between 0 and 1; the run does not end early", text)
-        return 0.0
-    return value
-
-
-def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name, "").strip()
-    try:
-        value = float(text) if text else None
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
-        logger.warning("%s is %r: give seconds since 1970; it is ignored", name, text)
-        return None
-    return value
+    precision = _number(environ, "TULA_PRECISION", float, lambda share: 0 <= share <= 1, "a share between 0 and 1")
+    return ProfilePlan(5 if warmup is None else warmup, measure, precision or 0.0)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_least: int) -> int:
@@ -136,17 +117,21 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_
 
 
 def _integer(environ: Mapping[str, str], name: str, at_least: int) -> int | None:
+    return _number(environ, name, int, lambda value: value >= at_least, f"a whole number of at least {at_least}")
+
+
+def _number(
+    environ: Mapping[str, str], name: str, kind: Callable[[str], N], valid: Callable[[N], bool], expected: str
+) -> N | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = at_least - 1
-    if value < at_least:
-        logger.warning("%s is %r: give a whole number of at least %d; it is ignored", name, text, at_least)
-        return None
-    return value
+    with suppress(ValueError):
+        value = kind(text)
+        if valid(value):
+            return value
+    logger.warning("%s is %r: give %s; it is ignored", name, text, expected)
+    return None
 
 
 def default_spool_dir() -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import astuple, replace
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.step_timer import median_relative_error
 from tula_agent.rank_channel import Channel, RankRendezvous
+from tula_agent.ship.transport import Transport
 
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
@@ -44,8 +46,7 @@ class StopAgreement:
                 ends = time.monotonic() + PEERS_WITHIN_S
                 others = [f"joined/{rank}" for rank in range(1, channel.world_size)]
                 self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
-                columns = [plan.warmup_steps, plan.measure_steps, plan.precision] if plan else None
-                channel.set("plan", [self.agreed, columns])
+                channel.set("plan", [self.agreed, astuple(plan) if plan else None])
             elif channel is not None:
                 channel.set(f"joined/{channel.rank}", True)
                 answer = channel.wait("plan", 2 * PEERS_WITHIN_S)
@@ -86,7 +87,7 @@ class StopAgreement:
 class Profiling:
     """Decides whether this run profiles and when it has measured enough.
 
-    `plan` is None in a training run; it comes from the environment or, while the run goes on, from the service. `offer`
+    `plan` is None in a training run; it comes from the environment or, while the run goes on, from the service. `poll`
     and `stop_soon` are called on the shipping thread and take effect at the next step that all ranks share.
     """
 
@@ -99,6 +100,7 @@ class Profiling:
         self._times: list[float] = []
         self._offered: ProfilePlan | None = None
         self._stop_requested = False
+        self._asked = plan is not None
 
     @property
     def measuring(self) -> bool:
@@ -109,6 +111,22 @@ class Profiling:
         """From now on the ranks of `agreement` train with this one."""
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
+
+    def poll(self, transport: Transport, path: str) -> None:
+        """Ask the service once what kind of run `path` is, unless the environment says it.
+
+        Raises KeyError or ValueError for a malformed answer.
+        """
+        if self._asked:
+            return
+        reply = transport.get(path)
+        if reply.verdict == "retry":
+            return
+        self._asked = True
+        instruction = (reply.body or {}).get("instruction")
+        if reply.body and reply.body.get("kind") == "profile" and isinstance(instruction, dict):
+            warmup, measure = int(instruction["profiling_warmup_steps"]), int(instruction["measuring_steps"])
+            self.offer(ProfilePlan(warmup, measure, float(instruction["precision"])))
 
     def offer(self, plan: ProfilePlan) -> None:
         """The service says that this is a profiling run."""
@@ -137,7 +155,7 @@ class Profiling:
             self.plan = self._agreement.join(self.plan)
         if before is None and self.plan is not None:
             # The steps so far count as warm-up.
-            self.plan = ProfilePlan(max(step, self.plan.warmup_steps), self.plan.measure_steps, self.plan.precision)
+            self.plan = replace(self.plan, warmup_steps=max(step, self.plan.warmup_steps))
 
     def may_repeat(self, step: int) -> bool:
         """True when a profiling run needs more steps than its loader has; the same on all ranks."""

@@ -153,23 +153,17 @@ class RankRendezvous:
         """Try each address once: a second attempt would take as long again."""
         failed = []
         for host, port in addresses:
-            error = self._try(host, port, CONNECT_WITHIN_S / len(addresses))
-            if error is None:
-                return
+            try:
+                channel = self.connect(host, port, CONNECT_WITHIN_S / len(addresses))
+                if channel.has(_OPEN):
+                    self._channel = channel
+                    return
+                error = "not the first rank's store"  # the name may belong to another machine in this network
+            except Exception as caught:
+                error = f"{caught}"[:300]
             failed.append(f"{host}:{port} ({error})")
         self._unreachable = True
         raise RuntimeError("the first rank's store cannot be reached: " + ", ".join(failed))
-
-    def _try(self, host: str, port: int, within_s: float) -> str | None:
-        """Use the store at this address, or answer why not; the name may belong to another machine in this network."""
-        try:
-            channel = self.connect(host, port, within_s)
-            if not channel.has(_OPEN):
-                return "not the first rank's store"
-        except Exception as error:
-            return f"{error}"[:300]
-        self._channel = channel
-        return None
 
     def _over(self, store: Any) -> Channel:
         return Channel(store, self._prefix, self._rank, self._world_size)

@@ -6,8 +6,13 @@ two packages imports the other.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tula_agent.torch_private import local_part
 
 T = TypeVar("T")
 
@@ -53,21 +58,73 @@ class DeviceTiming(NamedTuple):
     optimizer_time_s: float | None
 
 
-class PendingNumber(Protocol):
-    """A number that is still on its way from the device."""
+class PendingScalar:
+    """A scalar on its way to pinned host memory. With `root`, `poll` answers its square root."""
+
+    __slots__ = ("_event", "_host", "_root")
+
+    def __init__(self, scalar: torch.Tensor, root: bool = False) -> None:
+        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host.copy_(scalar.detach().float(), non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(scalar.device))  # the current device may be another one
+        self._root = root
 
     def poll(self) -> float | None:
-        """The number, or None while it has not arrived; never waits."""
+        """The number, or None while the copy is under way; never waits."""
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            return None
+        return _rooted(float(self._host), self._root)
 
 
-class PendingDeviceTiming(Protocol):
-    """The times of a step that the device has not finished yet."""
+def to_number(value: Any, root: bool = False) -> float | PendingScalar:
+    """A float where that needs no wait, else a `PendingScalar`; with `root`, its square root.
+
+    Raises TypeError or ValueError for anything that is not one number.
+    """
+    if isinstance(value, torch.Tensor):
+        value = local_part(value)  # anything else on a DTensor may start a collective, and only one rank calls this
+        if value.numel() != 1:
+            raise ValueError(f"a tensor of shape {tuple(value.shape)} is not one number: log its mean")
+        if value.device.type == "cuda":
+            return PendingScalar(value.reshape(()), root)
+        value = value.detach().reshape(()).item()
+    return _rooted(float(value), root)
+
+
+def _rooted(number: float, root: bool) -> float:
+    return math.sqrt(number) if root and number >= 0 else number
+
+
+class Interval:
+    """The events of one step, open until its end is recorded. Once `poll` has answered, they are in `free` again."""
+
+    __slots__ = ("_free", "batch", "end", "optimizer", "start")
+
+    def __init__(self, free: deque[Any], start: Any) -> None:
+        self._free = free
+        self.start = start
+        self.batch: Any = None
+        self.optimizer: Any = None
+        self.end: Any = None
 
     def poll(self) -> DeviceTiming | None:
         """The times, or None while the device has not reached the end of the step; never waits."""
+        if self.end is None or not self.end.query():
+            return None
+        try:
+            whole = self.start.elapsed_time(self.end) * 1e-3
+            waited = None if self.batch is None else self.start.elapsed_time(self.batch) * 1e-3
+            stepped = None if self.optimizer is None else self.optimizer.elapsed_time(self.end) * 1e-3
+        finally:
+            self.release()
+        return DeviceTiming(whole, waited, stepped)
 
     def release(self) -> None:
-        """Give its events back unread."""
+        """Give the events back, read or not; recording one again overwrites its time."""
+        held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
+        self.start = self.batch = self.optimizer = self.end = None
+        self._free.extend(held)
 
 
 class Readings:
@@ -85,9 +142,9 @@ class Readings:
         self.expects_comm = False
         self._limit = limit
         self._steps: deque[tuple[StepTiming, bool, bool]] = deque()
-        self._values: deque[tuple[int, str, float | PendingNumber]] = deque()
+        self._values: deque[tuple[int, str, float | PendingScalar]] = deque()
         self._comm: deque[CommTiming] = deque(maxlen=limit)
-        self._device: deque[tuple[int, PendingDeviceTiming]] = deque()  # bounded by the pool of events
+        self._device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
 
     def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
         """A step has ended; only a sampled one becomes a sample, every one a point of the step-time series."""
@@ -96,7 +153,7 @@ class Readings:
         else:
             self._steps.append((timing, warmup, sampled))
 
-    def add_value(self, step: int, name: str, value: float | PendingNumber) -> None:
+    def add_value(self, step: int, name: str, value: float | PendingScalar) -> None:
         """A named number of a step."""
         if len(self._values) >= self._limit:
             self.dropped += 1
@@ -107,7 +164,7 @@ class Readings:
         """DDP's times of an earlier step; over the bound the oldest is dropped, since the step itself is kept."""
         self._comm.append(timing)
 
-    def add_device(self, step: int, timing: PendingDeviceTiming) -> None:
+    def add_device(self, step: int, timing: Interval) -> None:
         """The device will time `step`; call it before `add_step`."""
         self._device.append((step, timing))
 
@@ -135,7 +192,7 @@ class Readings:
         """All of DDP's times so far, oldest first."""
         return _take(self._comm)
 
-    def take_device(self) -> list[tuple[int, PendingDeviceTiming]]:
+    def take_device(self) -> list[tuple[int, Interval]]:
         """All steps that the device times, by step."""
         return _take(self._device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,17 @@ import torch
 
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
-from tula_agent.measure.async_scalar import to_number
 from tula_agent.measure.comm_split import CommSplit
-from tula_agent.measure.device_clock import DeviceClock, Interval, clock_for
+from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of
 from tula_agent.measure.step_timer import StepTimer, batch_size_of
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
-from tula_agent.readings import Readings, StepTiming
+from tula_agent.readings import Interval, Readings, StepTiming, to_number
 from tula_agent.ship.exporter import Exporter
-from tula_agent.ship.request import SpooledRequest, encode
-from tula_agent.ship.run_poller import RunPoller
-from tula_agent.ship.step_joiner import Identity, StepJoiner
+from tula_agent.ship.request_builder import Identity, RequestBuilder
+from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
 from tula_agent.weak_refs import TrackedObjects
 from tula_wire import routes
@@ -63,7 +62,7 @@ class Recorder:
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
         self.memory = MemoryMonitor(config.ranks_per_node)
         self.gradients = GradientReader()
-        self.joiner = StepJoiner(
+        self.requests = RequestBuilder(
             self.readings,
             config.run_id,
             guard=guard,
@@ -83,11 +82,10 @@ class Recorder:
         self._in_step = False
         self._batch_size: int | None = None
         self._last_step_s = 0.1
-        self._run_poller = RunPoller(self._path, self.profiling.offer) if config.plan is None else None
         self._threshold_poller: ThresholdPoller | None = None
         self.exporter = Exporter(
             lambda: Transport(config.url, config.token, config.request_timeout_s),
-            self.joiner.collect,
+            self.requests.collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
             on_reply=self._on_reply,
@@ -155,7 +153,7 @@ class Recorder:
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
         tracked = list(self.objects.models)
-        self.memory.probe.before_training(tracked, first=self.timer.step == 0)
+        self.memory.before_training(tracked, first=self.timer.step == 0)
         if self._begun and models and self._rendezvous is not None:
             self._start_comm_split(tracked)
 
@@ -224,7 +222,7 @@ class Recorder:
                 self._device_clock.optimizer()
             step = self.timer.step
             if step == 1:
-                self.memory.probe.at_optimizer(list(self.objects.models))
+                self.memory.at_optimizer(list(self.objects.models))
             if not self.leads or step < self.gradients.due or not self.guard.works("gradients"):
                 return
             if optimizer is self.objects.optimizers.first:
@@ -286,7 +284,7 @@ class Recorder:
 
     def _begin_in_group(self) -> None:
         models = list(self.objects.models)
-        self.memory.probe.before_training(models, first=self.timer.step == 0)
+        self.memory.before_training(models, first=self.timer.step == 0)
         if current_group() is None and not is_launched():
             self._last_world_size = 1
         world_size = self.world_size
@@ -306,7 +304,7 @@ class Recorder:
         self.readings.expects_comm = self.readings.expects_comm or split.usable
 
     def _forget_objects(self) -> None:
-        self.objects.clear()
+        self.objects = TrackedObjects()
         self._comm_split = None
         self.gradients = GradientReader()
 
@@ -360,7 +358,7 @@ class Recorder:
             return
         with self.guard("memory"):
             memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
-            self.readings.memory = memory.to_wire()
+            self.readings.memory = {name: value for name, value in asdict(memory).items() if value is not None}
             largest = self.memory.largest_local_batch_size()
             if largest is not None:
                 step = max(0, self.timer.step - 1)
@@ -390,9 +388,10 @@ class Recorder:
         self._threshold_poller = ThresholdPoller(path, optimizer, self.config.run_id)
 
     def _poll(self, transport: Transport) -> None:
-        for poller in (self._run_poller, self._threshold_poller):
-            if poller is not None:
-                poller.poll(transport)
+        self.profiling.poll(transport, self._path)
+        thresholds = self._threshold_poller  # `finish` clears it on another thread
+        if thresholds is not None:
+            thresholds.poll(transport)
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("stop") is True:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 # Process groups.
 
 
@@ -95,12 +97,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 # Operations on many tensors in one kernel.
 
 
-def foreach_norm(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor in one kernel per device and type; one call per tensor costs some 5 us of the host.
+def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """|G|^2 over all tensors, float64 on the first tensor's device (0-d); 0 of none.
 
-    `torch.nn.utils.get_total_norm` is public from 2.6 and answers the norm over all tensors only.
+    `_foreach_norm` takes one kernel per device and type; one call per tensor costs some 5 us of the host.
+    `torch.nn.utils.get_total_norm` is public from 2.6 and has no `dtype`.
     """
-    return list(torch._foreach_norm(list(tensors)))
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    device = gradients[0].device
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if any(g.dtype in _HALVES for g in dense):
+        # A norm in half precision would be off by up to half a percent, or infinite.
+        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
+    else:
+        norms = list(torch._foreach_norm(dense))
+    # Stacked first: on a device, converting each norm by itself would be as many kernels.
+    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    return stacked.to(torch.float32 if device.type == "mps" else torch.float64).square().sum()
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

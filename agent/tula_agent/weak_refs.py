@@ -40,10 +40,6 @@ class WeakList(Generic[T]):
         """The oldest that still exists."""
         return next(iter(self), None)
 
-    def clear(self) -> None:
-        """Drop every reference."""
-        self.references = []
-
 
 class TrackedObjects:
     """The models and optimizers given to `run.watch`, over all its calls.
@@ -86,11 +82,3 @@ class TrackedObjects:
         for optimizer in self.batch_observers:
             for _ in range(times):
                 optimizer.observe_batch(batch)
-
-    def clear(self) -> None:
-        """Drop every reference."""
-        self.models.clear()
-        self.optimizers.clear()
-        self.batch_observers.clear()
-        self.telemetry_sources.clear()
-        self._reported.clear()

@@ -10,6 +10,7 @@ from typing import Final
 from typing_extensions import assert_never
 
 from tula_wire.configurations import Configuration
+from tula_wire.memory import MemoryReading as MemoryReading
 
 
 class Objective(str, Enum):
@@ -151,22 +152,6 @@ def configuration_mismatch(
         f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: check that the "
         "command passes the placeholders on."
     )
-
-
-@dataclass(frozen=True)
-class MemoryReading:
-    """Peak memory of one rank by component, bytes; None where it was not read."""
-
-    method: str
-    peak_bytes: int
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    activation_bytes: int | None = None
-    batch_bytes: int | None = None
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-    capacity_bytes: int | None = None
 
 
 @dataclass(frozen=True)

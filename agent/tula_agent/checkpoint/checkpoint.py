@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ import torch
 
 from tula_agent.checkpoint import folders
 from tula_agent.checkpoint.collective import CheckpointError, CollectiveCalls
-from tula_agent.checkpoint.compatibility import mismatch
 from tula_agent.checkpoint.position import Position, capture_randomness, restore_randomness
 from tula_agent.checkpoint.shards import load_parts, save_parts
 from tula_agent.guard import logger
-from tula_agent.torch_private import is_sharded
+from tula_agent.torch_private import has_own_loading, has_plain_loading, is_sharded
 
 
 @dataclass(frozen=True)
@@ -268,11 +267,43 @@ def _must_fit(
     """Raise on all ranks, before any has loaded anything, if the checkpoint is known not to fit one of them."""
 
     def compare() -> None:
-        found = None if is_sharded(model.parameters(), [model]) else mismatch(whole, _unwrapped(model), optimizer)
+        found = None if is_sharded(model.parameters(), [model]) else _mismatch(whole, _unwrapped(model), optimizer)
         if found is not None:
             raise ValueError(found)
 
     ranks.on_each(compare, f"the checkpoint {folder} does not fit this script", "delete it or undo the change")
+
+
+def _mismatch(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> str | None:
+    """What torch would refuse of the state saved under `model` and `optimizer`, in words; None if nothing is known.
+
+    Sharded weights are not compared, nor models and optimizers with their own loading: they may accept other names.
+    """
+    found = None
+    if "model" in saved and not has_own_loading(model):
+        found = _of_model(saved["model"], model.state_dict())
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if found is None and saved.get("optimizer") is not None and has_plain_loading(inner):
+        found = _of_optimizer(saved["optimizer"]["param_groups"], inner.param_groups)
+    return found
+
+
+def _of_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    for name, value in current.items():
+        if name not in saved:
+            return f"the model's {name} is not in it"
+        if not (isinstance(value, torch.Tensor) and isinstance(saved[name], torch.Tensor)):
+            continue
+        before, now = list(saved[name].shape), list(value.shape)
+        if before != now and (before, now) != ([1], []):  # torch loads one element into a scalar
+            return f"the model's {name} has shape {before} there and {now} here"
+    unknown = next((name for name in saved if name not in current), None)
+    return None if unknown is None else f"the model has no {unknown}"
+
+
+def _of_optimizer(saved: list[Any], current: list[Any]) -> str | None:
+    before, now = ([len(group["params"]) for group in groups] for groups in (saved, current))
+    return None if before == now else f"the optimizer's groups have {before} parameters there and {now} here"
 
 
 def _load(path: Path) -> dict[str, Any]:

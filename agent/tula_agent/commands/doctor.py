@@ -34,6 +34,11 @@ class Finding:
     remedy: str = ""
 
 
+def _check(name: str, passed: bool, found: str, remedy: str, otherwise: State = "wrong") -> Finding:
+    """What was found of `name`: ok, or `otherwise` with its remedy."""
+    return Finding(name, "ok", found) if passed else Finding(name, otherwise, found, remedy)
+
+
 def examine(environ: Mapping[str, str], client: httpx.Client) -> list[Finding]:
     """Every finding, in the order in which a job would fail at it. Never raises."""
     findings: list[Finding] = []
@@ -64,19 +69,14 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "wrong", f"cannot be imported ({error})", "pip install 'tula[agent]'")
         return
     major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    old = (major, minor) < (2, 2)
-    yield Finding("torch", "wrong" if old else "ok", torch.__version__, "use torch 2.2 or newer" if old else "")
+    yield _check("torch", (major, minor) >= (2, 2), torch.__version__, "use torch 2.2 or newer")
     dist = torch.distributed
     if not dist.is_available():
         yield Finding("distributed", "wrong", "torch was built without it", "install a build with torch.distributed")
         return
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
-    yield Finding(
-        "distributed",
-        "ok" if backends else "wrong",
-        ", ".join(backends) or "no backend",
-        "" if backends else "install a build with gloo or nccl",
-    )
+    found = ", ".join(backends) or "no backend"
+    yield _check("distributed", bool(backends), found, "install a build with gloo or nccl")
 
 
 def _cuda() -> Iterator[Finding]:
@@ -84,19 +84,16 @@ def _cuda() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        if built is None:
-            yield Finding("cuda", "ok", "none: this torch is a CPU build")
-        else:
-            remedy = "check nvidia-smi and that the driver is new enough for this build"
-            yield Finding("cuda", "warning", f"torch was built for CUDA {built} but sees no device", remedy)
+        found = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"
+        remedy = "check nvidia-smi and that the driver is new enough for this build"
+        yield _check("cuda", built is None, found, remedy, "warning")
         return
     supported = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
         native = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in supported)
-        remedy = "" if native else "install wheels that carry it (V100: the cu126 index)"
-        yield Finding(f"cuda:{index}", "ok" if native else "wrong", name, remedy)
+        yield _check(f"cuda:{index}", native, name, "install wheels that carry it (V100: the cu126 index)")
     try:
         import pynvml
 
@@ -115,11 +112,9 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
         rank, size = (environ.get(name) for name in names)
         if rank is None and size is None:
             continue
-        if not (rank or "").isdigit() or not (size or "").isdigit() or int(rank or 0) >= int(size or 0):
-            found = f"{names[0]}={rank}, {names[1]}={size}"
-            yield Finding("ranks", "wrong", found, "start the script with torchrun, or set both: 0 <= rank < size")
-        else:
-            yield Finding("ranks", "ok", f"rank {rank} of {size} ({names[0]})")
+        valid = (rank or "").isdigit() and (size or "").isdigit() and int(rank or 0) < int(size or 0)
+        found = f"rank {rank} of {size} ({names[0]})" if valid else f"{names[0]}={rank}, {names[1]}={size}"
+        yield _check("ranks", valid, found, "start the script with torchrun, or set both: 0 <= rank < size")
         return
     yield Finding("ranks", "ok", "one process (no RANK in the environment)")
 
@@ -140,10 +135,9 @@ def _service(environ: Mapping[str, str], client: httpx.Client) -> Iterator[Findi
     yield Finding("service", "ok", url)
     yield from _clock(health.headers.get("date"), before, time.time())
     ready = client.get(url + routes.READY)
-    if ready.status_code == 200:
-        yield Finding("database", "ok", "reachable, schema current")
-    else:
-        yield Finding("database", "wrong", _detail(ready), "see the service's log; a new version needs `tula migrate`")
+    found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
+    remedy = "see the service's log; a new version needs `tula migrate`"
+    yield _check("database", ready.status_code == 200, found, remedy)
     token = environ.get("TULA_TOKEN")
     answer = client.get(url + routes.JOBS, headers={"authorization": f"Bearer {token}"} if token else {})
     if answer.status_code == 401:
@@ -160,12 +154,10 @@ def _clock(date: str | None, before: float, after: float) -> Iterator[Finding]:
     if date is None:
         return
     skew = parsedate_to_datetime(date).timestamp() + 0.5 - (before + after) / 2  # the header has whole seconds
-    if abs(skew) > MAX_CLOCK_SKEW_S:
-        where = "ahead of" if skew > 0 else "behind"
-        found = f"the service is {abs(skew):.0f} s {where} this machine"
-        yield Finding("clock", "warning", found, "start a time service (chrony); measuring itself does not need it")
-    else:
-        yield Finding("clock", "ok", "agrees with the service's")
+    agrees = abs(skew) <= MAX_CLOCK_SKEW_S
+    apart = f"the service is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine"
+    remedy = "start a time service (chrony); measuring itself does not need it"
+    yield _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
 
 
 def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -182,18 +174,13 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("disk", "wrong", f"{spool} cannot be written ({error.strerror})", "set TULA_SPOOL_DIR")
         return
     free = shutil.disk_usage(spool).free
-    if free < MIN_FREE_BYTES:
-        yield Finding("disk", "warning", f"{_size(free)} free in {spool}", "free some, or set TULA_SPOOL_DIR")
-    else:
-        yield Finding("disk", "ok", f"{_size(free)} free in {spool}")
+    size = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free // 2**20} MiB"
+    found, remedy = f"{size} free in {spool}", "free some, or set TULA_SPOOL_DIR"
+    yield _check("disk", free >= MIN_FREE_BYTES, found, remedy, "warning")
     waiting = spool_files(spool)
     if waiting:
         count = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"
         yield Finding("spool", "warning", f"{count} to be sent", f"tula upload {spool}")
-
-
-def _size(free_bytes: int) -> str:
-    return f"{free_bytes / 2**30:.1f} GiB" if free_bytes >= 2**30 else f"{free_bytes // 2**20} MiB"
 
 
 def _detail(response: httpx.Response) -> str:

@@ -9,65 +9,10 @@ from typing import Any
 import torch
 
 from tula_agent.guard import logger
-from tula_agent.readings import DeviceTiming
+from tula_agent.readings import Interval
 
 POOL_SIZE = 256
 """Events at most: four a step, so that 64 steps may be in flight; a step beyond that has wall time only."""
-
-
-class EventPool:
-    """Events that are reused. The training thread takes them, the shipping thread gives them back."""
-
-    def __init__(self, make: Callable[[], Any], limit: int = POOL_SIZE) -> None:
-        self.made = 0
-        self._make = make
-        self._limit = limit
-        self._free: deque[Any] = deque()
-
-    def take(self) -> Any | None:
-        """An event to record, or None when all are in flight."""
-        try:
-            return self._free.popleft()
-        except IndexError:
-            if self.made >= self._limit:
-                return None
-        self.made += 1
-        return self._make()
-
-    def give(self, events: list[Any]) -> None:
-        """Put back events that were read or discarded; recording one again overwrites its time."""
-        self._free.extend(events)
-
-
-class Interval:
-    """The events of one step, open until `DeviceClock.end`. Once `poll` has answered, they are back in their pool."""
-
-    __slots__ = ("_pool", "batch", "end", "optimizer", "start")
-
-    def __init__(self, pool: EventPool, start: Any) -> None:
-        self._pool = pool
-        self.start = start
-        self.batch: Any = None
-        self.optimizer: Any = None
-        self.end: Any = None
-
-    def poll(self) -> DeviceTiming | None:
-        """The times, or None while the device has not reached the end of the step; never waits."""
-        if self.end is None or not self.end.query():
-            return None
-        try:
-            whole = self.start.elapsed_time(self.end) * 1e-3
-            waited = None if self.batch is None else self.start.elapsed_time(self.batch) * 1e-3
-            stepped = None if self.optimizer is None else self.optimizer.elapsed_time(self.end) * 1e-3
-        finally:
-            self.release()
-        return DeviceTiming(whole, waited, stepped)
-
-    def release(self) -> None:
-        """Give the events back to the pool, read or not."""
-        held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
-        self.start = self.batch = self.optimizer = self.end = None
-        self._pool.give(held)
 
 
 class DeviceClock:
@@ -84,7 +29,10 @@ class DeviceClock:
         pool_size: int = POOL_SIZE,
         capturing: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.pool = EventPool(make, pool_size)
+        self.events_made = 0
+        self._make = make
+        self._pool_size = pool_size
+        self._free: deque[Any] = deque()  # this thread takes events, the shipping thread gives them back
         self._record = record
         self._capturing = capturing  # an event recorded while a CUDA graph is captured would be part of it
         self._open: Interval | None = None
@@ -94,7 +42,7 @@ class DeviceClock:
         """A step begins; an unfinished one before it is discarded."""
         self.drop()
         start = self._mark()
-        self._open = None if start is None else Interval(self.pool, start)
+        self._open = None if start is None else Interval(self._free, start)
 
     def batch(self) -> None:
         """Its first batch has arrived."""
@@ -127,9 +75,14 @@ class DeviceClock:
         if self._broken:
             return None
         try:
-            event = self.pool.take()
-            if event is not None:
-                self._record(event)
+            if self._free:
+                event = self._free.popleft()
+            elif self.events_made < self._pool_size:
+                self.events_made += 1
+                event = self._make()
+            else:
+                return None  # all are in flight
+            self._record(event)
         except Exception as error:  # a guard would cost more than the mark
             self._broken = True
             logger.warning("the device's clock failed, step times are wall time from now on: %r", error)

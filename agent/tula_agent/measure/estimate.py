@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tula_agent.measure.step_timer import tensors_in
+from tula_agent.measure.step_timer import map_tensors, tensors_in
 from tula_agent.torch_private import storage_key, tensors_without_data
 
 
@@ -107,7 +107,9 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]
     with tensors_without_data() as convert:
         state = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         owned = {storage_key(tensor) for tensor in state.values()}
-        inputs = _map(sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor))
+        inputs = map_tensors(
+            sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor)
+        )
         owned |= {storage_key(tensor) for tensor in tensors_in(inputs)}
         kept: dict[int, torch.Tensor] = {}
 
@@ -130,16 +132,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
-
-
-def _map(value: Any, function: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(part, function) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(part, function) for part in value)
-    return value
 
 
 def _scalar(output: Any) -> torch.Tensor:

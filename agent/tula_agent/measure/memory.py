@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tula_agent.guard import logger
 from tula_agent.measure.step_timer import batch_bytes
 from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
-from tula_wire.memory import largest_local_batch_size, static_bytes
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes by component; None where unknown. Field for field the wire's `MemoryBreakdown`."""
-
-    method: Literal["cuda_allocator", "peak_rss"]
-    peak_bytes: int
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    activation_bytes: int | None = None
-    batch_bytes: int | None = None
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-    capacity_bytes: int | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """The known components."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+from tula_wire.memory import MemoryReading, largest_local_batch_size, static_bytes
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -135,89 +114,22 @@ def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-class MemoryProbe:
-    """Counts the components at the few moments when each can be distinguished; none of them is per step.
+class MemoryMonitor:
+    """Counts the components at the few moments when each can be distinguished, and predicts the largest local batch.
 
-    `before_training` once the model is built; `at_optimizer` while gradients exist; `breakdown` when a report is due.
-    What was counted is kept for a report at the end, when the script has freed its model.
+    None of the moments is per step: `before_training` once the model is built, `at_optimizer` while gradients exist,
+    `read` when a report is due. What was counted is kept for a report at the end, when the script has freed its model.
+    `largest_seen` is the largest batch so far: the peak belongs to it.
     """
 
-    def __init__(self, ranks_per_node: int = 1) -> None:
+    def __init__(self, ranks_per_node: int) -> None:
+        self.largest_seen = 0
         self._ranks_per_node = ranks_per_node
         self._resident_before: int | None = None
         self._parameters: int | None = None
         self._gradients: int | None = None
         self._state: int | None = None
         self._batch: int | None = None
-
-    def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
-        """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
-        if first:
-            self._resident_before = resident_bytes()
-        if models:
-            self._parameters = parameter_bytes(models)
-
-    def at_optimizer(self, models: list[torch.nn.Module]) -> None:
-        """Count the gradients: they exist now, and may be set to None afterwards."""
-        self._gradients = gradient_bytes(models)
-
-    def saw_batch(self, size_bytes: int, loader: Any) -> None:
-        """Count a batch, and those that the loader's workers prefetch."""
-        workers = getattr(loader, "num_workers", 0) or 0
-        ahead = workers * (getattr(loader, "prefetch_factor", None) or 0)
-        self._batch = size_bytes * (1 + int(ahead))
-
-    def breakdown(
-        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device
-    ) -> Memory:
-        """The components as known now; activations are the peak without everything static."""
-        if self._parameters is None and models:
-            self._parameters = parameter_bytes(models)
-        if optimizers:
-            self._state = optimizer_bytes(optimizers)
-        parameters, state = self._parameters, self._state
-        static = int(static_bytes(parameters, self._gradients, state))
-        known = parameters is not None
-        if device.type == "cuda":
-            peak = int(torch.cuda.max_memory_allocated(device))
-            return Memory(
-                method="cuda_allocator",
-                peak_bytes=peak,
-                parameter_bytes=parameters,
-                gradient_bytes=self._gradients,
-                optimizer_bytes=state,
-                activation_bytes=max(0, peak - static - (self._batch or 0)) if known else None,
-                batch_bytes=self._batch,
-                reserved_bytes=int(torch.cuda.max_memory_reserved(device)),
-                context_bytes=_context_bytes(device),
-                capacity_bytes=capacity_bytes(device),
-            )
-        peak = resident_bytes(peak=True)
-        before = self._resident_before
-        context = None if before is None else max(0, before - (parameters or 0))
-        rest = None if context is None else max(0, peak - context - static - (self._batch or 0))
-        return Memory(
-            method="peak_rss",
-            peak_bytes=peak,
-            parameter_bytes=parameters,
-            gradient_bytes=self._gradients,
-            optimizer_bytes=state,
-            activation_bytes=rest if known else None,
-            batch_bytes=self._batch,
-            context_bytes=context,
-            capacity_bytes=capacity_bytes(device, self._ranks_per_node),
-        )
-
-
-class MemoryMonitor:
-    """Reads the components and predicts the largest local batch that fits, before it is tried.
-
-    `largest_seen` is the largest batch so far: the peak belongs to it.
-    """
-
-    def __init__(self, ranks_per_node: int) -> None:
-        self.probe = MemoryProbe(ranks_per_node)
-        self.largest_seen = 0
         self._device: torch.device | None = None
         self._buckets = 0
         self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
@@ -230,23 +142,64 @@ class MemoryMonitor:
         """True once memory was read."""
         return self._device is not None
 
-    def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """A batch of `size` examples, larger than all before it."""
-        self.largest_seen = size
-        self.probe.saw_batch(batch_bytes(batch), loader)
+    def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
+        """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
+        if first:
+            self._resident_before = resident_bytes()
+        if models:
+            self._parameters = parameter_bytes(models)
 
-    def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> Memory:
+    def at_optimizer(self, models: list[torch.nn.Module]) -> None:
+        """Count the gradients: they exist now, and may be set to None afterwards."""
+        self._gradients = gradient_bytes(models)
+
+    def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
+        """A batch of `size` examples, larger than all before it; counted with those that the loader prefetches."""
+        self.largest_seen = size
+        ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
+        self._batch = batch_bytes(batch) * (1 + int(ahead))
+
+    def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> MemoryReading:
         """Read what is allocated now and at its peak; some tens of microseconds."""
         if models or self._device is None:
             self._device = device_of(models)
             # On a host, buckets are resident before training begins, or never were touched.
             self._buckets = bucket_bytes(models) if self._device.type == "cuda" else 0
-        memory = self.probe.breakdown(models, optimizers, self._device)
+        if self._parameters is None and models:
+            self._parameters = parameter_bytes(models)
+        if optimizers:
+            self._state = optimizer_bytes(optimizers)
+        memory = self._breakdown(self._device)
         if self.largest_seen:
             self.observe(memory, self.largest_seen, self._buckets)
         return memory
 
-    def observe(self, memory: Memory, local_batch_size: int, fixed_bytes: int = 0) -> None:
+    def _breakdown(self, device: torch.device) -> MemoryReading:
+        """The components as known now; activations are the peak without everything static."""
+        reserved: int | None = None
+        rest: int | None
+        counted = int(static_bytes(self._parameters, self._gradients, self._state)) + (self._batch or 0)
+        if device.type == "cuda":
+            peak, reserved = int(torch.cuda.max_memory_allocated(device)), int(torch.cuda.max_memory_reserved(device))
+            context, rest = _context_bytes(device), peak - counted
+        else:
+            peak, before = resident_bytes(peak=True), self._resident_before
+            context = None if before is None else max(0, before - (self._parameters or 0))
+            rest = None if context is None else peak - context - counted
+        return MemoryReading(
+            method="peak_rss" if reserved is None else "cuda_allocator",
+            peak_bytes=peak,
+            parameter_bytes=self._parameters,
+            gradient_bytes=self._gradients,
+            optimizer_bytes=self._state,
+            activation_bytes=None if rest is None or self._parameters is None else max(0, rest),
+            batch_bytes=self._batch,
+            reserved_bytes=reserved,
+            context_bytes=context,
+            capacity_bytes=capacity_bytes(device, self._ranks_per_node),
+        )
+
+    def observe(self, memory: MemoryReading, local_batch_size: int, fixed_bytes: int = 0) -> None:
         """Keep the peak after steps with at most `local_batch_size` examples; ignored where a component is unknown.
 
         fixed_bytes: allocated at every batch size, but part of `activation_bytes`.

@@ -129,3 +129,16 @@ def tensors_in(value: Any, depth: int = 4) -> list[Any]:
     else:
         return []
     return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
+    if hasattr(value, "element_size"):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, function) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, function) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(part, function) for part in value)
+    return value

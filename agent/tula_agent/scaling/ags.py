@@ -14,10 +14,11 @@ import torch
 
 from tula_agent.scaling.context import ScalingContext
 from tula_agent.scaling.gradient_tap import GradientTap
-from tula_agent.scaling.noise_math import EPS, norm_squared, paper_s_max, squares
+from tula_agent.scaling.noise_math import EPS, paper_s_max, squares
 from tula_agent.scaling.ranks import Arrival, Ranks, to_host
 from tula_agent.scaling.step_statistics import global_factor
 from tula_agent.scaling.thresholds import Granularity, ScalingThresholds
+from tula_agent.torch_private import norm_squared
 
 DEFAULT_REFRESH_STEPS = 200
 """Steps between two factors of `ags` while no epoch was reported."""
@@ -34,7 +35,6 @@ class ThresholdedPolicy:
         self._scales_gradient = isinstance(context.inner, (torch.optim.SGD, torch.optim.ASGD))
         self.steps_per_epoch = steps_per_epoch
         self._epochs_reported, self._last_refresh = False, 0
-        self._constants: dict[tuple[float, str], torch.Tensor] = {}
         self._scaled = self._counted = 0.0
         self.reset()
 
@@ -122,11 +122,14 @@ class ThresholdedPolicy:
         self, gradients: list[torch.Tensor | None], gate: torch.Tensor, inner_step: Callable[[], None]
     ) -> None:
         parameters = self._context.parameters()
-        chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            factor = self._factor(index, parameter)
-            if factor is not None and gradient is not None and not gradient.is_sparse:
-                chosen.append((parameter, gradient, factor))
+        known = self._factors or [None] * len(parameters)
+        if self._context.thresholds.policy == "static":
+            known = [torch.full((), self._static_scale, device=gate.device)] * len(parameters)
+        chosen = [
+            (parameter, gradient, factor)
+            for parameter, gradient, factor in zip(parameters, gradients, known, strict=False)
+            if factor is not None and gradient is not None and not gradient.is_sparse
+        ]
         factors = [factor for _, _, factor in chosen]
         if self._scales_gradient:
             apply_to_gradients([gradient for _, gradient, _ in chosen], factors, gate)
@@ -137,28 +140,12 @@ class ThresholdedPolicy:
         with torch.no_grad():
             apply_to_updates([parameter for parameter, _, _ in chosen], before, factors, gate)
 
-    def _factor(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._context.thresholds.policy == "static":
-            return self._constant(self._static_scale, parameter.device)
-        if self._factors is None or index >= len(self._factors):
-            return None
-        return self._factors[index]
-
     @property
     def _static_scale(self) -> float:
         """Equation 8's factor within the bounds of every factor."""
         thresholds = self._context.thresholds
         scale = max(thresholds.static_scale, thresholds.s_min)
         return scale if thresholds.s_max is None else min(scale, thresholds.s_max)
-
-    def _constant(self, scale: float, device: torch.device) -> torch.Tensor:
-        """`scale` on `device`, cached: a new tensor per parameter and step would cost as many transfers."""
-        key = scale, str(device)
-        if key not in self._constants:
-            self._constants = {key: torch.full((), scale, device=device)} | {
-                k: v for k, v in self._constants.items() if k[0] == scale
-            }
-        return self._constants[key]
 
     def _receive(self) -> None:
         if self._arrival is not None:

@@ -4,16 +4,13 @@ a training job."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tula_agent.scaling.thresholds import Granularity
-from tula_agent.torch_private import foreach_norm
 
 EPS = 1e-8  # of Algorithm 1
-_HALVES = (torch.float16, torch.bfloat16)
 _SLOW, _FAST = 0.9, 0.5
 
 
@@ -27,21 +24,6 @@ def squares(gradient: torch.Tensor, granularity: Granularity) -> torch.Tensor:
         return gradient.to(wide).square()
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
     return norm.square()
-
-
-def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|G|^2 over all tensors, float64 on the first tensor's device (0-d); `gradients` must not be empty."""
-    device = gradients[0].device
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if any(g.dtype in _HALVES for g in dense):
-        # A norm in half precision would be off by up to half a percent, or infinite.
-        norms: Sequence[torch.Tensor] = [
-            torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense
-        ]
-    else:
-        norms = foreach_norm(dense)
-    # Stacked first: on a device, converting each norm by itself would be as many kernels.
-    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms]).double().square().sum()
 
 
 def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:

@@ -22,6 +22,11 @@ _STATE_KEY = "tula"
 _FACTORS_DEPEND_ON = ("granularity", "small_batch_size", "s_min", "s_max")
 
 
+def _of_inner(name: str) -> Any:
+    """An attribute of the wrapped optimizer, to read and to replace."""
+    return property(lambda self: getattr(self._inner, name), lambda self, value: setattr(self._inner, name, value))
+
+
 class TulaOptimizer(torch.optim.Optimizer):
     """An optimizer around `optimizer` that scales its steps; it delegates everything else.
 
@@ -95,34 +100,10 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._closed = False
         self._prepare()
 
-    # Schedulers and frameworks read and replace these three attributes: they are the wrapped optimizer's.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups; schedulers write their learning rates."""
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state by parameter."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self._inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner.defaults = defaults
+    # Schedulers and frameworks read and replace these three: they are the wrapped optimizer's.
+    param_groups: list[dict[str, Any]] = _of_inner("param_groups")
+    state: Any = _of_inner("state")
+    defaults: dict[str, Any] = _of_inner("defaults")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

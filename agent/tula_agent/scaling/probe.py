@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tula_agent.measure.step_timer import map_tensors
 from tula_agent.scaling.ranks import Ranks
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -19,16 +20,8 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def sub_batch(batch: Any, size: int) -> Any:
-    """The first `size` examples: every tensor of a nest of tuples, lists and mappings is cut along dimension 0."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:size] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {key: sub_batch(value, size) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(sub_batch(value, size) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(sub_batch(value, size) for value in batch)
-    return batch
+    """The first `size` examples: every tensor is cut along dimension 0."""
+    return map_tensors(batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
 
 
 def batch_length(batch: Any) -> int:

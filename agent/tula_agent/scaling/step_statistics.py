@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tula_agent.scaling.gradient_tap import CALIBRATORS, GradientTap, TapReading
-from tula_agent.scaling.noise_math import norm_squared
+from tula_agent.torch_private import norm_squared
 
 _HEAD = 6
 

@@ -29,9 +29,8 @@ AGREE_EVERY = 16
 POLL_EVERY_S = 10.0
 
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-_GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-_STORED_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "tensor", "element")
-"""By their number in vectors and checkpoints; number 1 stood for granularity by channel, which is by tensor now."""
+_GRANULARITIES: dict[Granularity, int] = {"tensor": 0, "element": 2}
+"""By name their number in vectors and checkpoints; 1 stood for granularity by channel, which is by tensor now."""
 _INTEGERS = {"version", "policy", "granularity", "small_batch_size", "refresh_steps", "restore_step"}
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""
@@ -67,11 +66,10 @@ class ScalingThresholds:
             raise ValueError(f"policy is {self.policy!r}: choose one of {', '.join(_POLICIES)}")
         if self.granularity not in _GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}: choose one of {', '.join(_GRANULARITIES)}")
-        for name in ("delta", "static_scale", "s_min"):
-            _require_positive(name, getattr(self, name))
-        for name in ("small_batch_size", "s_max", "refresh_steps"):
-            if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+        for name in ("delta", "static_scale", "s_min", "small_batch_size", "s_max", "refresh_steps"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}: give a finite number above 0")
         if self.s_max is not None and self.s_max < self.s_min:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
         if self.restore_step is not None and self.restore_step < 0:
@@ -95,7 +93,7 @@ class ScalingThresholds:
         numbers = {
             **vars(self),
             "policy": _POLICIES.index(self.policy),
-            "granularity": _STORED_GRANULARITIES.index(self.granularity),
+            "granularity": _GRANULARITIES[self.granularity],
         }
         return [_NONE if value is None else float(value) for value in numbers.values()]
 
@@ -106,16 +104,11 @@ class ScalingThresholds:
         values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
         values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
         values["policy"] = _POLICIES[values["policy"]]
-        values["granularity"] = _STORED_GRANULARITIES[values["granularity"]]
+        values["granularity"] = "element" if values["granularity"] == _GRANULARITIES["element"] else "tensor"
         return cls(**values)
 
 
 VECTOR_LENGTH = len(fields(ScalingThresholds))
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} is {value}: give a finite number above 0")
 
 
 class SyncedThresholds:

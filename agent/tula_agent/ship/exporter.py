@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_agent.guard import Guard, logger
-from tula_agent.ship.request import SpooledRequest
-from tula_agent.ship.spool import REJECTED, Spool
+from tula_agent.ship.spool import REJECTED, Spool, SpooledRequest
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
@@ -49,8 +48,6 @@ class Exporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self.sent_bytes = 0
-        self.cpu_s = 0.0
         self._connect = connect
         self._collect = collect
         self._on_reply = on_reply
@@ -153,7 +150,6 @@ class Exporter:
             self._wake.wait(self._interval if self._clock() < self._quick_until else SLOW_FLUSHES * self._interval)
             self._wake.clear()
             last = self._closing
-            started = time.thread_time()
             with self._guard("shipping"):
                 for request in self._collect(last):
                     self.put(request)
@@ -163,7 +159,6 @@ class Exporter:
                 self.deliver(last)
             if last and not self._abandoned:
                 self._spool_all()
-            self.cpu_s += time.thread_time() - started
             if last:
                 break
         transport, self._transport = self._transport, None
@@ -230,9 +225,7 @@ class Exporter:
             time.sleep(pause)
 
     def _count_outcome(self, request: SpooledRequest, reply: Reply) -> None:
-        if reply.verdict == "delivered":
-            self.sent_bytes += len(request.body)
-        else:
+        if reply.verdict == "refused":
             with self._guard("keeping a refused request"):
                 kept = self._rejected.append(request)
                 self.dropped += request.values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tula_agent.readings import StepTiming
@@ -12,19 +12,28 @@ MAX_ROWS = 5_000
 """Rows of one request; the wire allows twice as many."""
 
 
+@dataclass(frozen=True)
+class StepSplit:
+    """One step over all ranks, seconds. `straggler_rank` is None where all ranks arrive at the same time."""
+
+    compute_time_s: float
+    comm_time_s: float
+    exposed_comm_time_s: float
+    skew_s: float | None = None
+    straggler_rank: int | None = None
+
+
 @dataclass
 class SampleRow:
-    """One step as it is sent, seconds. The columns of communication stay None where it was not measured."""
+    """One step as it is sent. `split` is None where communication was not measured."""
 
     timing: StepTiming
     warmup: bool
     method: str = "wall"
-    step_time_s: float | None = None  # in place of the timing's, where given
-    compute_time_s: float | None = None
-    comm_time_s: float | None = None
-    exposed_comm_time_s: float | None = None
-    skew_s: float | None = None
-    straggler_rank: int | None = None
+    split: StepSplit | None = None
+
+
+_SPLIT = [field.name for field in fields(StepSplit)]
 
 
 def sample_bodies(rows: list[SampleRow], identity: dict[str, Any], sequence: int) -> list[dict[str, Any]]:
@@ -48,11 +57,11 @@ def sample_bodies(rows: list[SampleRow], identity: dict[str, Any], sequence: int
                 "warmup": warmup,
                 "sequence": [number for number, _ in part],
                 "step": [row.timing.step for _, row in part],
-                "step_time_s": [_short(row.step_time_s or row.timing.step_time_s) for _, row in part],
+                "step_time_s": [_short(row.timing.step_time_s) for _, row in part],
                 "input_time_s": [_short(row.timing.input_time_s) for _, row in part],
             }
-            for name in ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "skew_s", "straggler_rank"):
-                column = [getattr(row, name) for _, row in part]
+            for name in _SPLIT:
+                column = [getattr(row.split, name, None) for _, row in part]
                 if any(value is not None for value in column):
                     body[name] = [None if value is None else _short(value) for value in column]
             bodies.append({name: value for name, value in body.items() if value is not None})

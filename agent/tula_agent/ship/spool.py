@@ -1,16 +1,17 @@
-"""Requests on disk while the service is away: append-only, bounded, and readable where a crash tore a record."""
+"""Requests as bytes, and on disk while the service is away: append-only, bounded, readable after a crash."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from tula_agent.ship.request import SpooledRequest
+from typing import Any, Literal
 
 _HEAD = struct.Struct("<4sII")  # magic, length, CRC-32 of the payload
 _MAGIC = b"TUL1"
@@ -20,6 +21,41 @@ REJECTED = ".rejected"
 TAKEN = ".uploading"
 LOCK_WITHIN_S = 0.5
 """How long a write waits for another one; `tula upload` locks for longer, but renames a file before that."""
+
+
+@dataclass(frozen=True)
+class SpooledRequest:
+    """A request without its token.
+
+    `values`: how many measurements are lost if it is dropped. `keep`: write it to disk while the service is away; a
+    heartbeat is not worth that.
+    """
+
+    method: Literal["POST", "PATCH"]
+    path: str
+    body: bytes
+    values: int = 0
+    keep: bool = True
+
+    def to_record(self) -> bytes:
+        """Payload of one spool record."""
+        head = json.dumps({"method": self.method, "path": self.path, "values": self.values})
+        return head.encode() + b"\n" + self.body
+
+    @classmethod
+    def from_record(cls, payload: bytes) -> SpooledRequest:
+        """Inverse of `to_record`. Raises ValueError for any other payload."""
+        head, _, body = payload.partition(b"\n")
+        fields = json.loads(head)
+        method, path = fields.get("method"), fields.get("path")
+        if method not in ("POST", "PATCH") or not isinstance(path, str) or not path.startswith("/v1/runs/"):
+            raise ValueError(f"a spool record asks for {method!r} {path!r}: only the routes of a run are allowed")
+        return cls(method, path, body, int(fields.get("values", 0)))
+
+
+def encode(body: dict[str, Any]) -> bytes:
+    """Compact JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Spool:
@@ -120,8 +156,7 @@ def read_records(path: Path) -> Iterator[SpooledRequest]:
             at = data.find(_MAGIC, at + 1)
 
 
-def spool_files(directory: Path, rejected: bool = False) -> list[Path]:
-    """Spool files in `directory`, oldest first; with `rejected`, also requests that the service has refused."""
-    endings = (SUFFIX, TAKEN, REJECTED) if rejected else (SUFFIX, TAKEN)
-    found = [path for path in directory.iterdir() if path.suffix in endings]
+def spool_files(directory: Path) -> list[Path]:
+    """Spool files in `directory`, oldest first, without those of requests that the service has refused."""
+    found = [path for path in directory.iterdir() if path.suffix in (SUFFIX, TAKEN)]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import httpx
 
-from tula_agent.ship.request import SpooledRequest
+from tula_agent.ship.spool import SpooledRequest
 from tula_wire.retry import retry_after_s
 
 Verdict = Literal["delivered", "refused", "retry"]

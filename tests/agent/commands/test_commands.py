@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from tests.agent.sink import Sink
 from tula_agent.commands.doctor import Finding, doctor, examine
 from tula_agent.commands.upload import upload
-from tula_agent.ship.request import SpooledRequest
-from tula_agent.ship.spool import Spool, read_records
+from tula_agent.ship.spool import Spool, SpooledRequest, read_records
 
 HEALTHY = {"/healthz": 200, "/readyz": 200, "/v1/jobs": 200}
 

@@ -13,7 +13,7 @@ from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.measure.comm_split import CUDA_TRAIN_INTERVAL, sample_interval
 from tula_agent.readings import CommTiming
-from tula_agent.ship.step_joiner import split_over_ranks
+from tula_agent.ship.request_builder import split_over_ranks
 
 seconds = st.floats(0.001, 1.0)
 

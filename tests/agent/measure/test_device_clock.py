@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tula_agent.guard import Guard
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.readings import DeviceTiming, Readings, StepTiming
-from tula_agent.ship.step_joiner import Identity, StepJoiner
+from tula_agent.ship.request_builder import Identity, RequestBuilder
 
 
 class Device:
@@ -99,7 +99,7 @@ def test_events_are_reused() -> None:
         device.run_until(device.queued_ms)
         assert interval is not None
         assert interval.poll() == pytest.approx((6e-3, 1e-3, 3e-3))
-    assert clock.pool.made == 4
+    assert clock.events_made == 4
 
 
 def test_a_slow_device_uses_no_more_events_than_the_pool_and_is_timed_again_when_it_catches_up() -> None:
@@ -108,7 +108,7 @@ def test_a_slow_device_uses_no_more_events_than_the_pool_and_is_timed_again_when
     under_way = [mark(clock, device, 1, 1, 1) for _ in range(50)]
     timed = [interval for interval in under_way if interval is not None]
     assert 1 <= len(timed) <= 3
-    assert clock.pool.made == 10
+    assert clock.events_made == 10
     device.run_until(device.queued_ms)
     assert all(interval.poll() is not None for interval in timed)
     after = mark(clock, device, 1, 1, 1)
@@ -124,7 +124,7 @@ def test_an_abandoned_step_returns_its_events() -> None:
         clock.begin()
         clock.batch()
         clock.drop()
-    assert clock.pool.made == 2
+    assert clock.events_made == 2
     assert clock.end() is None
     assert mark(clock, device, 1, 1, 1) is not None
 
@@ -139,17 +139,17 @@ class Rank:
     """One rank's readings, and what the shipping thread makes of them."""
 
     readings: Readings
-    joiner: StepJoiner
+    requests: RequestBuilder
 
     def samples(self, last: bool = False) -> list[dict[str, object]]:
-        due = self.joiner.collect(last)
+        due = self.requests.collect(last)
         return [json.loads(request.body) for request in due if request.path.endswith("/samples")]
 
 
 @pytest.fixture
 def rank() -> Rank:
     readings = Readings(1000)
-    joiner = StepJoiner(
+    requests = RequestBuilder(
         readings,
         "r",
         guard=Guard(),
@@ -157,7 +157,7 @@ def rank() -> Rank:
         channel=lambda: None,
         is_training=lambda: True,
     )
-    return Rank(readings, joiner)
+    return Rank(readings, requests)
 
 
 def test_a_sample_waits_for_the_device_and_names_its_clock(rank: Rank) -> None:
@@ -203,7 +203,7 @@ def test_the_clock_stops_after_an_event_fails_and_raises_nothing(caplog: pytest.
     device = Device()
     clock = DeviceClock(lambda: Event(device), refuse)
     assert [mark(clock, device, 1, 1, 1) for _ in range(5)] == [None] * 5
-    assert clock.pool.made == 1
+    assert clock.events_made == 1
     assert len(caplog.records) == 1
 
 

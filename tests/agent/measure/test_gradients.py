@@ -7,7 +7,16 @@ import time
 import pytest
 import torch
 
-from tula_agent.measure.gradients import MAX_COST_S, GradientReader, NormSampler, squared_norm
+from tula_agent.measure.gradients import MAX_COST_S, GradientReader
+from tula_agent.torch_private import norm_squared
+
+
+def optimizer_of(*gradients: torch.Tensor) -> torch.optim.Optimizer:
+    """One whose parameters have these gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -15,24 +24,24 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector(dtype: torch.dtype) -> 
     torch.manual_seed(0)
     parts = [torch.randn(n, dtype=dtype) for n in (1, 17, 300)]
     expected = torch.cat([part.double() for part in parts]).square().sum()
-    assert float(squared_norm(parts)) == pytest.approx(float(expected), rel=1e-2 if dtype != torch.float32 else 1e-5)
+    assert float(norm_squared(parts)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_half_precision_does_not_overflow() -> None:
-    assert float(squared_norm([torch.full((100,), 3000.0, dtype=torch.float16)])) == pytest.approx(9e8, rel=1e-2)
+    assert float(norm_squared([torch.full((100,), 3000.0, dtype=torch.float16)])) == pytest.approx(9e8, rel=1e-2)
 
 
 def test_no_gradients_have_no_norm() -> None:
-    assert float(squared_norm([])) == 0
+    assert float(norm_squared([])) == 0
 
 
 def test_norms_come_in_pairs_and_stay_within_the_budget() -> None:
-    sampler, gradients = NormSampler(), [torch.randn(4_000_000)]
+    reader, optimizer = GradientReader(), optimizer_of(torch.randn(4_000_000))
     steps, spent = [], 0.0
     for step in range(3000):
-        if step >= sampler.due:
+        if step >= reader.due:
             began = time.thread_time()
-            sampler.read(step, 0.1, gradients)
+            reader.read(step, 0.1, [], optimizer)
             spent += time.thread_time() - began if step > 20 else 0.0
             steps.append(step)
     assert all(second - first == 1 for first, second in zip(steps[::2], steps[1::2], strict=False))
@@ -41,11 +50,10 @@ def test_norms_come_in_pairs_and_stay_within_the_budget() -> None:
 
 
 def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
-    sampler = NormSampler()
-    assert sampler.read(4, 0.1, [torch.tensor([3.0, 4.0])])[1] is None
-    squared, variability = sampler.read(5, 0.1, [torch.tensor([6.0, 8.0])])
-    assert variability is not None
-    assert (float(squared), float(variability)) == (100.0, 3.0)
+    reader = GradientReader()
+    assert reader.read(4, 0.1, [], optimizer_of(torch.tensor([3.0, 4.0]))) == [("grad_norm", 5.0)]
+    second = reader.read(5, 0.1, [], optimizer_of(torch.tensor([6.0, 8.0])))
+    assert second == [("grad_norm", 10.0), ("gradient_variability", 3.0)]
 
 
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch 2.2 has neither on a CPU")
@@ -63,9 +71,9 @@ def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
 
 
 def test_a_step_that_the_optimizer_skips_ends_no_sampling() -> None:
-    sampler, read = NormSampler(), []
+    reader, read, optimizer = GradientReader(), [], optimizer_of(torch.ones(10))
     for step in range(400):
-        if step % 2 and step >= sampler.due:  # a GradScaler that finds an inf at every even step
-            assert sampler.read(step, 0.1, [torch.ones(10)])[1] is None  # never two in a row
+        if step % 2 and step >= reader.due:  # a GradScaler that finds an inf at every even step
+            assert len(reader.read(step, 0.1, [], optimizer)) == 1  # never two in a row
             read.append(step)
     assert len(read) > 10

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tula_agent.measure.memory import Memory, MemoryMonitor
-from tula_wire.memory import ALLOCATOR_SLACK
+from tula_agent.measure.memory import MemoryMonitor
+from tula_wire.memory import ALLOCATOR_SLACK, MemoryReading
 
 STATIC, CONTEXT, CAPACITY = 3 * 10**9, 5 * 10**8, 80 * 10**9
 
 
-def seen(batch: int, slope: int, fixed: int = 0, capacity: int = CAPACITY) -> Memory:
+def seen(batch: int, slope: int, fixed: int = 0, capacity: int = CAPACITY) -> MemoryReading:
     """What a device would report whose memory is linear in the batch; a tenth of the slope is the batch itself."""
     grows = fixed + batch * slope
     batch_bytes = batch * slope // 10
-    return Memory(
+    return MemoryReading(
         method="cuda_allocator",
         peak_bytes=STATIC + grows,
         parameter_bytes=STATIC // 3,
@@ -72,7 +72,7 @@ def test_a_batch_that_ran_fits_even_beyond_the_predicted_capacity() -> None:
 
 def test_no_prediction_while_a_memory_component_is_unknown() -> None:
     monitor = MemoryMonitor(1)
-    monitor.observe(Memory(method="peak_rss", peak_bytes=10**9), 8)
+    monitor.observe(MemoryReading(method="peak_rss", peak_bytes=10**9), 8)
     assert monitor.largest_local_batch_size() is None
     monitor.observe(seen(8, 0), 8)  # nothing grows: no bound
     assert monitor.largest_local_batch_size() is None
@@ -82,11 +82,11 @@ def test_a_real_step_predicts_at_least_the_batch_that_ran() -> None:
     monitor = MemoryMonitor(ranks_per_node=1)
     model = nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    monitor.probe.before_training([model])
+    monitor.before_training([model])
     inputs = torch.randn(20_000, 8)
     monitor.saw_batch(20_000, inputs, None)
     model(inputs).sum().backward()
-    monitor.probe.at_optimizer([model])
+    monitor.at_optimizer([model])
     optimizer.step()
     memory = monitor.read([model], [optimizer])
     assert memory.activation_bytes is not None

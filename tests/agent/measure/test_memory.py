@@ -7,22 +7,22 @@ import torch
 from torch import nn
 
 from tula_agent.measure.estimate import estimate_memory, state_ratio
-from tula_agent.measure.memory import MemoryProbe, capacity_bytes, resident_bytes
+from tula_agent.measure.memory import MemoryMonitor, capacity_bytes, resident_bytes
 
 
 def test_components_are_counted_and_fit_under_the_peak() -> None:
     model = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 10))
     optimizer = torch.optim.Adam(model.parameters())
-    probe = MemoryProbe()
+    probe = MemoryMonitor(1)
     probe.before_training([model])
     x = torch.randn(64, 1000)
-    probe.saw_batch(x.numel() * 4, torch.utils.data.DataLoader([0]))
+    probe.saw_batch(64, x, torch.utils.data.DataLoader([0]))
     model(x).sum().backward()
     probe.at_optimizer([model])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     resident = resident_bytes()
-    memory = probe.breakdown([model], [optimizer], torch.device("cpu"))
+    memory = probe.read([model], [optimizer])
     weights = (1000 * 500 + 500 + 500 * 10 + 10) * 4
     assert memory.parameter_bytes == memory.gradient_bytes == weights
     assert memory.optimizer_bytes == 2 * weights + 4 * 4  # two moments, and a step counter for each of four tensors

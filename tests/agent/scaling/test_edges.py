@@ -13,11 +13,11 @@ from torch import nn
 from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer, gradient_tap
 from tula_agent.scaling.context import ScalingContext
 from tula_agent.scaling.gradient_tap import GradientTap
-from tula_agent.scaling.noise_math import norm_squared
 from tula_agent.scaling.probe import probe_gradients
 from tula_agent.scaling.ranks import Ranks, owners
 from tula_agent.scaling.step_statistics import decode, encode_tap
 from tula_agent.scaling.thresholds import AGREE_EVERY, SyncedThresholds
+from tula_agent.torch_private import norm_squared
 
 
 def network() -> nn.Sequential:

@@ -16,11 +16,11 @@ from tula_agent.scaling.noise_math import (
     gradient_variability,
     noise_gain,
     noise_moments,
-    norm_squared,
     paper_s_max,
     squares,
 )
 from tula_agent.scaling.ranks import owners, to_host
+from tula_agent.torch_private import norm_squared
 
 GRANULARITIES = ("tensor", "element")
 POSITIVE = st.floats(1e-6, 1e6)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.scaling import GainRule
+from tula_agent.scaling.gain import SpikeClip
 from tula_agent.scaling.noise_math import NoiseAverage, noise_gain
-from tula_agent.scaling.spike_clip import SpikeClip
 
 SAMPLES = 8.0
 

@@ -16,8 +16,7 @@ from tula_agent.oom_watch import OomWatch
 from tula_agent.recorder import Recorder
 from tula_agent.run import Run
 from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter
-from tula_agent.ship.request import SpooledRequest
-from tula_agent.ship.spool import Spool, read_records
+from tula_agent.ship.spool import Spool, SpooledRequest, read_records
 from tula_agent.ship.transport import MAX_RETRY_AFTER_S, Reply, Transport
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.readings import StepTiming
-from tula_agent.ship.request import encode
-from tula_agent.ship.rows import SampleRow, sample_bodies, telemetry_body
+from tula_agent.ship.rows import SampleRow, StepSplit, sample_bodies, telemetry_body
+from tula_agent.ship.spool import encode
 from tula_wire import SampleBatch, TelemetryChunk
 
 IDENTITY = {"rank": 0, "boot_id": "b", "world_size": 2}
@@ -26,8 +26,10 @@ rows = st.builds(
     timing=timings,
     warmup=st.booleans(),
     method=st.sampled_from(["wall", "ddp_logger"]),
-    exposed_comm_time_s=st.one_of(st.none(), seconds),
-    straggler_rank=st.one_of(st.none(), st.integers(0, 7)),
+    split=st.one_of(
+        st.none(),
+        st.builds(StepSplit, seconds, seconds, seconds, st.one_of(st.none(), seconds), st.none() | st.integers(0, 7)),
+    ),
 )
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.ship.request import SpooledRequest, encode
-from tula_agent.ship.spool import Spool, lock, read_records, spool_files
+from tula_agent.ship.spool import Spool, SpooledRequest, encode, lock, read_records, spool_files
 
 envelopes = st.builds(
     SpooledRequest,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 from tula_agent.guard import Guard
 from tula_agent.rank_channel import Channel
-from tula_agent.readings import CommTiming, PendingDeviceTiming, Readings, StepTiming
-from tula_agent.ship.request import SpooledRequest, encode
-from tula_agent.ship.rows import SampleRow, sample_bodies, telemetry_body
+from tula_agent.readings import CommTiming, Interval, Readings, StepTiming
+from tula_agent.ship.rows import SampleRow, StepSplit, sample_bodies, telemetry_body
+from tula_agent.ship.spool import SpooledRequest, encode
 from tula_wire import routes
 
 HOLD_S = 5.0
@@ -22,17 +21,6 @@ HOLD_AT_END_S = 1.5
 """The same at the end of the run, when every rank is leaving."""
 STRAGGLER_SHARE = 0.02
 """Skew below this share of the step names no straggler."""
-
-
-@dataclass(frozen=True)
-class StepSplit:
-    """One step over all ranks, seconds. `straggler_rank` is None where all ranks arrive at the same time."""
-
-    compute_time_s: float
-    comm_time_s: float
-    exposed_comm_time_s: float
-    skew_s: float
-    straggler_rank: int | None
 
 
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
@@ -63,7 +51,7 @@ class Identity(NamedTuple):
     world_size: int
 
 
-class StepJoiner:
+class RequestBuilder:
     """Takes from `readings`, joins, and answers requests.
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
@@ -89,7 +77,7 @@ class StepJoiner:
         self._is_training = is_training
         self._rows: dict[int, tuple[SampleRow, float]] = {}  # by step, with the time since when it is held
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
-        self._device: dict[int, PendingDeviceTiming] = {}  # by step
+        self._device: dict[int, Interval] = {}  # by step
         self._newest: StepTiming | None = None
         self._released: deque[int] = deque(maxlen=1000)
         self._sequence = 0
@@ -187,14 +175,14 @@ class StepJoiner:
                 continue
             timings = self._comm.get(step, {})
             if len(timings) == world_size:
-                self._apply(row, split_over_ranks(timings))
+                row.method, row.split = "ddp_logger", split_over_ranks(timings)
+                self._readings.add_value(step, "skew_s", row.split.skew_s or 0.0)
             elif self._readings.expects_comm and not last:
                 # DDP publishes its times a step or two later, if it timed this step at all.
                 if now - since < HOLD_S and (0 in timings or newest < step + 3):
                     continue
             elif world_size == 1:
-                row.comm_time_s = row.exposed_comm_time_s = 0.0
-                row.compute_time_s = row.timing.step_time_s - row.timing.input_time_s
+                row.split = StepSplit(row.timing.step_time_s - row.timing.input_time_s, 0.0, 0.0)
             del self._rows[step]
             self._released.append(step)
             self._comm.pop(step, None)
@@ -223,22 +211,12 @@ class StepJoiner:
         del self._device[row.timing.step]
         return True
 
-    def _apply(self, row: SampleRow, split: StepSplit) -> None:
-        row.method = "ddp_logger"
-        row.compute_time_s = split.compute_time_s
-        row.comm_time_s = split.comm_time_s
-        row.exposed_comm_time_s = split.exposed_comm_time_s
-        row.skew_s = split.skew_s
-        row.straggler_rank = split.straggler_rank
-        self._readings.add_value(row.timing.step, "skew_s", split.skew_s)
-
     def _summarise(self) -> list[SpooledRequest]:
         """What a rank other than the first sends to the service: memory, with its median step time."""
         if self._readings.memory is None or not self._summary:
             return []
-        newest = self._summary[-1]
-        times = median(timing.step_time_s for timing in self._summary)
-        return self._samples([SampleRow(newest, warmup=False, step_time_s=times)])
+        usual = median(timing.step_time_s for timing in self._summary)
+        return self._samples([SampleRow(self._summary[-1]._replace(step_time_s=usual), warmup=False)])
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         if not rows:
