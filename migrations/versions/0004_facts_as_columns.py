@@ -37,6 +37,7 @@ jobs = sa.table(
     sa.column("plan_state", sa.Text),
     sa.column("cross_validated_error", sa.Double),
     sa.column("cross_validated_runs", JSON),
+    sa.column("cross_validated_model", sa.Text),
 )
 job_lessons = sa.table(
     "job_lessons",
@@ -44,7 +45,7 @@ job_lessons = sa.table(
     sa.column("posteriors", JSON),
     sa.column("prediction_pairs", JSON),
 )
-fits = sa.table("fits", sa.column("job_id", sa.Text), sa.column("name", sa.Text), sa.column("body", sa.Text))
+fits = sa.table("fits", *(sa.column(name, sa.Text) for name in ("job_id", "name", "model_version", "body")))
 versions = sa.table("scaling_versions", sa.column("job_id"), sa.column("version"), sa.column("body", JSON))
 
 
@@ -56,6 +57,7 @@ def upgrade() -> None:
     op.add_column("jobs", sa.Column("retried_up_to_key", BIG, nullable=False, server_default="0"))
     op.add_column("jobs", sa.Column("cross_validated_error", sa.Double))
     op.add_column("jobs", sa.Column("cross_validated_runs", JSON))
+    op.add_column("jobs", sa.Column("cross_validated_model", sa.Text))
     op.create_table(
         "job_lessons",
         sa.Column("job_id", sa.Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
@@ -78,14 +80,15 @@ def move_sentences() -> None:
 
 def move_cached_facts(connection: sa.Connection) -> None:
     moved = fits.c.name.in_(("plan due", "lesson", "cross-validation", "tuning"))
-    for job_id, name, text in connection.execute(sa.select(fits).where(moved)).all():
+    for job_id, name, model, text in connection.execute(sa.select(fits).where(moved)).all():
         job = sa.update(jobs).where(jobs.c.id == job_id)
         if name == "plan due":
             connection.execute(job.values(plan_state=PLAN_STATES.get(text, "stale")))
             continue
         body = json.loads(text)
         if name == "cross-validation":
-            connection.execute(job.values(cross_validated_error=body["error"], cross_validated_runs=body["runs"]))
+            job = job.values(cross_validated_error=body["error"], cross_validated_runs=body["runs"])
+            connection.execute(job.values(cross_validated_model=model))
         elif name == "tuning":
             connection.execute(sa.update(runs).where(runs.c.id == body["run_id"]).values(scaling_step=body["step"]))
         else:

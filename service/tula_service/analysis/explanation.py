@@ -22,16 +22,13 @@ _RESTS_ON = {
 }
 
 
-def recommendation_fields(
-    answer: Answer, cross_validated_error: float | None, cross_validated_runs: Sequence[str]
-) -> dict[str, object]:
+def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
     """The fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
-    `cross_validated_error` is left out unless it is of exactly the runs of this answer.
+    `cross_validated_error` is of exactly the runs and the model of this answer, None without one.
     """
     choice, evidence = answer.choice, answer.evidence
     knee = choice.knee
-    same_runs = tuple(cross_validated_runs) == evidence.run_ids
     estimates = (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out)))
     candidates = candidates_of(answer, estimates)
     by_key = {estimate.key: candidate for estimate, candidate in zip(estimates, candidates, strict=True)}
@@ -57,7 +54,7 @@ def recommendation_fields(
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
         "max_sensible_batch_size": None if answer.efficiency is None else answer.efficiency.max_sensible_batch_size,
-        "model": model_report(answer, cross_validated_error if same_runs else None),
+        "model": model_report(answer, cross_validated_error),
     }
 
 

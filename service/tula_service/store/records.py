@@ -47,7 +47,7 @@ class JobRecord:
 
     `recommended`, `predicted_*`, `saving_*` and `prediction_error` are what a list shows; use cases keep them current.
     Failed runs with a key of at most `retried_up_to_key` may be profiled again. `cross_validated_error` is of exactly
-    the runs `cross_validated_runs`.
+    the runs `cross_validated_runs` and the model version `cross_validated_model`.
     """
 
     id: str
@@ -71,6 +71,7 @@ class JobRecord:
     retried_up_to_key: int = 0
     cross_validated_error: float | None = None
     cross_validated_runs: Sequence[str] = ()
+    cross_validated_model: str | None = None
     runs_done: int = 0
     runs_planned: int = 0
     cursor: int = 0

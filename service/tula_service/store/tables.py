@@ -88,6 +88,7 @@ jobs = sa.Table(
     sa.Column("retried_up_to_key", BIG, nullable=False, server_default="0"),
     sa.Column("cross_validated_error", sa.Double),
     sa.Column("cross_validated_runs", JSON),
+    sa.Column("cross_validated_model", sa.Text),
     sa.UniqueConstraint("project_id", "idempotency_key"),
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from tula_service.analysis.answer import Analysis, analyse
+from tula_service.analysis.answer import MODEL_VERSION, Analysis, analyse
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
 from tula_service.domain import PlanState, RunKind
 from tula_service.store import JobRecord, NewRun, Store, Transaction
@@ -84,8 +84,12 @@ def _store(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDe
     if decision.posteriors is not None:
         tx.lessons.put_posteriors(job.id, {name: asdict(each) for name, each in decision.posteriors.items()})
     if decision.cross_validation is not None:
-        error, run_ids = decision.cross_validation.error, list(decision.cross_validation.run_ids)
-        tx.jobs.update(job.id, cross_validated_error=error, cross_validated_runs=run_ids)
+        tx.jobs.update(
+            job.id,
+            cross_validated_error=decision.cross_validation.error,
+            cross_validated_runs=list(decision.cross_validation.run_ids),
+            cross_validated_model=MODEL_VERSION,
+        )
     planned = _publish_state(tx, job, "planning" if decision.active else "ready", decision.reason)
     # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
     # meanwhile do: then it is stored under the version that it was computed from.

@@ -104,13 +104,14 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, data_versi
         if newer is not None:
             return newer
     entry = ledger.enter(tx, job, analysis, data_version)
-    fields = {"id": entry.id, "job_id": job.id, "created_at": entry.created_at or tx.now()}
+    fields: dict[str, object] = {"id": entry.id, "job_id": job.id, "created_at": entry.created_at or tx.now()}
     if isinstance(analysis, Answer):
-        recommendation = wire.Recommendation.model_validate(
-            fields | explanation.recommendation_fields(analysis, job.cross_validated_error, job.cross_validated_runs)
-        )
+        validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
+        error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None
+        fields |= explanation.recommendation_fields(analysis, error)
     else:
-        recommendation = wire.Recommendation.model_validate(fields | explanation.infeasible_fields(analysis))
+        fields |= explanation.infeasible_fields(analysis)
+    recommendation = wire.Recommendation.model_validate(fields)
     body = recommendation.model_dump_json()
     tx.answers.put(job.id, _name(objective), data_version=data_version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:

@@ -176,6 +176,7 @@ def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_pat
         job = tx.jobs.get(job_id)
         assert job.plan_state is PlanState.STALE_OUT_OF_MEMORY
         assert (job.cross_validated_error, list(job.cross_validated_runs)) == (0.04, ["run-1", "run-2"])
+        assert job.cross_validated_model == "1"
         assert tx.lessons.prediction_pairs(job_id) == [[1.0, 0.9, 1.1, 1.05]]
         assert tx.answers.count() == 1
     second = a_job(store)

@@ -290,3 +290,16 @@ def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profi
     base = min(known.candidates, key=lambda c: c.global_batch_size)
     assert base.statistical_efficiency == pytest.approx(1.0)
     assert all(c.statistical_efficiency is not None and c.statistical_efficiency <= 1 for c in known.candidates)
+
+
+def test_the_cross_validated_error_is_of_the_runs_and_the_model_of_the_answer(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    cluster.work(job_id)
+    error = cluster.recommendation(job_id).model.cross_validated_error
+    assert error is not None
+    with cluster.store.transaction() as tx:
+        tx.jobs.update(job_id, bump=True)
+    assert cluster.recommendation(job_id).model.cross_validated_error == error
+    with cluster.store.transaction() as tx:
+        tx.jobs.update(job_id, bump=True, cross_validated_model="an older one")
+    assert cluster.recommendation(job_id).model.cross_validated_error is None

@@ -46,6 +46,7 @@ CREATE TABLE jobs (
 	retried_up_to_key BIGINT DEFAULT '0'::bigint NOT NULL, 
 	cross_validated_error DOUBLE PRECISION, 
 	cross_validated_runs JSONB, 
+	cross_validated_model TEXT, 
 	CONSTRAINT pk_jobs PRIMARY KEY (key), 
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_jobs_id UNIQUE NULLS DISTINCT (id), 

@@ -67,14 +67,14 @@ CREATE TABLE jobs (
 	saving_vs_largest_batch DOUBLE, 
 	prediction_error DOUBLE, 
 	idempotency_key TEXT, 
-	fingerprint TEXT, plan_state TEXT DEFAULT 'current' NOT NULL, retried_up_to_key INTEGER DEFAULT '0' NOT NULL, cross_validated_error DOUBLE, cross_validated_runs JSON, 
+	fingerprint TEXT, plan_state TEXT DEFAULT 'current' NOT NULL, retried_up_to_key INTEGER DEFAULT '0' NOT NULL, cross_validated_error DOUBLE, cross_validated_runs JSON, cross_validated_model TEXT, 
 	CONSTRAINT pk_jobs PRIMARY KEY ("key"), 
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
 	CONSTRAINT uq_jobs_id UNIQUE (id), 
 	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key)
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-56fc005694fc9ce1','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0,NULL,NULL);
+INSERT INTO "jobs" VALUES(1,'job-56fc005694fc9ce1','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
