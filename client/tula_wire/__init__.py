@@ -4,12 +4,13 @@ from tula_wire import routes
 from tula_wire._base import WireModel, read
 from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, TokenCreate, TokenCreated, TokenList
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
-from tula_wire.events import Event, EventKind
 from tula_wire.jobs import (
     JOBS_COUNTED,
     BatchSpec,
     ClusterSpec,
     DatasetSpec,
+    Event,
+    EventKind,
     Job,
     JobCreated,
     JobPage,

@@ -1,4 +1,4 @@
-"""A job: the specification that a user registers, and its state."""
+"""A job: the specification that a user registers, its state, and its events."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Objective = Literal["time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
+EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
 
 
 class ModelSpec(WireModel):
@@ -193,3 +194,14 @@ class JobCreated(WireModel):
     job: Job
     recommendation: Recommendation
     runs: list[Run] = Field(description="To be profiled next.")
+
+
+class Event(WireModel):
+    """A change of a job. Ids increase, so that a reader resumes after the last event it received."""
+
+    id: int
+    kind: EventKind
+    job_id: str
+    run_id: str | None = None
+    at: Timestamp
+    data: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from rich.text import Text
 from tula_client._client import Client
 from tula_client._errors import UsageError
 from tula_client.cli import format
-from tula_client.cli.output import JobName, Json, emit, table
+from tula_client.cli.output import JobName, Json, emit, facts, table
 from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
@@ -99,23 +99,21 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
     """A job, its runs, and the predictions of trainings beside their measurements."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
     suffix = f", {failed} of them failed" if failed else ""
-    facts = [
+    rows = [
         ["model", job.model_name],
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{suffix}"],
         ["objective", job.objective],
         ["recommended", format.configuration(job.recommended)],
     ]
     if job.predicted_time_s is not None:
-        facts.append(["training", f"{format.seconds(job.predicted_time_s)}, {format.dollars(job.predicted_cost_usd)}"])
+        rows.append(["training", f"{format.seconds(job.predicted_time_s)}, {format.dollars(job.predicted_cost_usd)}"])
     if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
         small, large = format.saving(job.saving_vs_smallest_batch), format.saving(job.saving_vs_largest_batch)
-        facts.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
+        rows.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
-        facts.append(["measured", f"{format.percent(job.prediction_error, signed=True)} against the prediction"])
-    summary = table(["", ""], facts)
-    summary.show_header = False
+        rows.append(["measured", f"{format.percent(job.prediction_error, signed=True)} against the prediction"])
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
-    parts: list[RenderableType] = [title, summary, Text(job.plan_reason, style="dim")]
+    parts: list[RenderableType] = [title, facts(rows), Text(job.plan_reason, style="dim")]
     if runs:
         parts += [Text(), _runs_view(runs)]
     kept = [entry for entry in ledger.entries if entry.run_id is not None] if ledger is not None else []

@@ -40,9 +40,16 @@ def _plain(value: BaseModel | Configuration) -> dict[str, Any]:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else asdict(value)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
+def facts(rows: Sequence[Sequence[str]]) -> Table:
+    """A table of names and values, without a heading."""
+    drawn = table(["", ""], rows)
+    drawn.show_header = False
+    return drawn
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
-    drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         # A narrow terminal wraps cells, except numbers and the first column, which users copy.
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"

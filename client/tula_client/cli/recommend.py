@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tula_client._client import Client
 from tula_client.cli import format
-from tula_client.cli.output import JobName, Json, emit, table
+from tula_client.cli.output import JobName, Json, emit, facts, table
 from tula_client.handle import find_job
 from tula_client.tables import roles
 from tula_wire import Candidate, Configuration, Objective, Recommendation
@@ -128,9 +128,7 @@ def _predictions(one: Candidate) -> RenderableType:
         rows.append(["memory", format.estimate(one.memory_bytes, "bytes") + fits])
     if one.extrapolated:
         rows.append(["", "extrapolated: outside the measured range"])
-    predictions = table(["", ""], rows)
-    predictions.show_header = False
-    return predictions
+    return facts(rows)
 
 
 def _cost(one: Candidate) -> str:
