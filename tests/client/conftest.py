@@ -82,12 +82,11 @@ def async_client(request: pytest.FixtureRequest) -> AsyncClient:
     return AsyncClient(ADDRESS, token="", transport=httpx.ASGITransport(app, client=("127.0.0.1", 50_000)))
 
 
-@pytest.fixture
-def spec(request: pytest.FixtureRequest) -> JobSpec:
-    """A job of this test's own."""
+def job_spec(name: str) -> JobSpec:
+    """A job of twelve candidates."""
     return JobSpec.model_validate(
         {
-            "name": request.node.name[:200],
+            "name": name,
             "model": {"name": "resnet50"},
             "dataset": {"size": 50_000},
             "epochs": 10,
@@ -100,6 +99,12 @@ def spec(request: pytest.FixtureRequest) -> JobSpec:
             "search": "partial",
         }
     )
+
+
+@pytest.fixture
+def spec(request: pytest.FixtureRequest) -> JobSpec:
+    """A job of this test's own."""
+    return job_spec(request.node.name[:200])
 
 
 @pytest.fixture

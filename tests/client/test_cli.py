@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client, ServiceUnreachableError
 from tula_client.cli import commands, format, jobs, watch
@@ -38,9 +39,18 @@ def tula(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, req
     return call
 
 
+@pytest.fixture(scope="module")
+def profiled(address: str) -> Job:
+    """A profiled job that tests only read."""
+    with Client(address, token="") as client:
+        made = client.register(job_spec("only read")).job
+        profile(client, made.id)
+        return made
+
+
 @pytest.fixture
 def job(address: str, spec: JobSpec) -> str:
-    """A profiled job; its id."""
+    """A profiled job that the test may change; its id."""
     with Client(address, token="") as client:
         made = client.register(spec).job
         profile(client, made.id)
@@ -53,29 +63,29 @@ def answer(result: tuple[int, str, str]) -> Any:
     return json.loads(out)
 
 
-def test_recommend_answers_people_and_programs(tula: Tula, job: str, spec: JobSpec) -> None:
-    assert answer(tula("recommend", job, "--objective", "time", "--json"))["objective"] == "time"
-    code, out, err = tula("recommend", spec.name)
+def test_recommend_answers_people_and_programs(tula: Tula, profiled: Job) -> None:
+    assert answer(tula("recommend", profiled.id, "--objective", "time", "--json"))["objective"] == "time"
+    code, out, err = tula("recommend", profiled.name)
     assert (code, err) == (0, "")
     assert "Recommended: " in out
     assert "knee" in out.lower()
     assert len(out.splitlines()) < 20
-    _, with_table, _ = tula("recommend", job, "--candidates")
+    _, with_table, _ = tula("recommend", profiled.id, "--candidates")
     assert sum(line.lstrip()[:1].isdigit() for line in with_table.splitlines()) >= 12
 
 
-def test_jobs_list_and_show_print_a_job(tula: Tula, job: str, spec: JobSpec) -> None:
-    page = answer(tula("jobs", "list", "--search", spec.name, "--json"))
-    assert [one["id"] for one in page["jobs"]] == [job]
-    printed = answer(tula("jobs", "show", spec.name, "--json"))
+def test_jobs_list_and_show_print_a_job(tula: Tula, profiled: Job) -> None:
+    page = answer(tula("jobs", "list", "--search", profiled.name, "--json"))
+    assert [one["id"] for one in page["jobs"]] == [profiled.id]
+    printed = answer(tula("jobs", "show", profiled.name, "--json"))
     assert {run["state"] for run in printed["runs"]} == {"succeeded"}
-    _, out, _ = tula("jobs", "show", job)
-    assert job in out
+    _, out, _ = tula("jobs", "show", profiled.id)
+    assert profiled.id in out
     assert "profile" in out
     assert "the smallest batch" in out
     assert "the largest" in out
-    _, out, _ = tula("jobs", "list", "--search", spec.name, "--limit", "1")
-    assert job in out
+    _, out, _ = tula("jobs", "list", "--search", profiled.name, "--limit", "1")
+    assert profiled.id in out
     _, out, _ = tula("jobs", "list", "--search", "no such name")
     assert "tula tune" in out
 
@@ -125,40 +135,40 @@ def test_archive_and_delete(tula: Tula, job: str) -> None:
     assert tula("jobs", "show", job)[0] == 5
 
 
-def test_plots_are_pictures(tula: Tula, job: str, tmp_path: Path) -> None:
+def test_plots_are_pictures(tula: Tula, profiled: Job, tmp_path: Path) -> None:
     for name, begins in (("a.png", b"\x89PNG"), ("a.svg", b"<svg"), ("a.json", b"{")):
-        assert answer(tula("plot", job, "--output", str(tmp_path / name), "--json"))["written"]
+        assert answer(tula("plot", profiled.id, "--output", str(tmp_path / name), "--json"))["written"]
         assert (tmp_path / name).read_bytes().startswith(begins)
-    assert tula("plot", job, "--quantity", "cost", "--output", str(tmp_path / "cost.json"))[0] == 0
+    assert tula("plot", profiled.id, "--quantity", "cost", "--output", str(tmp_path / "cost.json"))[0] == 0
     assert "cost" in json.loads((tmp_path / "cost.json").read_text())["title"]["text"]
-    code, _, err = tula("plot", job, "--output", str(tmp_path / "a.gif"))
+    code, _, err = tula("plot", profiled.id, "--output", str(tmp_path / "a.gif"))
     assert code == 2
     assert ".png, .svg, .json" in err
-    assert tula("plot", job, "--chart", "nothing", "--output", str(tmp_path / "b.png"))[0] == 5
+    assert tula("plot", profiled.id, "--chart", "nothing", "--output", str(tmp_path / "b.png"))[0] == 5
 
 
-def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, job: str, tmp_path: Path) -> None:
-    code, out, _ = tula("export", job)
+def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, profiled: Job, tmp_path: Path) -> None:
+    code, out, _ = tula("export", profiled.id)
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0
     assert {row["num_nodes"] for row in rows} == {"1", "2", "4"}
     assert [row["chosen"] for row in rows].count("True") == 1
-    assert len(answer(tula("export", job, "--json"))) == len(rows)
+    assert len(answer(tula("export", profiled.id, "--json"))) == len(rows)
     parquet = tmp_path / "runs.parquet"
-    assert answer(tula("export", job, "--table", "runs", "--output", str(parquet), "--json"))["rows"] >= 3
+    assert answer(tula("export", profiled.id, "--table", "runs", "--output", str(parquet), "--json"))["rows"] >= 3
     import pandas
 
     assert set(pandas.read_parquet(parquet)["state"]) == {"succeeded"}
-    assert answer(tula("export", job, "--table", "ledger", "--json"))
-    code, _, err = tula("export", job, "--output", str(tmp_path / "x.xlsx"))
+    assert answer(tula("export", profiled.id, "--table", "ledger", "--json"))
+    code, _, err = tula("export", profiled.id, "--output", str(tmp_path / "x.xlsx"))
     assert (code, ".parquet" in err) == (2, True)
 
 
-def test_watch_shows_runs_and_the_shape_of_a_series(tula: Tula, job: str) -> None:
-    code, out, _ = tula("watch", job, "--once")
+def test_watch_shows_runs_and_the_shape_of_a_series(tula: Tula, profiled: Job) -> None:
+    code, out, _ = tula("watch", profiled.id, "--once")
     assert code == 0
-    assert job in out
-    assert answer(tula("watch", job, "--once", "--json"))["job"]["id"] == job
+    assert profiled.id in out
+    assert answer(tula("watch", profiled.id, "--once", "--json"))["job"]["id"] == profiled.id
     assert watch.sparkline([0, None, 7]) == "▁ █"
     assert watch.sparkline([None, None]) == ""
     assert watch.sparkline([3.0, 3.0]) == "▁▁"

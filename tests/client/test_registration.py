@@ -40,6 +40,7 @@ def changed(spec: JobSpec, **values: Any) -> JobSpec:
 
 
 def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(client: Client, spec: JobSpec) -> None:
+    spec = changed(spec, batch={"min_local_batch_size": 32, "max_local_batch_size": 64})
     first = register(client, changed(spec, cluster=TWO_TYPES))
     assert first.notes == ()
     measured = profile(client, first.job.id)
@@ -101,7 +102,7 @@ def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:
 
 
 def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spec: JobSpec, tmp_path: Path) -> None:
-    wanted = spec
+    spec = changed(spec, batch={"min_local_batch_size": 32, "max_local_batch_size": 32})
     for objective in ("knee", "time", "cost", "cost"):
         wanted = changed(spec, objective=objective)
         found = register(client, wanted, tmp_path)

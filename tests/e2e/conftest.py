@@ -10,9 +10,9 @@ from tests.e2e.command import started
 from tests.support.server import Server, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One service for all tests of a file; each registers another job."""
+    """One service for all tests of this folder; each registers another job."""
     folder = tmp_path_factory.mktemp("service")
     with serving(f"sqlite:///{folder}/tula.db") as one:
         yield one

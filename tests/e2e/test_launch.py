@@ -50,8 +50,8 @@ def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path
 def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     hanging = [*TORCHRUN[:-1], HANGS]
-    _, said = tula("tune", tula.spec("hangs"), "--time-limit=30", *hanging, *BATCH, fails=True)
-    assert "did not end within its time limit of 30 s" in said
+    _, said = tula("tune", tula.spec("hangs"), "--time-limit=20", *hanging, *BATCH, fails=True)
+    assert "did not end within its time limit of 20 s" in said
     log = tula.logs()
     assert "stack of rank 0" in log
     assert "stack of rank 1" in log
@@ -143,8 +143,8 @@ def test_ranks_that_no_signal_reaches_print_their_stacks_themselves(
     tula = Tula(server, tmp_path, **slurm_environment)
     spec = tula.spec("hangs-elsewhere", nodes=1, ranks=2)
     hanging = [HANGS, "--with-agent", *BATCH]  # started by slurmd: as far from `tula` as on another node
-    _, said = tula("tune", spec, "--time-limit=45", "--launcher=slurm", "--", *hanging, fails=True)
-    assert "did not end within its time limit of 45 s" in said
+    _, said = tula("tune", spec, "--time-limit=30", "--launcher=slurm", "--", *hanging, fails=True)
+    assert "did not end within its time limit of 30 s" in said
     log = tula.logs()
     assert ["stack of rank 0" in log, "stack of rank 1" in log] == [True, True]
     assert log.count("in stuck_on_purpose") == 2
