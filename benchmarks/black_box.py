@@ -24,9 +24,9 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 
-from benchmarks._grids import Placement, Workload, over_workloads
-from benchmarks._report import mean, print_table, write_json
 from benchmarks.step_time import recommended
+from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
+from benchmarks.support.report import mean, print_table, write_json
 from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Limits
 from tula_service.perfmodel.pricing import Offer, Training
@@ -112,7 +112,8 @@ def compare(workload: Workload, seeds: int = SEEDS) -> dict[tuple[str, str], lis
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    out, pairs = over_workloads("black_box", __doc__, compare, arguments, smoke=partial(compare, seeds=1))
+    parser = workloads_parser("black_box", __doc__)
+    options, pairs = over_workloads(parser, compare, arguments, smoke=partial(compare, seeds=1))
     results = [found for _, found in pairs]
     figures: dict[str, float] = {}
     rows = []
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts = ("regret.mean", "regret.within5", "violations")
             rows.append([name, search, *(f"{100 * figures[f'{name}.{search}.{part}']:.1f} %" for part in parts)])
     print_table(f"choices after {RUNS} runs", ["goal", "search", "regret: mean", "within 5 %", "broken"], rows)
-    write_json(out, figures)
+    write_json(options.json, figures)
     return 0
 
 

@@ -30,8 +30,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._report import median, print_table, write_json
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
+from benchmarks.support.report import median, print_table, write_json
 from tula_client import Client
 from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 

@@ -12,7 +12,6 @@ targets from hardware figures alone. A history that no row has is left out.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tula_wire as wire
-from benchmarks._grids import DATA, read_rows
-from benchmarks._report import mean, median, percentile, print_table, write_json
+from benchmarks.support.grids import DATA, read_rows
+from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
 from tula_service.analysis.priors import hardware_of
 from tula_service.perfmodel.priors import EarlierScale, ModelFacts, StepTimePrior, prior_from_hardware, scale_from_jobs
 
@@ -103,12 +102,10 @@ def score(timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_start", description=__doc__)
+    parser = parser_of("cold_start", __doc__)
     parser.add_argument("--steps", type=Path, default=TABLE, help="table of single-device step times (CSV)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", action="append", default=[], help="only rows of this source")
     parser.add_argument("--draws", type=int, default=20, help="histories drawn for each row (20)")
-    parser.add_argument("--smoke", action="store_true", help="one history a row: only shows that the benchmark works")
     options = parser.parse_args(arguments)
     draws = 1 if options.smoke else options.draws
     timings = [each for each in read(options.steps) if not options.only or each.source in options.only]

@@ -10,16 +10,14 @@ same steps requested again, as when values arrive; `zoom` a stretch of ten thous
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from benchmarks._report import median, write_json
 from benchmarks.support.chromium import FLAGS, chromium_path
+from benchmarks.support.report import median, parser_of, write_json
 from benchmarks.support.seed import a_million_steps, seed
 from benchmarks.support.server import Server
 
@@ -35,11 +33,7 @@ ZOOM = """() => {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="draw each once, to see that it works")
+    parser = parser_of("dashboard", __doc__)
     options = parser.parse_args(arguments)
     path = chromium_path()
     if path is None:
@@ -61,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures |= {f"million_steps.{name}.median_s": median(seconds), f"million_steps.{name}.best_s": min(seconds)}
     for key, value in figures.items():
         print(f"{key} = {value:.2f}  (to reach: under {TARGET_S:.0f})")
-    if options.json:
-        write_json(options.json, figures)
+    write_json(options.json, figures)
     return 0
 
 

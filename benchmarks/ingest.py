@@ -28,10 +28,10 @@ import psutil
 import psycopg
 import sqlalchemy as sa
 
-from benchmarks._load import Load, Measured, Request, drive
-from benchmarks._mlflow import METRICS, measure_mlflow
-from benchmarks._report import print_table, write_json
+from benchmarks.support.load import Load, Measured, Request, drive
+from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.report import print_table, write_json
 from benchmarks.support.server import Server, make_token
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store

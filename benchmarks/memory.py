@@ -21,8 +21,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from benchmarks._grids import MEMORY_TABLE, MemoryWorkload, options_of, read_memory
-from benchmarks._report import mean, median, percentile, print_table, write_json
+from benchmarks.support.grids import MEMORY_TABLE, MemoryWorkload, grids_parser, read_memory
+from benchmarks.support.report import mean, median, percentile, print_table, write_json
 from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory
 from tula_service.perfmodel.points import MemoryObservations
 
@@ -121,7 +121,7 @@ def safety(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = options_of("memory", __doc__, MEMORY_TABLE)
+    parser = grids_parser("memory", __doc__, MEMORY_TABLE)
     options = parser.parse_args(arguments)
     workloads = read_memory(options.grids)[: _SMOKE if options.smoke else None]
     if not workloads:

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from benchmarks._grids import Placement, Workload, over_workloads
-from benchmarks._report import median, percentile, print_table, write_json
 from benchmarks.step_time import held_out, profile
+from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
+from benchmarks.support.report import median, percentile, print_table, write_json
 from tula_service.domain import Search
 
 RUNS = ("corners", "planned4", "planned6")
@@ -93,7 +93,7 @@ def compare(workload: Workload) -> dict[str, tuple[float, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    out, results = over_workloads("neighbours", __doc__, compare, arguments)
+    options, results = over_workloads(workloads_parser("neighbours", __doc__), compare, arguments)
     figures: dict[str, float] = {}
     rows = []
     for grid in sorted({w.grid for w, _ in results}, reverse=True):
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append([grid, runs, *(f"{100 * figures[k]:.1f} %" for k in (*keys, f"{grid}.{runs}.tula.better"))])
     header = ["grids", "runs", "Pollux: median", "p90", "Tula: median", "p90", "better on"]
     print_table("error on what was not profiled, same runs", header, rows)
-    write_json(out, figures)
+    write_json(options.json, figures)
     return 0
 
 

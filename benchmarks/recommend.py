@@ -9,19 +9,17 @@ the figures name the sizes of a full run. `--smoke` stores a few jobs: its figur
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import sqlalchemy as sa
 
-from benchmarks._report import percentile, print_table, write_json
+from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
@@ -182,12 +180,10 @@ def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> di
 
 def main() -> None:
     """Fill, measure with few jobs and with all, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("recommend", __doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--times", type=int, default=300)
-    parser.add_argument("--smoke", action="store_true", help="few jobs and questions, to see that it works")
     wanted = parser.parse_args()
     few = min(FEW, wanted.jobs)
     if wanted.smoke:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks._grids import STEP_TIME_TABLE, Placement, Workload, options_of, read_step_time, smallest_of_each_grid
-from benchmarks._report import mean, median, percentile, print_table, write_json
+from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
+from benchmarks.support.report import mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.planner import PlanBudget, plan
@@ -274,27 +273,11 @@ def show(figures: dict[str, float]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = options_of("step_time", __doc__, STEP_TIME_TABLE)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
-    parser.add_argument("--without", action="append", default=[], help="leave this source out")
+    parser = workloads_parser("step_time", __doc__)
     parser.add_argument("--by-source", action="store_true", help="each source beside all others together")
     parser.add_argument("--details", action="store_true", help="one line for each workload")
-    options = parser.parse_args(arguments)
-    workloads = [
-        w
-        for w in read_step_time(options.grids)
-        if w.source not in options.without and (not options.only or w.source in options.only)
-    ]
-    if not workloads:
-        parser.error("no workload is left; check --grids, --only and --without.")
-    if options.smoke:
-        workloads = smallest_of_each_grid(workloads)
-    if options.jobs > 1:
-        with ProcessPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(replay, workloads))
-    else:
-        results = [replay(workload) for workload in workloads]
+    options, pairs = over_workloads(parser, replay, arguments)
+    results = [found for _, found in pairs]
     if options.details:
         for r in results:
             cells = " ".join(f"{name} {100 * r.error[name]:.1f}" for name in PLANS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import black_box, memory, neighbours, step_time
-from benchmarks._grids import Placement, Workload, read_memory, read_step_time
+from benchmarks.support.grids import Placement, Workload, read_memory, read_step_time
 from tula_service import perfmodel
 from tula_service.domain import Search, StepTimeForm
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.support.report import parser_of
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_wire import Configuration
 
 Found = TypeVar("Found")
 
-DATA = Path(__file__).parents[1] / "tests" / "data"
+DATA = Path(__file__).parents[2] / "tests" / "data"
 STEP_TIME_TABLE, MEMORY_TABLE = DATA / "grids" / "step_time.csv", DATA / "grids" / "memory.csv"
 
 
@@ -117,34 +118,44 @@ def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
     return list({workload.grid: workload for workload in reversed(ordered)}.values())
 
 
-def options_of(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
-    """The options that benchmarks over a table have in common."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+def grids_parser(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
+    """The options of a benchmark over a table."""
+    parser = parser_of(name, description)
     parser.add_argument("--grids", type=Path, default=table, help=f"table of measured grids (CSV; {table.name})")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="few workloads: only shows that the benchmark works")
+    return parser
+
+
+def workloads_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of `over_workloads`."""
+    parser = grids_parser(name, description, STEP_TIME_TABLE)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
+    parser.add_argument("--without", action="append", default=[], help="leave this source out")
     return parser
 
 
 def over_workloads(
-    name: str,
-    description: str | None,
+    parser: argparse.ArgumentParser,
     measure: Callable[[Workload], Found],
     arguments: Sequence[str] | None,
     *,
     smoke: Callable[[Workload], Found] | None = None,
-) -> tuple[Path | None, list[tuple[Workload, Found]]]:
+) -> tuple[argparse.Namespace, list[tuple[Workload, Found]]]:
     """Run `measure` on each workload of `--grids`, in `--jobs` processes; with `--smoke`, `smoke` on few of them.
 
-    Returns the path of `--json`, and each workload with its result.
+    Returns the options, and each workload with its result.
     """
-    parser = options_of(name, description, STEP_TIME_TABLE)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(arguments)
-    workloads = read_step_time(options.grids)
+    workloads = [
+        w
+        for w in read_step_time(options.grids)
+        if w.source not in options.without and (not options.only or w.source in options.only)
+    ]
     if not workloads:
-        parser.error("the table has no workload; check --grids.")
+        parser.error("no workload is left; check --grids, --only and --without.")
     if options.smoke:
         workloads, measure = smallest_of_each_grid(workloads), smoke or measure
+    if options.jobs == 1:
+        return options, [(workload, measure(workload)) for workload in workloads]
     with ProcessPoolExecutor(options.jobs) as pool:
-        return options.json, list(zip(workloads, pool.map(measure, workloads), strict=True))
+        return options, list(zip(workloads, pool.map(measure, workloads), strict=True))

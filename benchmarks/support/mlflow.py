@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks._load import Load, Measured, Request, drive
+from benchmarks.support.load import Load, Measured, Request, drive
 
 __all__ = ["METRICS", "measure_mlflow"]
 

@@ -1,0 +1,69 @@
+"""What every benchmark does with figures: the options `--json` and `--smoke`, a table for people, a file of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `options.json` goes to `write_json`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--smoke", action="store_true", help="run for seconds: only shows that the benchmark works")
+    return parser
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, NaN of nothing."""
+    return float(np.median(values)) if len(values) else float("nan")
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, NaN of nothing."""
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The quantile at this share, NaN of nothing."""
+    return float(np.quantile(values, share)) if len(values) else float("nan")
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A plain aligned table on standard output."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in (header, *rows):
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  " + "  ".join([row[0].ljust(widths[0]), *rest]) if rest else "  " + first)
+
+
+def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
+    """The figures under their keys, with commit and command; NaN (nothing to measure) is written as null."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {key: value if isinstance(value, str) else round(value, 6) for key, value in figures.items()}
+    clean = {key: value if value == value else None for key, value in numbers.items()}
+    path.write_text(json.dumps(clean | provenance(), indent=2) + "\n", encoding="utf-8")
+
+
+def provenance() -> dict[str, str]:
+    """`commit` of this checkout (`-dirty` with uncommitted changes, empty without git) and `command` as typed."""
+    describe, commit = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], ""
+    with contextlib.suppress(OSError):  # git is not installed
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
+    return {"commit": commit, "command": shlex.join(["python", *sys.orig_argv[1:]])}
