@@ -8,10 +8,9 @@ eight nodes do not fight for the cores of one machine.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tula_agent
 import tula_wire  # noqa: F401 - see load
-from benchmarks.support.cluster import enter
-from benchmarks.support.gloo import leave_group
+from benchmarks.support.gloo import fork_ranks, leave_group
 from tula_agent.ship.transport import Transport
 
 LAYERS = 8
@@ -84,7 +82,6 @@ class Batches:
 
 def rank_main(options: argparse.Namespace) -> None:
     """One rank: what a user's training script would be."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     network = Network(options.parameter_bytes)
     model = DistributedDataParallel(network, bucket_cap_mb=options.parameter_bytes / 2**20 / 4)
@@ -113,8 +110,8 @@ def load() -> None:
     Transport("http://127.0.0.1", None, 1.0).close()
 
 
-def main() -> int:
-    """Fork the ranks, wait for them; the worst exit status."""
+def main() -> None:
+    """Fork the ranks and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True)
@@ -127,31 +124,14 @@ def main() -> int:
     parser.add_argument("--show-steps", action="store_true")
     options = parser.parse_args()
     load()
-    port = 20_000 + os.getpid() % 30_000
-    children = []
-    for rank in range(options.nodes):
-        pid = os.fork()
-        if pid == 0:
-            enter(f"{options.namespaces}{rank}")
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(options.nodes),
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": options.master,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": options.interface,
-            }
-            try:
-                rank_main(options)
-                sys.stdout.flush()
-            except BaseException as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-                os._exit(1)
-            os._exit(0)
-        children.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+    fork_ranks(
+        partial(rank_main, options),
+        options.nodes,
+        namespaces=options.namespaces,
+        master=options.master,
+        interface=options.interface,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,9 +12,7 @@ pairs of turns.
 
 from __future__ import annotations
 
-import argparse
-import http.server
-import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -24,12 +22,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-__all__ = ["main"]
+from benchmarks.support import clean_environment
+from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.sink import Sink
 
 TENSORS, PARAMETERS = 161, 25_557_032
 STEP_S = 0.1
@@ -46,8 +48,6 @@ class Training:
     """The fixed work: `work` multiplies a matrix so often and steps the optimizer."""
 
     def __init__(self) -> None:
-        import torch
-
         torch.set_num_threads(1)
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(PARAMETERS // TENSORS)) for _ in range(TENSORS)]
@@ -152,22 +152,21 @@ class Agent:
         return report
 
 
-def child(with_agent: bool) -> None:
-    """One of the two processes: does the turns that standard input asks for.
+def child(turns: Connection, environment: dict[str, str]) -> None:
+    """One of the two processes: does the turns that it receives, and sends each step's seconds.
 
-    The first line holds the rounds of a step (0: as many as take STEP_S), each further one a number of steps.
+    The first number is the rounds of a step (0: as many as take STEP_S), each further one a number of steps; 0 ends it.
     """
+    os.environ.clear()
+    os.environ.update(environment)
     training = Training()
-    rounds = int(sys.stdin.readline()) or training.rounds_of(STEP_S)
-    print(rounds, flush=True)
+    rounds = turns.recv() or training.rounds_of(STEP_S)
+    turns.send(rounds)
     spent: dict[str, list[float]] = {}
-    agent = Agent(training, spent) if with_agent else None
+    agent = Agent(training, spent) if "TULA_URL" in environment else None
     nothing = timed(lambda: None, "clock", spent)
     steps = 0
-    for line in sys.stdin:
-        count = int(line)
-        if count == 0:
-            break
+    while count := turns.recv():
         times = []
         for _ in range(count):
             began = time.perf_counter()
@@ -182,10 +181,9 @@ def child(with_agent: bool) -> None:
             spent.clear()
             if agent is not None:
                 agent.warmed_up()
-        print(json.dumps(times), flush=True)
+        turns.send(times)
     report = {} if agent is None else agent.report(steps - WARMUP_STEPS)
-    print(json.dumps(report | {"resident": resident()}), flush=True)
-    os._exit(0)
+    turns.send(report | {"resident": resident()})
 
 
 def timed(function: Any, part: str, spent: dict[str, list[float]]) -> Any:
@@ -210,57 +208,28 @@ def resident() -> int:
 
 
 class Process:
-    """A child, stopped whenever it is not its turn."""
+    """A child, stopped whenever it is not its turn; forked, so that both begin with the same imports."""
 
-    def __init__(self, with_agent: bool, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.agent_overhead", "--child", "agent" if with_agent else "plain"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+    def __init__(self, environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._turns, turns = context.Pipe()
+        self._process = context.Process(target=child, args=(turns, environment), daemon=True)
+        self._process.start()
 
-    def ask(self, line: str) -> Any:
+    def ask(self, number: int) -> Any:
         """Give a turn and take its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.send_signal(signal.SIGCONT)
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        self._process.send_signal(signal.SIGSTOP)
+        pid = self._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+        self._turns.send(number)
+        answer = self._turns.recv()
+        os.kill(pid, signal.SIGSTOP)
         return answer
 
     def close(self) -> None:
         """End it."""
         self._process.kill()
-        self._process.wait()
-
-
-def serve() -> tuple[http.server.ThreadingHTTPServer, str]:
-    """A service that takes everything."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            body = b'{"stored": 1, "duplicates": 0}'
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_PATCH = do_GET = do_POST
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server, f"http://127.0.0.1:{server.server_port}"
+        self._process.join()
 
 
 def import_ms(repeats: int) -> float:
@@ -273,29 +242,26 @@ def import_ms(repeats: int) -> float:
 
 def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[str, float]:
     """All figures of the module's text; `rounds` of work in a step (0: as many as take STEP_S)."""
-    server, url = serve()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    clean["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as spool:
-        reporting = {"TULA_URL": url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
-        plain, agent = Process(False, clean), Process(True, clean | reporting)
+    with tempfile.TemporaryDirectory() as spool, Sink() as server:
+        reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
+        plain, agent = Process(clean_environment()), Process(clean_environment(**reporting))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            rounds = plain.ask(str(rounds))
-            agent.ask(str(rounds))
+            rounds = plain.ask(rounds)
+            agent.ask(rounds)
             for process in (plain, agent):
-                process.ask(str(WARMUP_STEPS))
+                process.ask(WARMUP_STEPS)
             without, differences = [], []
             for pair in range(pairs):
                 order = (plain, agent) if pair % 2 else (agent, plain)
-                times = {process: statistics.median(process.ask(str(turn))) for process in order}
+                times = {process: statistics.median(process.ask(turn)) for process in order}
                 without.append(times[plain])
                 differences.append(times[agent] - times[plain])
-            baseline, report = plain.ask("0"), agent.ask("0")
+            baseline, report = plain.ask(0), agent.ask(0)
         finally:
             plain.close()
             agent.close()
             server.shutdown()
-            server.server_close()
     step_s = statistics.median(without)
     norm = report["norms_us"] * 1e-6 / step_s
     relative = np.array(differences) / step_s
@@ -319,22 +285,15 @@ def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[st
 
 def main() -> None:
     """Measure, print, and compare with what is to be reached."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of("agent_overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
-    parser.add_argument("--smoke", action="store_true", help="run for seconds; the figures are worth nothing")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", choices=["agent", "plain"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        return child(options.child == "agent")
     figures = measure(2, 4, rounds=1, imports=1) if options.smoke else measure(options.pairs, options.turn)
     for name, value in figures.items():
         target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:32} {value:.6g}{target}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return None
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

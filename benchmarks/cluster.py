@@ -14,7 +14,6 @@ full search: its figures only show that the benchmark works.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,8 +29,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.support import clean_environment
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
-from benchmarks.support.report import median, print_table, write_json
+from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
 from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 
@@ -88,9 +89,7 @@ SMOKE = Size(max_nodes=2, max_batch=16, measuring_steps=8, steady_steps=30, max_
 
 def main() -> int:
     """Run everything; 1 when no cluster can be built on this machine."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="two candidates and few steps, to see that it works")
+    parser = parser_of("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
@@ -300,12 +299,11 @@ class Bench:
 
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
         """The user's launch command, with Tula's placeholders."""
-        cluster = self.cluster
         return [
             sys.executable, "-m", "benchmarks._cluster_job", "--nodes", "{num_nodes}",
-            "--batch-size", "{local_batch_size}", "--namespaces", cluster.namespace(0)[:-1],
-            "--master", cluster.address(0), "--interface", cluster.interface, "--steps", str(steps),
-            "--dataset-size", str(DATASET), *(["--show-steps"] if show else []),
+            "--batch-size", "{local_batch_size}", "--steps", str(steps), "--dataset-size", str(DATASET),
+            *(f"--{name}={value}" for name, value in self.cluster.for_ranks.items()),
+            *(["--show-steps"] if show else []),
         ]  # fmt: skip
 
 
@@ -340,35 +338,12 @@ def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
     """A service at the cluster's host address; an administrator's client and the environment of commands."""
-    tula = str(Path(sys.executable).with_name("tula"))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        clean["TULA_DATABASE"] = f"{folder}/tula.db"
-        made = subprocess.run(
-            [tula, "token", "create", "bench", "--scope", "admin", "--json"],
-            env=clean, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if made.returncode != 0:
-            raise RuntimeError(made.stderr)
-        secret = json.loads(made.stdout)["secret"]
-        port = 21_000 + os.getpid() % 20_000
-        with Path(folder, "serve.log").open("w") as log:
-            server = subprocess.Popen(
-                [tula, "serve", "--host", cluster.host, "--port", str(port)], env=clean, stdout=log, stderr=log
-            )
-        try:
-            url = f"http://{cluster.host}:{port}"
-            client = Client(url, secret)
-            for _ in range(300):
-                with contextlib.suppress(Exception):
-                    client.ready()
-                    break
-                time.sleep(0.1)
-            yield client, {**clean, "TULA_URL": url}
-        finally:
-            server.terminate()
-            server.wait()
+        database = f"{folder}/tula.db"
+        migrate(database)
+        secret = make_token(database, "admin")  # before the service: without one it listens on the loopback only
+        with Server(database, host=cluster.host) as server:
+            yield Client(server.url, secret), clean_environment(TULA_URL=server.url, PYTHONPATH=str(ROOT))
 
 
 def _processor_clock() -> tuple[int, int]:

@@ -7,20 +7,16 @@ configuration left them), and the time of `step` outside the wrapped optimizer's
 times would hide one percent in noise. `overhead.fraction` is the default policy's share after its first 512 steps, when
 it measures every eighth step and clips spikes in all; `overhead.first_steps_fraction` is its share while every step is
 measured; `overhead.none_fraction` is the share of policy `none`, which measures the noise scale at every eighth step.
-`--smoke` takes two steps of tiny images: its figures only show that the benchmark works.
+`--smoke` takes two steps of ResNet-18 on tiny images: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,54 +24,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.support.gloo import fork_ranks, leave_group
+from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.resnet import resnet
 from tula_agent.scaling import GainRule, TulaOptimizer
 from tula_agent.scaling.gain import SPARSE_EVERY
 
 MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions around a shortcut (He et al. 2016)."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *_conv(inputs, width, 1),
-            nn.ReLU(True),
-            *_conv(width, width, 3, stride),
-            nn.ReLU(True),
-            *_conv(width, outputs, 1),
-        )
-        plain = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if plain else nn.Sequential(*_conv(inputs, outputs, 1, stride))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same spatial size over `stride`."""
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
-    return conv, nn.BatchNorm2d(outputs)
-
-
-def resnet50(num_classes: int = 1000) -> nn.Module:
-    """25.6 million parameters in 161 tensors."""
-    layers: list[nn.Module] = [*_conv(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
-    inputs = 64
-    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for block in range(blocks):
-            layers.append(Bottleneck(inputs, width, stride if block == 0 else 1))
-            inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
-
-
-def measure(*, batch: int, side: int, steps: int) -> dict[str, float]:
+def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float]:
     """On every rank; seconds are medians over `steps`, of the slowest rank."""
     torch.manual_seed(0)
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    ddp = nn.parallel.DistributedDataParallel(resnet50().to(device))
+    ddp = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000).to(device))
     images, labels = torch.randn(batch, 3, side, side, device=device), torch.randint(1000, (batch,), device=device)
 
     def loss(module: nn.Module, data: Any) -> torch.Tensor:
@@ -179,40 +141,38 @@ def summarise(seconds: dict[str, float]) -> dict[str, float]:
     }
 
 
+def rank_main(options: argparse.Namespace) -> None:
+    """One rank; the first prints and writes the figures."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    seconds = measure(depth=options.depth, batch=options.batch, side=options.side, steps=options.steps)
+    if dist.get_rank() == 0:
+        figures: dict[str, float | str] = {
+            **summarise(seconds),
+            "ranks": options.ranks,
+            "local_batch_size": options.batch,
+            "side": options.side,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        }
+        for name, value in figures.items():
+            print(f"{name} = {value}")
+        write_json(options.json, figures)
+    gc.collect()  # the clocks hold the model in reference cycles; it must be freed before its process group
+    dist.barrier()
+    leave_group()
+
+
 def main() -> None:
-    """Launch the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(prog="benchmarks.scaling_overhead", description=__doc__)
+    """Start the ranks and wait for them."""
+    parser = parser_of("scaling_overhead", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="examples per rank")
     parser.add_argument("--side", type=int, default=128, help="pixels; 224 is ImageNet's")
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--smoke", action="store_true", help="two steps of tiny images: only shows that it works")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.batch, arguments.side, arguments.steps = 2, 64, 2
-    if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.scaling_overhead"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    seconds = measure(batch=arguments.batch, side=arguments.side, steps=arguments.steps)
-    if dist.get_rank() == 0:
-        values: dict[str, Any] = {
-            **summarise(seconds),
-            "ranks": dist.get_world_size(),
-            "local_batch_size": arguments.batch,
-            "side": arguments.side,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        }
-        print(json.dumps(values, indent=1), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
-    gc.collect()  # the clocks hold the model in reference cycles; it must be freed before its process group
-    dist.barrier()
-    dist.destroy_process_group()
+    parser.set_defaults(depth=50)
+    options = parser.parse_args()
+    if options.smoke:
+        options.depth, options.batch, options.side, options.steps = 18, 2, 64, 2
+    fork_ranks(partial(rank_main, options), options.ranks)
 
 
 if __name__ == "__main__":

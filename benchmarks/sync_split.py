@@ -13,29 +13,34 @@ over ranks. Beside it stands what the bare link takes for all gradients, between
 
 from __future__ import annotations
 
-import argparse
-import http.server
 import json
+import multiprocessing
 import os
 import random
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+import torch
+import torch.distributed as dist
+
+import tula_agent
+from benchmarks.support.cluster import Cluster, enter, why_not
+from benchmarks.support.gloo import fork_ranks, free_port, leave_group
+from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.sink import Sink
 
 FLOATS = 500_000  # per layer: two layers, 4 MB of gradients in all
 RATE_MBIT = 400
 WARMUP_STEPS = 5
-SMOKE_STEPS = 3
+SMOKE_STEPS, SMOKE_FASTER = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,12 @@ class Scenario:
     backward_s: float
     skew_s: float
     overlapped: bool
+
+    def faster(self, times: float) -> Scenario:
+        """The same with so much less to compute."""
+        return replace(
+            self, forward_s=self.forward_s / times, backward_s=self.backward_s / times, skew_s=self.skew_s / times
+        )
 
 
 # 4 MB at 400 Mbit/s take about 85 ms, so that 250 ms of skew are three times the communication.
@@ -68,7 +79,6 @@ def spin(seconds: float) -> None:
 
 def model_of(scenario: Scenario, late_s: list[float]) -> Any:
     """Two layers that spin as the scenario says; backward takes `late_s[0]` longer."""
-    import torch
 
     class Spin(torch.autograd.Function):
         @staticmethod
@@ -101,9 +111,6 @@ def model_of(scenario: Scenario, late_s: list[float]) -> Any:
 
 def bare_all_reduce(buckets: int) -> float:
     """Seconds that the link takes for so many buckets, with nothing else going on: the median of a few."""
-    import torch
-    import torch.distributed as dist
-
     times = []
     for _ in range(9):
         parts = [torch.ones(FLOATS) for _ in range(buckets)]
@@ -115,32 +122,24 @@ def bare_all_reduce(buckets: int) -> float:
     return statistics.median(times)
 
 
-def rank(numbers: list[int], steps: int, folder: Path) -> None:
+def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
     """One rank: trains under the agent, scenario by scenario, and writes what truly happened."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+    os.environ |= {
+        "TULA_URL": url,
+        "TULA_SPOOL_DIR": str(folder),
+        "TULA_WARMUP_STEPS": str(WARMUP_STEPS),
+        "TULA_MEASURE_STEPS": str(steps),
+    }
     dist.init_process_group("gloo")
-    for number in numbers:
-        os.environ["TULA_RUN_ID"] = run_of(number)
-        truth = train(SCENARIOS[number], steps)
+    for number, scenario in enumerate(scenarios):
+        os.environ["TULA_RUN_ID"] = f"bench{number}"
+        truth = train(scenario, steps)
         (folder / f"truth{number}-{dist.get_rank()}").write_text(json.dumps(truth))
-    dist.destroy_process_group()
-
-
-def run_of(number: int) -> str:
-    """The run that a scenario's samples are sent for."""
-    return f"bench{number}"
+    leave_group()
 
 
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
     """By step: when it began, when the last gradient was there, when backward returned, when it ended."""
-    import torch
-    import torch.distributed as dist
-
-    import tula_agent
-
     late_s = [0.0]
     bare = model_of(scenario, late_s)
     marks: dict[str, float] = {}
@@ -174,105 +173,55 @@ def train(scenario: Scenario, steps: int) -> dict[str, Any]:
     return {"steps": truth, "bare_s": bare_s}
 
 
-def serve(port: int, out: Path) -> None:
-    """A service that writes each body of samples to a file, after its route."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            if self.path.endswith("/samples"):
-                with out.open("ab") as file:
-                    file.write(self.path.encode() + b" " + body + b"\n")
-            answer = b'{"stored": 1, "duplicates": 0}'
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        do_PATCH = do_GET = do_POST
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
+    """A service for the ranks of a node, in the namespace of the node: what they report does not cross the link."""
+    if namespace:
+        enter(namespace)
+    service = Sink(port, samples)
+    ready.wait()
+    service.serve_forever()
 
 
 @contextmanager
-def link() -> Iterator[list[tuple[list[str], str, str]] | None]:
-    """For each rank: a command prefix, its interface, the first rank's address. None where there are no namespaces."""
-    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+def link(rate_mbit: float) -> Iterator[Cluster | None]:
+    """Two nodes with a limited link; None where they cannot be made, which is printed."""
+    if (reason := why_not()) is not None:
+        print(f"{reason}: measuring over the loopback")
         yield None
         return
-    names = [f"tula{os.getpid()}{end}" for end in "ab"]
-    ends = [f"tb{os.getpid()}{end}" for end in "ab"]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add {ends[0]} type veth peer name {ends[1]}"]
-    for index, (name, end) in enumerate(zip(names, ends, strict=True)):
-        inside = f"ip netns exec {name}"
-        commands += [
-            f"ip link set {end} netns {name}",
-            f"{inside} ip addr add 10.91.7.{index + 1}/24 dev {end}",
-            f"{inside} ip link set {end} up",
-            f"{inside} ip link set lo up",
-            f"{inside} tc qdisc add dev {end} root tbf rate {RATE_MBIT}mbit burst 32kb latency 400ms",
-        ]
-    try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield [(["ip", "netns", "exec", name], end, "10.91.7.1") for name, end in zip(names, ends, strict=True)]
-    except subprocess.CalledProcessError as error:
-        print(f"no network namespaces here ({error.stderr.decode().strip()}): measuring over the loopback")
-        yield None
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    with Cluster(2, rate_mbit) as cluster:
+        yield cluster
 
 
 def run_scenarios(
-    numbers: list[int], steps: int, places: list[tuple[list[str], str, str]] | None
+    scenarios: list[Scenario], steps: int, cluster: Cluster | None
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Of each scenario, means over the steps that both sides have: what the agent reported, and the truth.
 
     One pair of processes goes through all of them.
     """
-    listed = ",".join(map(str, numbers))
-    base = [sys.executable, "-m", "benchmarks.sync_split", "--scenarios", listed, "--steps", str(steps)]
-    rooms = places or [([], "lo", "127.0.0.1")] * 2
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        port, store = random.randrange(20_000, 30_000), random.randrange(30_000, 40_000)
-        server = subprocess.Popen([*rooms[0][0], *base, "--serve", str(port), "--out", str(folder / "samples")])
-        ranks = []
+        folder, port = Path(name), free_port()
+        samples, nodes = folder / "samples", [cluster.namespace(node) for node in range(2)] if cluster else [""]
+        ready = context.Barrier(len(nodes) + 1)
+        servers = [context.Process(target=serve, args=(port, samples, node, ready), daemon=True) for node in nodes]
         try:
-            for index, (prefix, interface, address) in enumerate(rooms):
-                variables = {
-                    "RANK": str(index),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": str(store),
-                    "GLOO_SOCKET_IFNAME": interface,
-                    "OMP_NUM_THREADS": "1",
-                    "TULA_URL": f"http://127.0.0.1:{port}",
-                    "TULA_SPOOL_DIR": str(folder),
-                    "TULA_WARMUP_STEPS": str(WARMUP_STEPS),
-                    "TULA_MEASURE_STEPS": str(steps),
-                }
-                command = [*prefix, *base, "--rank", "--out", str(folder)]
-                ranks.append(subprocess.Popen(command, env=clean | variables, stderr=subprocess.DEVNULL))
-            if any(process.wait(600) for process in ranks):
-                raise RuntimeError("a rank failed: see above")
+            for server in servers:
+                server.start()
+            ready.wait()
+            ranks = partial(rank, scenarios, steps, folder, f"http://127.0.0.1:{port}")
+            fork_ranks(ranks, 2, **cluster.for_ranks if cluster else {})
         finally:
-            for process in [*ranks, server]:
-                process.kill()
-                process.wait()
-        reported = read_samples(folder / "samples")
+            for server in servers:
+                server.kill()
+                server.join()
+        reported = read_samples(samples)
         truths = [
-            [json.loads((folder / f"truth{number}-{index}").read_text()) for index in range(2)] for number in numbers
+            [json.loads((folder / f"truth{number}-{index}").read_text()) for index in range(2)]
+            for number in range(len(scenarios))
         ]
-    return [compare(truth, reported[run_of(number)]) for number, truth in zip(numbers, truths, strict=True)]
+    return [compare(truth, reported[f"bench{number}"]) for number, truth in enumerate(truths)]
 
 
 def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]:
@@ -307,14 +256,14 @@ def compare(
     return means[0], means[1]
 
 
-def measure(steps: int, groups: list[list[int]]) -> dict[str, float]:
+def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[str, float]:
     """Every scenario and the worst errors; those of a group share two processes."""
     worst = {"compute": 0.0, "exposed_comm": 0.0}
     figures: dict[str, float] = {}
-    with link() as places:
-        where = f"a link of {RATE_MBIT} Mbit/s" if places else "the loopback, not limited"
+    with link(rate_mbit) as cluster:
+        where = f"a link of {rate_mbit:g} Mbit/s" if cluster else "the loopback, not limited"
         print(f"2 ranks over {where}, {steps} steps each; agent / truth in ms")
-        found = (pair for group in groups for pair in run_scenarios(group, steps, places))
+        found = (pair for group in groups for pair in run_scenarios(group, steps, cluster))
         for scenario, (agent, true) in zip(SCENARIOS, found, strict=True):
             cells = []
             for name in worst:
@@ -324,32 +273,25 @@ def measure(steps: int, groups: list[list[int]]) -> dict[str, float]:
                 cells.append(f"{name} {1e3 * agent[name]:.1f} / {1e3 * true[name]:.1f} ({100 * error:.1f} %)")
             skew = f"skew {1e3 * agent['skew']:.1f} / {1e3 * true['skew']:.1f}  bare link {1e3 * true['bare link']:.1f}"
             print(f"  {scenario.name:22} {'  '.join(cells)}  {skew}", flush=True)
-        figures["link.rate_limited"] = float(places is not None)
+        figures["link.rate_limited"] = float(cluster is not None)
     return {f"{name}.error": error for name, error in worst.items()} | figures
 
 
 def main() -> None:
     """Measure, print, and compare with what is to be reached: 5 % for both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of("sync_split", __doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--smoke", action="store_true", help="run for seconds; the figures are worth nothing")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--scenarios", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        return rank([int(number) for number in options.scenarios.split(",")], options.steps, options.out)
-    if options.serve:
-        return serve(options.serve, options.out)
-    everything = list(range(len(SCENARIOS)))
-    figures = measure(SMOKE_STEPS, [everything]) if options.smoke else measure(options.steps, [[n] for n in everything])
+    for name in [name for name in os.environ if name.startswith("TULA_")]:
+        del os.environ[name]
+    if options.smoke:
+        scenarios = [scenario.faster(SMOKE_FASTER) for scenario in SCENARIOS]
+        figures = measure(SMOKE_STEPS, [scenarios], RATE_MBIT * SMOKE_FASTER)
+    else:
+        figures = measure(options.steps, [[scenario] for scenario in SCENARIOS], RATE_MBIT)
     for name in ("compute.error", "exposed_comm.error"):
         print(f"{name:20} {figures[name]:.4f}  (to reach: at most 0.05)")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return None
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import pytest
 
 from benchmarks.support import cluster
 from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.server import migrate
 from tests.e2e import memory_limit, slurm
 from tests.support.clock import ManualClock
 from tula_service.store import Store
-from tula_service.store.migrations import upgrade_schema
 
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
@@ -69,13 +69,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail when a test skips itself: only the marks `cluster` and `skipif` may, which say what the machine lacks."""
     if any(not {"cluster", "skipif"} & set(report.keywords) for report in skipped(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def migrate(url: str) -> None:
-    """Build the schema, by the migrations and nothing else."""
-    store = Store.open(url)
-    upgrade_schema(store.engine)
-    store.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

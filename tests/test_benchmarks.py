@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main, names
+from benchmarks.support import clean_environment
 from tests.support.fork_server import SERVICE, ForkServer
 
 ROOT = Path(__file__).parents[1]
@@ -37,13 +37,11 @@ def forks() -> Iterator[ForkServer]:
     made.close()
 
 
-def run(forks: ForkServer, module: str, words: list[str], folder: Path) -> dict[str, Any]:
-    """`python -m MODULE WORDS --smoke --json OUT`; the object in OUT."""
+def run(forks: ForkServer, module: str, folder: Path) -> dict[str, Any]:
+    """`python -m MODULE --smoke --json OUT`; the object in OUT."""
     out, log = folder / "out.json", folder / "log"
     log.touch()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    argv = ["-m", module, *words, "--smoke", "--json", str(out)]
-    process = forks.start(argv, clean | {"OMP_NUM_THREADS": "1"}, log)
+    process = forks.start(["-m", module, "--smoke", "--json", str(out)], clean_environment(), log)
     try:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -86,7 +84,7 @@ def numbers(value: Any) -> Iterator[float]:
     ],
 )
 def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: ForkServer, tmp_path: Path) -> None:
-    found = run(forks, f"benchmarks.{name}", [], tmp_path)
+    found = run(forks, f"benchmarks.{name}", tmp_path)
     assert {key for key in stored(name) if not ELSEWHERE.search(key)} <= set(found)
     values = list(numbers(found))
     assert values
@@ -96,10 +94,19 @@ def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: Fork
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_smoke_run_of_an_experiment_writes_figures(name: str, forks: ForkServer, tmp_path: Path) -> None:
-    found = run(forks, f"experiments.{name}", [], tmp_path)
+    found = run(forks, f"experiments.{name}", tmp_path)
     values = list(numbers(found))
     assert values
     assert all(map(math.isfinite, values))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_stored_result_names_its_commit_and_its_command(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", found["commit"])
+    (name,) = re.findall(r"^python -m benchmarks\.(\w+)", found["command"])
+    assert name in names()
+    assert name in path.stem
 
 
 def test_all_benchmarks_run_in_turn_and_failures_are_named(

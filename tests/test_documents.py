@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support import clean_environment
 from benchmarks.support.postgres import PostgresServer
 from tests.support.server import Server
 from tula_wire import JobSpec
@@ -286,11 +287,10 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
 
 
 def environment(server: Server, folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), kept["PATH"]])
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     # One rank, so that blocks which set up torch.distributed find a rendezvous.
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return kept | ranks | {"PATH": path, "TULA_URL": server.url, "OMP_NUM_THREADS": "1"}
+    return clean_environment(**ranks, PATH=path, TULA_URL=server.url)
 
 
 def assert_changes_the_example(block: Block) -> None:

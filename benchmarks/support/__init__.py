@@ -1,1 +1,11 @@
-"""What benchmarks, experiments and tests share: a service, a database, a cluster of namespaces, a browser."""
+"""What benchmarks, experiments and tests share: a service, a database, a cluster of namespaces, a browser, figures."""
+
+from __future__ import annotations
+
+import os
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without Tula's variables, with one thread for numerical libraries, and `more`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    return kept | {"OMP_NUM_THREADS": "1"} | more

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Cluster", "enter", "why_no_delay", "why_not"]
-
 _CLONE_NEWNET = 0x40000000
 _BURST_KB = 32
 
@@ -87,6 +85,11 @@ class Cluster:
     def namespace(self, node: int) -> str:
         """A node's namespace."""
         return f"tula-{self._tag}-{node}"
+
+    @property
+    def for_ranks(self) -> dict[str, str]:
+        """Where ranks find their nodes and each other, as `fork_ranks` takes it."""
+        return {"namespaces": f"tula-{self._tag}-", "master": self.address(0), "interface": self.interface}
 
     def command(self, node: int, words: Sequence[str]) -> list[str]:
         """`words` as a command on that node."""

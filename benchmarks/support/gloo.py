@@ -1,13 +1,55 @@
-"""For scripts of several gloo ranks: leave the process group safely, print lines that do not mix."""
+"""For scripts of several ranks: start them by forks, leave the process group safely, print lines that do not mix."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from benchmarks.support.cluster import enter
+
+
+def fork_ranks(
+    rank_main: Callable[[], None],
+    world_size: int,
+    *,
+    namespaces: str = "",
+    master: str = "127.0.0.1",
+    interface: str = "lo",
+) -> None:
+    """Run `rank_main` as each rank, in forks of this process, which has imported what they need; raises if one fails.
+
+    The ranks are on this machine, or each on a separate node: then rank i enters the network namespace `namespaces`i.
+    """
+    variables = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": "1" if namespaces else str(world_size),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+    start_processes(_be_rank, (rank_main, variables, namespaces), nprocs=world_size, start_method="fork")
+
+
+def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str], namespaces: str) -> None:
+    if namespaces:
+        enter(f"{namespaces}{rank}")
+    os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
+    torch.set_num_threads(1)
+    rank_main()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
 
 
 def leave_group() -> None:

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
@@ -19,7 +17,9 @@ import httpx
 import psutil
 from typing_extensions import Self
 
+from benchmarks.support import clean_environment
 from tula_service.store import Store
+from tula_service.store.migrations import upgrade_schema
 from tula_service.usecases.access import ANONYMOUS, issue_token
 
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
@@ -46,9 +46,7 @@ class Server:
         self.database = database
         descriptor, self.log_file = tempfile.mkstemp(prefix="tula-serve-", suffix=".log")
         os.close(descriptor)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-        environment |= {f"TULA_{name.upper()}": str(value) for name, value in settings.items()}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment = clean_environment(**{f"TULA_{name.upper()}": str(value) for name, value in settings.items()})
         arguments = ["serve", "--database", database, "--port", str(port), "--workers", str(workers)]
         self.process = self.start_process(python, arguments, environment)
         self.url = self._wait_for_address()
@@ -117,15 +115,21 @@ class Server:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of the service's commands to its end."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return subprocess.run(
         [sys.executable, "-m", "tula_service", *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
-        env=environment,
+        env=clean_environment(),
     )
+
+
+def migrate(database: str) -> None:
+    """Build the schema, by the migrations and nothing else."""
+    store = Store.open(database)
+    upgrade_schema(store.engine)
+    store.close()
 
 
 def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
@@ -135,13 +139,6 @@ def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
         return issue_token(store, ANONYMOUS, name="test", scope=scope).secret
     finally:
         store.close()
-
-
-@contextmanager
-def serving(database: str, **options: object) -> Iterator[Server]:
-    """A server for the length of a block."""
-    with Server(database, **options) as server:  # type: ignore[arg-type]
-        yield server
 
 
 def _is_worker(process: psutil.Process) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.generalization.deep import resnet
+from benchmarks.support.resnet import resnet
 
 NETWORKS = ("vgg", "residual", "depthwise", "resnet18", "resnet50")
 
@@ -78,7 +78,7 @@ def _separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
 def build(name: str, *, num_classes: int, side: int) -> nn.Module:
     """A freshly initialised network; seed torch before for a repeatable one."""
     if name in ("resnet18", "resnet50"):
-        return _channels_last(resnet(int(name.removeprefix("resnet")), num_classes=num_classes))
+        return _channels_last(resnet(int(name.removeprefix("resnet")), channels=1, num_classes=num_classes))
     kinds = {"vgg": Vgg, "residual": Residual, "depthwise": Depthwise}
     if name not in kinds:
         raise ValueError(f"network {name!r} is unknown: choose one of {', '.join(NETWORKS)}")

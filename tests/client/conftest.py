@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.conftest import migrate
+from benchmarks.support.server import migrate
 from tula_client import AsyncClient, Client
 from tula_service.app import create_app
 from tula_service.settings import Settings

@@ -324,8 +324,8 @@ def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory, spec: JobSpec) -> None:
+    from benchmarks.support.server import migrate
     from tests.client.conftest import ADDRESS, InProcess
-    from tests.conftest import migrate
     from tula_service.app import create_app
     from tula_service.settings import Settings
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import clean_environment
 from tests.support.server import Server
 from tula_client import Client
 from tula_client.launch.spec import load_spec
@@ -51,9 +52,8 @@ class Tula:
     """The command, as a person runs it in a separate folder."""
 
     def __init__(self, server: Server, folder: Path, **environment: str) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-        path = f"{FOLDER}{os.pathsep}{clean['PATH']}"
-        self.environment = {**clean, "TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PATH": path, **environment}
+        path = f"{FOLDER}{os.pathsep}{os.environ['PATH']}"
+        self.environment = clean_environment(TULA_URL=server.url, PATH=path) | environment
         self.folder = folder
 
     def spec(

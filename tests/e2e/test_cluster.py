@@ -79,14 +79,7 @@ def round_trip_s(cluster: Cluster) -> float:
 def step_time_s(cluster: Cluster) -> float:
     """The median step of a real DDP job over two nodes."""
     job = [sys.executable, "-m", "benchmarks._cluster_job", "--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
-    place = [
-        "--namespaces",
-        cluster.namespace(0)[:-1],
-        "--master",
-        cluster.address(0),
-        "--interface",
-        cluster.interface,
-    ]
+    place = [f"--{name}={value}" for name, value in cluster.for_ranks.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*job, *place], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import clean_environment
 from tests.support.server import Server, serving
 from tula_client import Client
 
@@ -36,9 +37,8 @@ measuring_steps = 15
 
 def tula(server: Server, *words: str) -> Any:
     """Run the command as a person does; its JSON answer."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     folder = Path(sys.executable).parent
-    environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    environment = clean_environment(TULA_URL=server.url, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
     command = [str(folder / "tula"), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
     assert done.returncode == 0, done.stderr + server.log()[-5000:]

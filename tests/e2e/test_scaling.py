@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.support import clean_environment
 from tests.support.server import Server, serving
 from tula_client import Client
 from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
@@ -21,15 +21,13 @@ CONFIGURATION = Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
 
 def train(server: Server, folder: Path, job_id: str, run_id: str, *arguments: str) -> list[str]:
     """Lines that the two ranks printed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    environment = kept | {
-        "TULA_URL": server.url,
-        "TULA_JOB_ID": job_id,
-        "TULA_RUN_ID": run_id,
-        "TULA_SPOOL_DIR": str(folder / "spool"),
-        "TULA_CHECKPOINT_DIR": str(folder / "checkpoints"),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = clean_environment(
+        TULA_URL=server.url,
+        TULA_JOB_ID=job_id,
+        TULA_RUN_ID=run_id,
+        TULA_SPOOL_DIR=str(folder / "spool"),
+        TULA_CHECKPOINT_DIR=str(folder / "checkpoints"),
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -16,7 +16,7 @@ import httpx
 
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import Server as StartedServer
-from tests.conftest import migrate
+from benchmarks.support.server import migrate
 from tests.service.api.prepared import prepare
 from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
 from tests.support.server import Server, serving
@@ -164,9 +164,9 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
-    """200 agents send batch after batch for 20 s: each is acknowledged or gets a Retry-After."""
+    """200 agents send batch after batch for 8 s: each is acknowledged or gets a Retry-After."""
     prepared = prepare(sqlite_url)
-    seconds, statuses = 20.0, []
+    seconds, statuses = 8.0, []
     with serving(sqlite_url, max_in_flight=150) as server:
         start = threading.Barrier(200)
 

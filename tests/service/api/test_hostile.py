@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.types import Message
 
-from tests.conftest import migrate
+from benchmarks.support.server import migrate
 from tests.service.api.prepared import Prepared, prepare
 from tests.support.server import Server, serving
 from tula_service.api import errors

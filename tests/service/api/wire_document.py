@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.conftest import migrate
+from benchmarks.support.server import migrate
 from tests.support.server import serving
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "wire.md"
