@@ -22,6 +22,7 @@ from types import ModuleType
 
 import torch
 
+from benchmarks.support.grids import read_rows
 from tula_agent import MemoryEstimate, estimate_memory
 
 LARGEST = 90_000_000  # parameters: one more takes minutes to count
@@ -63,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timm = importlib.import_module("timm")
     except ImportError:
         parser.error("timm is not installed: pip install timm, with a torchvision that fits torch.")
-    with options.grids.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    rows = read_rows(options.grids)
     with options.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "analytic_bytes"], lineterminator="\n")
         writer.writeheader()

@@ -12,14 +12,13 @@ The peer is MLflow's own server on SQLite, from an environment made for it; a me
 
 from __future__ import annotations
 
-import argparse
+import itertools
+import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgpack
@@ -31,11 +30,10 @@ import sqlalchemy as sa
 from benchmarks.support.load import Load, Measured, Request, drive
 from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
-from benchmarks.support.report import print_table, write_json
-from benchmarks.support.server import Server, make_token
+from benchmarks.support.report import parser_of, print_table, write_json
+from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
-from tula_service.store.migrations import upgrade_schema
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
 
@@ -110,8 +108,8 @@ def sample_requests(run_ids: list[str]) -> list[Request]:
 
 def prepare(database: str) -> tuple[list[str], str]:
     """Migrate, register a job with training runs, and make a token: the runs' ids and the authorization header."""
+    migrate(database)
     store = Store.open(database)
-    upgrade_schema(store.engine)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
         new = NewRun(
@@ -122,30 +120,36 @@ def prepare(database: str) -> tuple[list[str], str]:
     return runs, f"Authorization: Bearer {make_token(database)}\r\n"
 
 
-@dataclass(frozen=True)
-class Service:
-    """A running service, the runs that take measurements, and the authorization header."""
+class Databases:
+    """Databases of one engine, all copies of one that `prepare` made."""
 
-    server: Server
-    run_ids: list[str]
-    header: str
+    def __init__(self, folder: Path, postgres: PostgresServer | None) -> None:
+        self._folder, self._postgres = folder, postgres
+        self._numbers = itertools.count()
+        self._template = postgres.create_database("template") if postgres else f"sqlite:///{folder}/template.db"
+        self.run_ids, self.header = prepare(self._template)
+
+    def copy(self) -> str:
+        """Another one, as the URL that Tula takes."""
+        name = f"copy_{next(self._numbers)}"
+        if self._postgres:
+            return self._postgres.create_database(name, template="template")
+        shutil.copy(self._folder / "template.db", self._folder / f"{name}.db")
+        return f"sqlite:///{self._folder}/{name}.db"
+
+    def serve(self, workers: int) -> Server:
+        """The service on another database."""
+        return Server(self.copy(), workers=workers, ingest_per_minute=10**9)
 
 
-@contextmanager
-def service(database: str, workers: int) -> Iterator[Service]:
-    """Start the service on a prepared database."""
-    run_ids, header = prepare(database)
-    with Server(database, workers=workers, ingest_per_minute=10**9) as server:
-        yield Service(server, run_ids, header)
-
-
-def measure(on: Service, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
+def measure(databases: Databases, server: Server, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
     """Load the service; what was measured, and CPU seconds per request."""
     make = {"packed": packed_requests, "json": json_requests}
-    requests = sample_requests(on.run_ids) if kind == "samples" else make[kind](on.run_ids, steps)
-    before = cpu_s(on.server)
-    found = drive("127.0.0.1", on.server.port, on.header, requests, load)
-    return found, (cpu_s(on.server) - before) / max(1, found.answered)
+    runs = databases.run_ids
+    requests = sample_requests(runs) if kind == "samples" else make[kind](runs, steps)
+    before = cpu_s(server)
+    found = drive("127.0.0.1", server.port, databases.header, requests, load)
+    return found, (cpu_s(server) - before) / max(1, found.answered)
 
 
 def cpu_s(server: Server) -> float:
@@ -154,12 +158,12 @@ def cpu_s(server: Server) -> float:
     return float(sum(one.user + one.system for one in times))
 
 
-def raw_commits_per_s(database: str, steps: int, seconds: float) -> float:
+def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float:
     """The very rows that the service writes, through the driver alone: one statement and one commit each."""
-    runs, _ = prepare(database)
+    database = databases.copy()
     store = Store.open(database)
     with store.reading() as tx:
-        key = tx.runs.get(runs[0]).key
+        key = tx.runs.get(databases.run_ids[0]).key
     names, at = list(COLUMNS), np.arange(steps)
     rows = [chunk_row(key, NewChunk(0, "raw", 0, at, names, series(steps, variant))) for variant in range(VARIANTS)]
     done, ends = 0, time.perf_counter() + seconds
@@ -187,36 +191,34 @@ def raw_commits_per_s(database: str, steps: int, seconds: float) -> float:
 
 
 @contextmanager
-def databases() -> Iterator[dict[str, list[str]]]:
-    """Fresh databases of each engine, as many as are asked for."""
-    with tempfile.TemporaryDirectory(prefix="tula-bench-") as folder:
-        postgres = PostgresServer.start(Path(folder) / "pg")
-        Path(folder).chmod(0o755)
-        try:
-            yield {
-                "sqlite": [f"sqlite:///{folder}/{number}.db" for number in range(20)],
-                "postgres": [postgres.create_database(f"bench_{number}") for number in range(20)],
-            }
-        finally:
-            postgres.stop()
+def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
+    """Databases of each engine."""
+    with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, ExitStack() as stack:
+        folder, found = Path(name), {}
+        if "sqlite" in engines:
+            found["sqlite"] = Databases(folder, None)
+        if "postgres" in engines:
+            postgres = PostgresServer.start(folder / "pg")
+            folder.chmod(0o755)
+            stack.callback(postgres.stop)
+            found["postgres"] = Databases(folder, postgres)
+        yield found
 
 
 def main() -> None:
     """Measure, print a table, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("ingest", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--smoke", action="store_true", help="a fraction of a second per case, to see that it works")
-    parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"])
+    parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     parser.add_argument("--peer", choices=["mlflow"])
     parser.add_argument("--peer-python", default="python3", help="interpreter of the environment that has the peer")
     wanted = parser.parse_args()
     load = SMOKE if wanted.smoke else Load(measure_s=wanted.seconds)
     figures: dict[str, float] = {}
     rows: list[tuple[str, ...]] = []
-    with databases() as fresh:
-        for engine in wanted.engines:
-            _engine(engine, fresh[engine], load, 1 if wanted.smoke else 2, figures, rows)
+    with all_databases(wanted.engines) as found:
+        for engine, databases in found.items():
+            _engine(engine, databases, load, 1 if wanted.smoke else 2, figures, rows)
     if wanted.peer:
         _peer(wanted.peer_python, load.measure_s, figures, rows)
     print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
@@ -233,48 +235,34 @@ def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tup
     figures["mlflow.p50_ms"], figures["mlflow.p99_ms"] = found.p50_ms, found.p99_ms
     if "sqlite.step_values_per_s" in figures:
         figures["sqlite.over_mlflow"] = figures["sqlite.step_values_per_s"] / per_s
-    cells = (
-        f"{found.per_s:,.0f}",
-        f"{per_s:,.0f}",
-        f"{found.p50_ms:.2f}",
-        f"{found.p99_ms:.2f}",
-        str(found.failed),
-        "",
-    )
-    rows.append((f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", *cells))
+    _show(f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", found, per_s, "", rows)
+
+
+def _show(name: str, found: Measured, values_per_s: float, cpu_us: str, rows: list[tuple[str, ...]]) -> None:
+    cells = (f"{found.per_s:,.0f}", f"{values_per_s:,.0f}", f"{found.p50_ms:.2f}", f"{found.p99_ms:.2f}")
+    rows.append((name, *cells, str(found.failed), cpu_us))
     print(" ", rows[-1], flush=True)
 
 
 def _engine(
-    engine: str, fresh: list[str], load: Load, workers: int, figures: dict[str, float], rows: list[tuple[str, ...]]
+    engine: str, databases: Databases, load: Load, workers: int, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
-    def case(on: Service, key: str, name: str, kind: str, steps: int) -> Measured:
-        found, cpu_s_per_request = measure(on, load, kind, steps)
+    def case(server: Server, key: str, name: str, kind: str, steps: int) -> Measured:
+        found, cpu_s_per_request = measure(databases, server, load, kind, steps)
         values_per_request = steps * (len(COLUMNS) if kind != "samples" else 1)
         values = found.per_s * values_per_request
         figures[f"{key}.cpu_s_per_million"] = cpu_s_per_request / values_per_request * 1e6
-        rows.append(
-            (
-                f"{engine}, {name}",
-                f"{found.per_s:,.0f}",
-                f"{values:,.0f}",
-                f"{found.p50_ms:.2f}",
-                f"{found.p99_ms:.2f}",
-                str(found.failed),
-                f"{cpu_s_per_request * 1e6:,.0f}",
-            )
-        )
-        print(" ", rows[-1], flush=True)
+        _show(f"{engine}, {name}", found, values, f"{cpu_s_per_request * 1e6:,.0f}", rows)
         return found
 
     def raw(steps: int = 1000) -> float:
-        return raw_commits_per_s(fresh.pop(), steps, load.measure_s / 2)
+        return raw_commits_per_s(databases, steps, load.measure_s / 2)
 
-    with service(fresh.pop(), 1) as one:
+    with databases.serve(1) as one:
         limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
         measured = {engine: case(one, engine, "packed 1,000 x 4, 1 worker", "packed", 1000)}
         limits.append(raw())
-        with service(fresh.pop(), workers) as two:
+        with databases.serve(workers) as two:
             key = f"{engine}.workers_2"
             measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
         limits.append(raw())
@@ -282,7 +270,7 @@ def _engine(
             (f"{engine}, driver alone, 1,000 x 4", f"{each:,.0f}", f"{each * 4000:,.0f}", "", "", "", "")
             for each in limits
         ]
-        for (key, found), around in zip(measured.items(), pairwise(limits), strict=True):
+        for (key, found), around in zip(measured.items(), itertools.pairwise(limits), strict=True):
             figures[f"{key}.step_values_per_s"] = found.per_s * 4000
             figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = found.p50_ms, found.p99_ms
             figures[f"{key}.fraction_of_raw"] = 2 * found.per_s / sum(around)

@@ -20,10 +20,9 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
-from benchmarks.support.server import Server, make_token
+from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
-from tula_service.store.migrations import upgrade_schema
 from tula_wire import Configuration, JobSpec, routes
 
 FEW = 100
@@ -194,8 +193,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as folder:
         database = f"sqlite:///{folder}/tula.db"
+        migrate(database)
         store = Store.open(database)
-        upgrade_schema(store.engine)
         made: list[tuple[str, str]] = []
         token = make_token(database)
         for size, jobs in ((f"{FEW}", few), ("10000", wanted.jobs)):

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Load", "Measured", "Request", "drive"]
-
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
@@ -67,7 +65,7 @@ class Measured:
 
 def drive(host: str, port: int, headers: str, requests: Sequence[Request], load: Load) -> Measured:
     """Send in a closed loop from `load.processes` processes; a request that is not answered 2xx counts as failed."""
-    context = multiprocessing.get_context("forkserver")  # clean processes; the benchmark is imported once for all
+    context = multiprocessing.get_context("fork")  # nothing is imported once more
     results: multiprocessing.Queue[tuple[list[float], int, int]] = context.Queue()
     begin = context.Barrier(load.processes + 1)
     clients = [
@@ -111,7 +109,7 @@ def _client(
     started = time.perf_counter()
     begins, ends = started + load.warmup_s, started + load.warmup_s + load.measure_s
     for line in lines:
-        _go_on(ready, line)
+        _start_next(ready, line)
     working = len(lines)
     while working:
         for key, _ in ready.select():
@@ -131,7 +129,7 @@ def _client(
                 else:
                     failures.append(status)
             if status and now < ends:
-                _go_on(ready, line)
+                _start_next(ready, line)
             else:
                 ready.unregister(line.wire)
                 line.wire.close()
@@ -139,7 +137,7 @@ def _client(
     results.put((latencies, len(failures), answered))
 
 
-def _go_on(ready: selectors.BaseSelector, line: _Line) -> None:
+def _start_next(ready: selectors.BaseSelector, line: _Line) -> None:
     if line.begin():
         ready.modify(line.wire, line.waits_for(), line)
 

@@ -19,8 +19,6 @@ import numpy as np
 
 from benchmarks.support.load import Load, Measured, Request, drive
 
-__all__ = ["METRICS", "measure_mlflow"]
-
 METRICS = 1000
 """Metrics in a request: the most that MLflow takes (REST API reference, "Log Batch")."""
 
