@@ -12,7 +12,7 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI
 
 from tula_service import __version__, dashboard
 from tula_service.api import (
@@ -21,10 +21,9 @@ from tula_service.api import (
     docs,
     errors,
     events,
-    health,
     jobs,
     ledger,
-    metrics,
+    operations,
     predictions,
     recommendations,
     runs,
@@ -44,6 +43,24 @@ from tula_service.store.migrations import check_schema
 from tula_service.usecases.access import Access, KnownRuns
 from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
+
+_PARTS: Final = (
+    telemetry,  # first: routes are matched in order, and agents call this one most often
+    samples,
+    jobs,
+    runs,
+    recommendations,
+    predictions,
+    ledger,
+    scaling,
+    events,
+    access,
+    operations,
+    docs,
+    charts,
+    dashboard,
+)
+"""Modules whose `router` requires authentication."""
 
 TOKEN_CACHE_S: Final = 1.0
 """How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
@@ -92,9 +109,9 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     errors.install(app)
     app.add_middleware(dashboard.BrowserSession)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=counters)
-    for router in _routers():  # all require authentication
-        app.include_router(router, dependencies=[Depends(authenticate)], responses=error_answers())
-    app.include_router(health.router)
+    for part in _PARTS:
+        app.include_router(part.router, dependencies=[Depends(authenticate)], responses=error_answers())
+    app.include_router(operations.open_router)
     app.include_router(dashboard.open_router)
     if settings.trace:
         at_end.append(tracing.trace(app))
@@ -127,22 +144,3 @@ def _set_on_stop_signal(stopping: threading.Event) -> Iterator[None]:
     for replaced_number, handler in replaced.items():
         if signal.getsignal(replaced_number) is stop:  # a server may have restored its own
             signal.signal(replaced_number, handler)
-
-
-def _routers() -> list[APIRouter]:
-    return [
-        telemetry.router,  # first: routes are matched in order, and agents call this one most often
-        samples.router,
-        jobs.router,
-        runs.router,
-        recommendations.router,
-        predictions.router,
-        ledger.router,
-        scaling.router,
-        events.router,
-        access.router,
-        metrics.router,
-        docs.router,
-        charts.router,
-        dashboard.router,
-    ]

@@ -38,9 +38,9 @@ class Body:
     encoding: str
     sent: bytes
 
-    def plain(self, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
-        """The body without compression. Raises TooLarge, UnsupportedMedia or InvalidInput."""
-        return decompress(self.sent, self.encoding, limit)
+    def plain(self) -> bytes:
+        """The body without compression; never holds more than the limit. Raises TooLarge or InvalidInput."""
+        return _DECOMPRESSORS[self.encoding](self.sent)
 
 
 async def read_body(request: Request) -> Body:
@@ -61,13 +61,13 @@ async def read_body(request: Request) -> Body:
     limit = settings.max_body_bytes
     declared = headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit, "as sent")
+        raise _too_large(limit, " as sent")
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > limit:
-            raise _too_large(limit, "as sent")
+            raise _too_large(limit, " as sent")
         pieces.append(piece)
     return Body(content_type, encoding, b"".join(pieces))
 
@@ -110,11 +110,6 @@ def unpack(plain: bytes) -> Any:
         raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
 
 
-def decompress(sent: bytes, encoding: str, limit: int) -> bytes:
-    """Undo a content encoding, never holding more than `limit` bytes. Raises TooLarge, InvalidInput."""
-    return _DECOMPRESSORS[encoding](sent, limit)
-
-
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI description of a body that is read by `read_body`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
@@ -122,43 +117,43 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _identity(sent: bytes, limit: int) -> bytes:
-    if len(sent) > limit:
-        raise _too_large(limit, "")
+def _identity(sent: bytes) -> bytes:
+    if len(sent) > MAX_DECOMPRESSED_BYTES:
+        raise _too_large(MAX_DECOMPRESSED_BYTES)
     return sent
 
 
-def _gzip(sent: bytes, limit: int) -> bytes:
+def _gzip(sent: bytes) -> bytes:
     stream = zlib.decompressobj(wbits=31)
     try:
-        plain = stream.decompress(sent, limit + 1)
+        plain = stream.decompress(sent, MAX_DECOMPRESSED_BYTES + 1)
     except zlib.error as error:
         raise _corrupt("gzip") from error
-    if len(plain) > limit:
-        raise _too_large(limit, "after decompression")
+    if len(plain) > MAX_DECOMPRESSED_BYTES:
+        raise _too_large(MAX_DECOMPRESSED_BYTES, " after decompression")
     if not stream.eof or stream.unused_data:
         raise _corrupt("gzip")
     return plain
 
 
-def _zstd(sent: bytes, limit: int) -> bytes:
+def _zstd(sent: bytes) -> bytes:
     stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(sent)
     try:
-        plain = stream.read(limit + 1)
+        plain = stream.read(MAX_DECOMPRESSED_BYTES + 1)
     except zstandard.ZstdError as error:
         raise _corrupt("zstd") from error
-    if len(plain) > limit:
-        raise _too_large(limit, "after decompression")
+    if len(plain) > MAX_DECOMPRESSED_BYTES:
+        raise _too_large(MAX_DECOMPRESSED_BYTES, " after decompression")
     if sent and not plain:
         raise _corrupt("zstd")
     return bytes(plain)
 
 
-_DECOMPRESSORS: Final[dict[str, Callable[[bytes, int], bytes]]] = {"identity": _identity, "gzip": _gzip, "zstd": _zstd}
+_DECOMPRESSORS: Final[dict[str, Callable[[bytes], bytes]]] = {"identity": _identity, "gzip": _gzip, "zstd": _zstd}
 
 
-def _too_large(limit: int, when: str) -> TooLarge:
-    return TooLarge(f"The body is larger than {limit} bytes {when}: send smaller batches.".replace("  ", " "))
+def _too_large(limit: int, when: str = "") -> TooLarge:
+    return TooLarge(f"The body is larger than {limit} bytes{when}: send smaller batches.")
 
 
 def _too_many() -> TooLarge:

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from tula_service import errors
 from tula_service.perfmodel.points import ObservationError
@@ -29,6 +30,7 @@ _STATUS: Mapping[type[errors.ServiceError], tuple[int, str, str]] = {
     errors.Forbidden: (403, ProblemType.FORBIDDEN, "Forbidden"),
     errors.TooLarge: (413, ProblemType.TOO_LARGE, "Too large"),
     errors.UnsupportedMedia: (415, ProblemType.UNSUPPORTED_MEDIA, "Unsupported media type"),
+    errors.Busy: (503, ProblemType.UNAVAILABLE, "Unavailable"),
     errors.StoreUnavailable: (503, ProblemType.UNAVAILABLE, "Unavailable"),
     errors.SchemaMismatch: (503, ProblemType.UNAVAILABLE, "Unavailable"),
 }
@@ -52,25 +54,24 @@ def install(app: FastAPI) -> None:
 
 
 def problem_response(
+    scope: Scope,
     status: int,
     kind: str,
     title: str,
     detail: str,
     *,
-    field: str | None = None,
     faults: Sequence[FieldError] = (),
-    request_id: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """A problem document as a response."""
+    """A problem document as a response; it names the first fault's field."""
     problem = Problem(
         type=kind,
         title=title,
         status=status,
         detail=detail,
-        field=field,
+        field=faults[0].field if faults else None,
         errors=list(faults),
-        request_id=request_id,
+        request_id=scope.get("tula.request_id"),
     )
     return Response(problem.model_dump_json(), status, headers, media_type=MEDIA_TYPE)
 
@@ -85,32 +86,16 @@ def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
 def _on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, errors.ServiceError)
     headers: dict[str, str] = {}
-    if isinstance(error, errors.Busy):
-        status, kind, title = (
-            (429, ProblemType.TOO_MANY_REQUESTS, "Too many requests")
-            if error.limited
-            else (503, ProblemType.UNAVAILABLE, "Unavailable")
-        )
+    if isinstance(error, errors.Busy) and error.limited:
+        status, kind, title = 429, ProblemType.TOO_MANY_REQUESTS, "Too many requests"
     else:
-        family = next((known for known in type(error).__mro__ if known in _STATUS), None)
-        if family is None:
-            return _on_bug(request, error)
-        status, kind, title = _STATUS[family]
+        status, kind, title = next(_STATUS[known] for known in type(error).__mro__ if known in _STATUS)
     if isinstance(error, (errors.Busy, errors.StoreUnavailable)):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     if status == 401:
         headers["WWW-Authenticate"] = CHALLENGE
     faults = [] if error.field is None else [FieldError(field=error.field, message=error.message)]
-    return problem_response(
-        status,
-        kind,
-        title,
-        error.message,
-        field=error.field,
-        faults=faults,
-        request_id=_request_id(request),
-        headers=headers,
-    )
+    return problem_response(request.scope, status, kind, title, error.message, faults=faults, headers=headers)
 
 
 def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -118,43 +103,24 @@ def _on_validation_error(request: Request, error: Exception) -> Response:
     faults = field_errors(error.errors())
     first = faults[0]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
-    return problem_response(
-        422,
-        ProblemType.INVALID,
-        "Invalid input",
-        f"{first.field}: {first.message}{more}",
-        field=first.field,
-        faults=faults,
-        request_id=_request_id(request),
-    )
+    detail = f"{first.field}: {first.message}{more}"
+    return problem_response(request.scope, 422, ProblemType.INVALID, "Invalid input", detail, faults=faults)
 
 
 def _on_observation_error(request: Request, error: Exception) -> Response:
-    return problem_response(422, ProblemType.INVALID, "Invalid input", str(error), request_id=_request_id(request))
+    return problem_response(request.scope, 422, ProblemType.INVALID, "Invalid input", str(error))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
-    return problem_response(
-        error.status_code, kind, title, detail, request_id=_request_id(request), headers=error.headers
-    )
+    return problem_response(request.scope, error.status_code, kind, title, detail, headers=error.headers)
 
 
 def _on_bug(request: Request, error: Exception) -> Response:
-    _LOG.error("unhandled error", exc_info=error, extra={"request_id": _request_id(request)})
-    return problem_response(
-        500,
-        ProblemType.INTERNAL,
-        "Internal error",
-        "The service failed on this request and stored nothing. Report the request id.",
-        request_id=_request_id(request),
-    )
-
-
-def _request_id(request: Request) -> str | None:
-    found = request.scope.get("tula.request_id")
-    return found if isinstance(found, str) else None
+    _LOG.error("unhandled error", exc_info=error, extra={"request_id": request.scope.get("tula.request_id")})
+    detail = "The service failed on this request and stored nothing. Report the request id."
+    return problem_response(request.scope, 500, ProblemType.INTERNAL, "Internal error", detail)
 
 
 def _dotted(location: Sequence[Any]) -> str:

@@ -69,12 +69,11 @@ async def stream(
     stopping: threading.Event,
     *,
     poll_s: float = POLL_S,
-    longest_s: float = LONGEST_S,
 ) -> AsyncIterator[bytes]:
-    """The bytes of the stream; ends with the caller's token, the job, the service, and after `longest_s`."""
+    """The bytes of the stream; ends with the caller's token, the job, the service, and after an hour."""
     yield f"retry: {_RETRY_MS}\n\n".encode()
     started = last_sent = time.monotonic()
-    while time.monotonic() - started < longest_s and not stopping.is_set():
+    while time.monotonic() - started < LONGEST_S and not stopping.is_set():
         try:
             found = await run_in_threadpool(events.read_on, store, caller, job_id, after)
         except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer

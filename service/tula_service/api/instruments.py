@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,19 +34,11 @@ class Metrics:
         self.prediction_error = Histogram(
             "tula_prediction_error", "Measured over predicted step time, minus one.", buckets=_ERRORS, registry=own
         )
-        self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._lock = threading.Lock()
 
     def request(self, method: str, route: str, status: int, took_s: float) -> None:
         """Count one answered request; `route` is the pattern, so that labels stay few."""
-        key = (method, route, status)
-        children = self._children.get(key)
-        if children is None:
-            with self._lock:
-                children = (self.requests.labels(method, route, str(status)), self.request_s.labels(route))
-                self._children[key] = children
-        children[0].inc()
-        children[1].observe(took_s)
+        self.requests.labels(method, route, str(status)).inc()
+        self.request_s.labels(route).observe(took_s)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of all workers together."""

@@ -72,7 +72,7 @@ class RequestMiddleware:
         ingest = scope["method"] == "POST" and scope["path"].endswith(_INGEST_SUFFIXES)
         if self._in_flight >= (self._max_in_flight if ingest else self._max_ordinary) and scope["path"] not in _PROBES:
             self._metrics.refused.inc()
-            await _overloaded(request_id)(scope, receive, send)
+            await _overloaded(scope)(scope, receive, send)
             return
         self._in_flight += 1
         self._metrics.in_flight.inc()
@@ -171,13 +171,13 @@ class _BoundedBody:
             self._waiting.cancel()
 
 
-def _overloaded(request_id: str) -> Response:
+def _overloaded(scope: Scope) -> Response:
     return problem_response(
+        scope,
         503,
         ProblemType.UNAVAILABLE,
         "Unavailable",
         "The service is at its limit of requests: send this one again after Retry-After seconds.",
-        request_id=request_id,
         headers={"Retry-After": "1"},
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
 from importlib import resources
 from typing import Final
 
@@ -25,29 +24,23 @@ _FILES: Final = {
 _VEGA: Final = "vega.js"
 
 
-@dataclass(frozen=True)
-class _File:
-    body: bytes
-    media_type: str
-    etag: str
-
-
 @router.get("/static/{name}")
 def get_static(name: str, request: Request) -> Response:
     """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
     if name not in _FILES and name != _VEGA:
         raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
-    found = _file(name)
-    headers = {"ETag": found.etag, "Cache-Control": "no-cache"}
-    if request.headers.get("if-none-match") == found.etag:
+    body, media_type, etag = _file(name)
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(found.body, media_type=found.media_type, headers=headers)
+    return Response(body, media_type=media_type, headers=headers)
 
 
 @functools.cache
-def _file(name: str) -> _File:
+def _file(name: str) -> tuple[bytes, str, str]:
+    """Body, media type and ETag."""
     if name == _VEGA:
         body, kind = charts.javascript().encode(), _FILES["app.js"]
     else:
         body, kind = (resources.files("tula_service.dashboard") / "static" / name).read_bytes(), _FILES[name]
-    return _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:24]}"')
+    return body, kind, f'"{hashlib.sha256(body).hexdigest()[:24]}"'

@@ -1,4 +1,4 @@
-"""`/metrics`: counters of the workers, and gauges read from the database."""
+"""`/healthz`, `/readyz` and `/metrics`: is the process alive, can it work, and what has it done."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ from collections.abc import Iterator, Mapping
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from tula_service.api.deps import AppServices
-from tula_service.usecases.events import Overview, overview
+from tula_service.usecases.events import Overview, check_ready, overview
 from tula_wire import routes
 
 router = APIRouter(tags=["operations"])
+open_router = APIRouter(tags=["operations"])
+"""Probes, which need no token."""
+
+
+class Status(BaseModel):
+    """A probe's answer."""
+
+    status: str
+
+
+@open_router.get(routes.HEALTH)
+def get_health() -> Status:
+    """Alive: says nothing of the database, so that an outage there does not restart the process."""
+    return Status(status="ok")
+
+
+@open_router.get(routes.READY)
+def get_ready(services: AppServices) -> Status:
+    """Ready: the database answers and its schema is the one this version needs; 503 otherwise."""
+    check_ready(services.store)
+    return Status(status="ready")
 
 
 @router.get(routes.METRICS, response_class=Response)
