@@ -42,7 +42,8 @@ def serve(
     """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
     with _one_sentence():
         settings = _settings(database=database, host=host, port=port, workers=workers)
-        _prepare(settings, migrate=migrate)
+        with _opened(settings, migrate=migrate, create=True) as store:
+            _refuse_strangers_without_a_token(settings, store)
         _refuse_a_taken_port(settings)
         os.environ.update(settings.to_environment())
         with _shared_folder(settings):
@@ -66,9 +67,7 @@ def serve(
 
 def migrate(database: _Database = None) -> None:
     """Create or upgrade the database's schema and end: what a deployment runs before the service."""
-    with _one_sentence():
-        settings = _settings(database=database)
-        _prepare(settings, migrate=True, listen=False)
+    with _one_sentence(), _opened(_settings(database=database), migrate=True):
         typer.echo("The database has the schema of this version.")
 
 
@@ -107,9 +106,7 @@ def token_create(
     with _one_sentence():
         if scope not in ("agent", "user", "admin"):
             raise SettingsError(f"--scope is {scope!r}: use agent, user or admin.")
-        settings = _settings(database=database)
-        _prepare(settings, migrate=False, listen=False)
-        with _opened(settings) as store:
+        with _opened(_settings(database=database), create=True) as store:
             issued = issue_token(
                 store,
                 _OPERATOR,
@@ -167,31 +164,26 @@ def _settings(**flags: object) -> Settings:
 
 
 @contextmanager
-def _opened(settings: Settings) -> Iterator[Store]:
+def _opened(settings: Settings, *, migrate: bool = False, create: bool = False) -> Iterator[Store]:
+    """The store; its schema is upgraded if `migrate`, and created in an empty database if `create`."""
     store = Store.open(settings.database)
     try:
+        if migrate or (create and is_empty(store.engine)):
+            upgrade_schema(store.engine)
         check_schema(store.engine)
         yield store
     finally:
         store.close()
 
 
-def _prepare(settings: Settings, *, migrate: bool, listen: bool = True) -> None:
-    """Create a new database, upgrade one where asked, and refuse to listen to strangers without a token."""
-    store = Store.open(settings.database)
-    try:
-        if migrate or is_empty(store.engine):
-            upgrade_schema(store.engine)
-        check_schema(store.engine)
-        if listen and not settings.on_loopback:
-            with store.reading() as tx:
-                if not tx.tokens.any_usable():
-                    raise SettingsError(
-                        f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
-                        "--scope admin` with the same --database first."
-                    )
-    finally:
-        store.close()
+def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
+    """Raise SettingsError if other machines could reach the service and it has no token yet."""
+    with store.reading() as tx:
+        if not settings.on_loopback and not tx.tokens.any_usable():
+            raise SettingsError(
+                f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
+                "--scope admin` with the same --database first."
+            )
 
 
 @contextmanager

@@ -181,15 +181,13 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
     except sa.exc.ArgumentError:
         raise InvalidInput("The database URL cannot be read: give a file path or postgresql+psycopg://...") from None
+    pool: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 0, "pool_timeout": POOL_TIMEOUT_S}
     backend = parsed.get_backend_name()
     if backend == "postgresql":
         engine = sa.create_engine(
             parsed.set(drivername="postgresql+psycopg"),
             json_serializer=_encode,
-            pool_size=pool_size,
-            max_overflow=0,
-            pool_timeout=POOL_TIMEOUT_S,
-            pool_pre_ping=False,
+            **pool,
             pool_use_lifo=True,
             # From an SQL_ASCII database the driver would read bytes instead of text: `_require_utf8` refuses it.
             connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
@@ -205,9 +203,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
         parsed,
         json_serializer=_encode,
         poolclass=sa.pool.QueuePool,
-        pool_size=pool_size,
-        max_overflow=0,
-        pool_timeout=POOL_TIMEOUT_S,
+        **pool,
         connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
     )
     sa.event.listen(engine, "connect", _prepare_sqlite)
