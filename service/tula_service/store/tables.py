@@ -53,6 +53,11 @@ def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa
     return sa.Column(column, kind, sa.ForeignKey(target, ondelete="CASCADE"), **options)
 
 
+def _optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
+    """Columns of one type that may be null."""
+    return [sa.Column(name, kind) for name in names]
+
+
 projects = sa.Table(
     "projects",
     METADATA,
@@ -77,11 +82,8 @@ jobs = sa.Table(
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Column("updated_at", UtcTime, nullable=False),
     sa.Column("recommended", JSON),
-    sa.Column("predicted_time_s", sa.Double),
-    sa.Column("predicted_cost_usd", sa.Double),
-    sa.Column("saving_vs_smallest_batch", sa.Double),
-    sa.Column("saving_vs_largest_batch", sa.Double),
-    sa.Column("prediction_error", sa.Double),
+    *_optional(sa.Double, "predicted_time_s", "predicted_cost_usd", "saving_vs_smallest_batch"),
+    *_optional(sa.Double, "saving_vs_largest_batch", "prediction_error"),
     sa.Column("idempotency_key", sa.Text),
     sa.Column("fingerprint", sa.Text),
     sa.Column("plan_state", sa.Text, nullable=False, server_default="current"),  # domain.PlanState
@@ -150,17 +152,9 @@ run_summaries = sa.Table(
     sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale when the run has more by now
     sa.Column("num_samples", sa.BigInteger, nullable=False),
     sa.Column("num_steps", sa.BigInteger, nullable=False),
-    sa.Column("step_time_s", sa.Double),
-    sa.Column("relative_sd", sa.Double),
-    sa.Column("compute_time_s", sa.Double),
-    sa.Column("comm_time_s", sa.Double),
-    sa.Column("exposed_comm_time_s", sa.Double),
-    sa.Column("input_time_s", sa.Double),
-    sa.Column("skew_s", sa.Double),
-    sa.Column("straggler_rank", sa.Integer),
-    sa.Column("world_size", sa.Integer),
-    sa.Column("local_batch_size", sa.Integer),
-    sa.Column("grad_accum_steps", sa.Integer),
+    *_optional(sa.Double, "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
+    *_optional(sa.Double, "input_time_s", "skew_s"),
+    *_optional(sa.Integer, "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timing_method", sa.Text),
 )
 
@@ -171,9 +165,7 @@ sample_sources = sa.Table(
     _parent("run_key", "runs.key", BIG, nullable=False),
     sa.Column("rank", sa.Integer, nullable=False),
     sa.Column("boot_id", sa.Text, nullable=False),
-    sa.Column("world_size", sa.Integer),
-    sa.Column("local_batch_size", sa.Integer),
-    sa.Column("grad_accum_steps", sa.Integer),
+    *_optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timing_method", sa.Text, nullable=False),
     sa.UniqueConstraint("run_key", "rank", "boot_id"),
 )
@@ -188,11 +180,7 @@ step_samples = sa.Table(
     sa.Column("step", sa.BigInteger, nullable=False),
     sa.Column("warmup", sa.Boolean, nullable=False),
     sa.Column("step_time_s", sa.Double, nullable=False),
-    sa.Column("compute_time_s", sa.Double),
-    sa.Column("comm_time_s", sa.Double),
-    sa.Column("exposed_comm_time_s", sa.Double),
-    sa.Column("input_time_s", sa.Double),
-    sa.Column("skew_s", sa.Double),
+    *_optional(sa.Double, "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s"),
     sa.Column("straggler_rank", sa.Integer),
     sa.Index("ix_step_samples_run_key_warmup_step", "run_key", "warmup", "step"),
     sqlite_with_rowid=False,
@@ -205,14 +193,8 @@ memory_readings = sa.Table(
     sa.Column("run_key", BIG, nullable=False, index=True),
     sa.Column("method", sa.Text, nullable=False),
     sa.Column("peak_bytes", sa.BigInteger, nullable=False),
-    sa.Column("parameter_bytes", sa.BigInteger),
-    sa.Column("gradient_bytes", sa.BigInteger),
-    sa.Column("optimizer_bytes", sa.BigInteger),
-    sa.Column("activation_bytes", sa.BigInteger),
-    sa.Column("batch_bytes", sa.BigInteger),
-    sa.Column("reserved_bytes", sa.BigInteger),
-    sa.Column("context_bytes", sa.BigInteger),
-    sa.Column("capacity_bytes", sa.BigInteger),
+    *_optional(sa.BigInteger, "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"),
+    *_optional(sa.BigInteger, "batch_bytes", "reserved_bytes", "context_bytes", "capacity_bytes"),
 )
 
 telemetry_chunks = sa.Table(
@@ -242,13 +224,8 @@ ledger = sa.Table(
     sa.Column("prices", JSON, nullable=False),
     sa.Column("model_version", sa.Text, nullable=False),
     sa.Column("data_version", sa.BigInteger, nullable=False),
-    sa.Column("step_time_s", sa.Double),
-    sa.Column("step_time_low_s", sa.Double),
-    sa.Column("step_time_high_s", sa.Double),
-    sa.Column("interval_scale", sa.Double),
-    sa.Column("cost_usd", sa.Double),
-    sa.Column("cost_low_usd", sa.Double),
-    sa.Column("cost_high_usd", sa.Double),
+    *_optional(sa.Double, "step_time_s", "step_time_low_s", "step_time_high_s", "interval_scale", "cost_usd"),
+    *_optional(sa.Double, "cost_low_usd", "cost_high_usd"),
 )
 
 ledger_outcomes = sa.Table(
