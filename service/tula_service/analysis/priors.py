@@ -37,8 +37,6 @@ _DEVICES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Dense peak in teraflop/s (fp32 up to Turing, TF32 tensor cores after it) and memory bandwidth in gigabyte/s."""
 
-KNOWN_DEVICES = tuple(sorted(_DEVICES))
-
 _PROCESSOR, _PROCESSOR_SD = "CPU", 1.0
 _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
@@ -156,7 +154,7 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
                 "give cluster.accelerator, for example V100-16GB."
                 if cluster.accelerator is None
                 else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
-                f"{', '.join(KNOWN_DEVICES)}, give that as cluster.accelerator."
+                f"{', '.join(sorted(_DEVICES))}, give that as cluster.accelerator."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
             sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")

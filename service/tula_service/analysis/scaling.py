@@ -7,7 +7,7 @@ A *body* is one stored version of a job's thresholds:
     tuned       what tuning found for policies with a sensitivity gate: `delta`, `small_batch_size`, and what the next
                 look needs: `run_id`, `version` and `from_step` in which it was published, `before` (the numbers before)
     rolled_back, restore    the run whose tuned thresholds were rolled back, and the checkpoint that it is to restore
-    gradient_noise_scale, gradient_noise_scale_error, critical_batch_size, reason, run_id, from_step
+    gradient_noise_scale, gradient_noise_scale_error, reason
 
 The value in force is the script's where it passed one, else the user's, else the tuned one, else the agent's default.
 """
@@ -93,13 +93,10 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
     noise = estimate_noise_scale(seen.noise_scale) if seen.noise_scale.size else None
     if noise is not None and _noise_moved(body.get("gradient_noise_scale"), noise):
         body |= {"gradient_noise_scale": noise.value, "gradient_noise_scale_error": noise.error}
-        body["critical_batch_size"] = noise.value  # the critical batch is the noise scale (McCandlish et al. 2018)
         reasons.append(
             f"gradient noise scale {noise.value:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
         )
-    if not reasons:
-        return None
-    return body | {"reason": "; ".join(reasons), "run_id": seen.run_id, "from_step": seen.last_step}
+    return body | {"reason": "; ".join(reasons)} if reasons else None
 
 
 def _tuned(body: Body, seen: ScalingTelemetry) -> tuple[dict[str, float], str]:

@@ -34,6 +34,7 @@ _POINTS_FOR_A_CASE, _MOST_CASES = 5, 3
 _COST_OF_A_CASE = 2.0
 _PRIOR_DOF = 6.0
 _LEAST_WEIGHT = 1e-3
+_COMPUTE_NOISE = 0.15  # of log compute time
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Targets:
     log_step: FloatArray
     noise_variance: FloatArray
     log_compute: FloatArray
-    compute_noise: float = 0.15
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,29 @@ class Member:
 
     def predict(self, points: Points, measured: Points, reference: float) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
-        mean, slopes, cross, own = self._joint(points, measured, reference)
-        explained = self.whitener @ cross.T
-        slopes = slopes - explained.T @ self.whitened_slopes
+        mean, slopes, cross, own, explained = self._joint(points, measured, reference)
         variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
         variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
         return mean + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
 
     def covariance_at(self, points: Points, measured: Points, reference: float) -> FloatArray:
         """Posterior covariance of noise-free log step time between all points, shape (n, n)."""
-        _, slopes, cross, own = self._joint(points, measured, reference)
-        explained = self.whitener @ cross.T
-        slopes = slopes - explained.T @ self.whitened_slopes
+        _, slopes, _, own, explained = self._joint(points, measured, reference)
         covariance = residual_covariance(points, points, self.scales) + np.diag(own) - explained.T @ explained
         return np.asarray((covariance + slopes @ self.covariance @ slopes.T) * self.variance_factor)
 
     def _joint(
         self, points: Points, measured: Points, reference: float
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """At `points`: the form, its slopes as far as the data leave them open, covariances with the measured points,
+        the variance of each point's own, and the whitened covariances."""
         terms, slopes, _ = jacobian(self.theta, points, reference)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
-        return terms.step, slopes, cross, np.asarray(own, dtype=np.float64)
+        explained = self.whitener @ cross.T
+        slopes = slopes - explained.T @ self.whitened_slopes
+        return terms.step, slopes, cross, np.asarray(own, dtype=np.float64), explained
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,9 @@ def _gauss_newton(
         values = whitener @ (targets.log_step - terms.step)
         slopes = whitener @ step
         if known.size:
-            missed = (targets.log_compute[known] - terms.compute[known]) / targets.compute_noise
+            missed = (targets.log_compute[known] - terms.compute[known]) / _COMPUTE_NOISE
             values = np.concatenate([values, missed])
-            slopes = np.vstack([slopes, compute[known] / targets.compute_noise])
+            slopes = np.vstack([slopes, compute[known] / _COMPUTE_NOISE])
         return values, slopes, 0.5 * (float(values @ values) + float(penalty @ (at - centre) ** 2))
 
     damping = 1e-3

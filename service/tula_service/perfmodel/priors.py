@@ -104,10 +104,6 @@ class Priors:
         """One prior for all types, as priors by type."""
         return prior if isinstance(prior, Priors) else cls(anywhere=prior)
 
-    def of_type(self, name: str) -> StepTimePrior | None:
-        """The prior of one instance type, None for the generic one."""
-        return self.believed.get(name, self.anywhere)
-
 
 def generic_prior() -> StepTimePrior:
     """The prior of any synchronous data-parallel job, from 43 measured grids.

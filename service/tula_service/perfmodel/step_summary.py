@@ -29,26 +29,22 @@ class StepTimeSummary:
     num_steps: int
     step_time_s: float | None
     relative_sd: float | None
-    compute_time_s: float | None
-    comm_time_s: float | None
-    exposed_comm_time_s: float | None
-    input_time_s: float | None
-    skew_s: float | None
     straggler_rank: int | None
+    compute_time_s: float | None = None
+    comm_time_s: float | None = None
+    exposed_comm_time_s: float | None = None
+    input_time_s: float | None = None
+    skew_s: float | None = None
 
 
 def summarise(
     step: IntArray,
     step_time_s: FloatArray,
     *,
-    compute_time_s: FloatArray | None = None,
-    comm_time_s: FloatArray | None = None,
-    exposed_comm_time_s: FloatArray | None = None,
-    input_time_s: FloatArray | None = None,
-    skew_s: FloatArray | None = None,
     straggler_rank: IntArray | None = None,
+    **components: FloatArray | None,
 ) -> StepTimeSummary:
-    """Average each step over its ranks, then take the trimmed mean over steps; components are medians.
+    """Average each step over its ranks, then take the trimmed mean over steps, and the medians of the components.
 
     One row for each step and rank, NaN (and -1 of `straggler_rank`) where not measured. Ranks of one step wait for each
     other, so only steps count as independent in the standard error. A straggler is named when it was the slowest rank
@@ -62,12 +58,8 @@ def summarise(
         num_steps=int(per_step.size),
         step_time_s=mean,
         relative_sd=None if mean is None or error is None else error / mean,
-        compute_time_s=_median(compute_time_s),
-        comm_time_s=_median(comm_time_s),
-        exposed_comm_time_s=_median(exposed_comm_time_s),
-        input_time_s=_median(input_time_s),
-        skew_s=_median(skew_s),
         straggler_rank=int(slowest.argmax()) if slowest.size and 2 * slowest.max() > ranks.size else None,
+        **{name: _median(values) for name, values in components.items()},
     )
 
 

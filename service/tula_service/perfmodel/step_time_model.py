@@ -181,7 +181,7 @@ def _fit(
     by_count = [str(names[i]) for i in np.lexsort((names, -counts))]
     posteriors: dict[str, Posterior] = {}
     for name in by_count:
-        start = priors.of_type(name) or generic_prior()
+        start = priors.believed.get(name, priors.anywhere) or generic_prior()
         if posteriors:
             start = _carried(posteriors[by_count[0]], by_count[0], name, priors)
         targets = merged.targets(types == name, start.scales)

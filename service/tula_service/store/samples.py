@@ -246,12 +246,8 @@ class Samples(Repository):
         figures = summarise(
             recent.step,
             recent.step_time_s,
-            compute_time_s=recent.compute_time_s,
-            comm_time_s=recent.comm_time_s,
-            exposed_comm_time_s=recent.exposed_comm_time_s,
-            input_time_s=recent.input_time_s,
-            skew_s=recent.skew_s,
             straggler_rank=recent.straggler_rank,
+            **{name: getattr(recent, name) for name in _FLOATS},
         )
         seen = self._row(
             sa.select(sample_sources)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +23,7 @@ from tula_service.usecases.recommendations import spec_of
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
+_CHUNKS_PER_TRANSACTION: Final = 100
 EVENTS_KEPT_FOR: Final = timedelta(days=7)
 """Readers that reconnect resume within minutes; a week is for looking back."""
 
@@ -246,22 +247,22 @@ def prune_store(store: Store, *, older_than: timedelta, actor: Principal, dry_ru
         delete_job(store, actor, job_id)
     for job_id in begun:
         _finish_deleting(store, job_id)
-    while True:
-        with store.transaction() as tx:
-            if tx.events.delete_before(now - EVENTS_KEPT_FOR, limit=_ROWS_PER_TRANSACTION) < _ROWS_PER_TRANSACTION:
-                break
+    _delete_in_pieces(store, lambda tx, limit: tx.events.delete_before(now - EVENTS_KEPT_FOR, limit=limit))
     return Pruned([*old, *begun], num_events)
 
 
+def _delete_in_pieces(
+    store: Store, delete: Callable[[Transaction, int], int], limit: int = _ROWS_PER_TRANSACTION
+) -> None:
+    while True:
+        with store.transaction() as tx:
+            if delete(tx, limit) < limit:
+                return
+
+
 def _finish_deleting(store: Store, job_id: str) -> None:
-    while True:
-        with store.transaction() as tx:
-            if tx.samples.purge(job_id, limit=_ROWS_PER_TRANSACTION) < _ROWS_PER_TRANSACTION:
-                break
-    while True:
-        with store.transaction() as tx:
-            if tx.telemetry.purge(job_id, limit=_ROWS_PER_TRANSACTION // 50) < _ROWS_PER_TRANSACTION // 50:
-                break
+    _delete_in_pieces(store, lambda tx, limit: tx.samples.purge(job_id, limit=limit))
+    _delete_in_pieces(store, lambda tx, limit: tx.telemetry.purge(job_id, limit=limit), _CHUNKS_PER_TRANSACTION)
     with store.transaction() as tx:
         tx.jobs.delete(job_id)
 

@@ -66,14 +66,12 @@ def _claimed(
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
         if not active and not replanned and job.plan_state is not PlanState.CURRENT:
             return None
-    if any(run.state is RunState.PENDING for run in active):
-        least = min(run.configuration.num_nodes for run in active if run.state is RunState.PENDING)
-        reason = f"Every run that is left needs at least {least} nodes: claim with max_nodes of at least that."
-        return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
-    if active:
-        reason = f"{len(active)} run(s) are at work elsewhere; the plan may continue when they end."
-        return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
-    return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
+    if not active:
+        return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
+    reason = f"{len(active)} run(s) are at work elsewhere; the plan may continue when they end."
+    if pending := [run.configuration.num_nodes for run in active if run.state is RunState.PENDING]:
+        reason = f"Every run that is left needs at least {min(pending)} nodes: claim with max_nodes of at least that."
+    return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
 
 
 def fail_vanished(tx: Transaction, job_id: str) -> None:

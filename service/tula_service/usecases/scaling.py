@@ -147,6 +147,8 @@ def _view(version: int, body: scaling.Body, policy: str | None, run: RunRecord |
     """The thresholds for an agent whose script runs `policy`; `run` is the job's newest training run."""
     wanted = body["policy"] or policy or _DEFAULT_POLICY
     fields = {**body, **scaling.in_force(body, wanted), "version": version, "policy": wanted}
+    # The critical batch is the noise scale (McCandlish et al. 2018).
+    fields["critical_batch_size"] = body.get("gradient_noise_scale")
     restore = body.get("restore") or {}
     if run is not None and restore.get("run_id") == run.id:
         fields |= {"restore_step": restore["step"], "restore_run_id": run.id}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Basis, StepTimeForm
-from tula_service.perfmodel.points import ObservationError, Points, StepTimeObservations
+from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware, prior_from_jobs
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
@@ -171,11 +171,9 @@ def test_times_that_are_no_times_are_refused_by_name(value):
         StepTimeObservations.at(GRID[:1], [value])
 
 
-def test_ragged_columns_and_impossible_points_are_refused():
+def test_ragged_columns_are_refused():
     with pytest.raises(ObservationError, match="one value for each"):
         StepTimeObservations.at(GRID[:2], [1.0])
-    with pytest.raises(ObservationError, match="below num_nodes"):
-        Points.columns(num_nodes=[4], world_size=[2], local_batch_size=[8])
 
 
 def test_without_data_or_prior_there_is_no_model():
