@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.support.report import provenance
 from experiments.generalization.campaign import Campaign, run_mode
 from experiments.generalization.cases import MODES
 from experiments.generalization.plots import write_plots
@@ -59,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     values["cpu_s"] = math.fsum(result.cpu_s for result in campaign.results)
     text = markdown(reports, values, seeds=mode.seeds)
     print(text)
-    document = {"mode": mode.name, "seeds": mode.seeds, "torch": torch.__version__, **as_json(reports, values)}
+    document = {
+        "mode": mode.name,
+        "seeds": mode.seeds,
+        "torch": torch.__version__,
+        **as_json(reports, values),
+    } | provenance()
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.out:

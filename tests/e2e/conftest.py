@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.command import started
-from tests.support.server import Server, serving
+from tests.support.server import Server
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One service for all tests of this folder; each registers another job."""
     folder = tmp_path_factory.mktemp("service")
-    with serving(f"sqlite:///{folder}/tula.db") as one:
+    with Server(f"sqlite:///{folder}/tula.db") as one:
         yield one
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.command import ALONE, BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
-from tests.support.server import Server, serving
+from tests.support.server import Server
 
 
 def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server: Server, tmp_path: Path) -> None:
@@ -32,13 +32,13 @@ def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server:
 
 def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path}/tula.db"
-    with serving(database) as first:
+    with Server(database) as first:
         port, tula = first.port, Tula(first, tmp_path)
         tuning = tula.start("tune", tula.spec("away", nodes=1), "--json", *ALONE, *BATCH, "--step-s=0.05")
         wait_until(lambda: "starts at step" in tula.logs())
         first.kill()
     wait_until(lambda: not tula.processes(f"{SCRIPT}\0--batch-size=8"))  # the training ended without the service
-    with serving(database, port=port):
+    with Server(database, port=port):
         out, said = tuning.communicate(timeout=150)
         assert tuning.returncode == 0, said
         (run,) = tula.runs("away")

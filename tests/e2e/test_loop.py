@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import clean_environment
-from tests.support.server import Server, serving
+from tests.support.server import Server
 from tula_client import Client
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_ddp.py"
@@ -49,7 +49,7 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
     spec, work = tmp_path / "job.toml", ["--work-dir", str(tmp_path / "work"), "--json"]
     spec.write_text(SPEC)
     script = ["--launcher", "torchrun", *work, "--", str(EXAMPLE), "--batch-size", "{local_batch_size}"]
-    with serving(sqlite_url) as server, Client(server.url, token="") as client:
+    with Server(sqlite_url) as server, Client(server.url, token="") as client:
         tuned = tula(server, "tune", str(spec), *script)
         job = client.handle("digits")
         profiled = [run for run in job.runs() if run.kind == "profile"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.support import clean_environment
-from tests.support.server import Server, serving
+from tests.support.server import Server
 from tula_client import Client
 from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
 
@@ -43,7 +43,7 @@ def by_rank(lines: list[str], word: str) -> list[list[str]]:
 
 
 def test_a_policy_set_on_the_service_takes_effect_on_all_ranks_at_one_step(tmp_path: Path, sqlite_url: str) -> None:
-    with serving(sqlite_url) as server, Client(server.url, token="") as client:
+    with Server(sqlite_url) as server, Client(server.url, token="") as client:
         job = client.register(SPEC).job
         client.patch_scaling(job.id, ScalingPatch(policy="static", static_scale=1.5, small_batch_size=8))
         run = client.create_run(job.id, RunCreate(kind="train", configuration=CONFIGURATION))
@@ -67,7 +67,7 @@ def test_a_policy_set_on_the_service_takes_effect_on_all_ranks_at_one_step(tmp_p
 def test_a_tuned_threshold_that_lowers_accuracy_is_rolled_back_with_the_weights(
     tmp_path: Path, sqlite_url: str
 ) -> None:
-    with serving(sqlite_url) as server, Client(server.url, token="") as client:
+    with Server(sqlite_url) as server, Client(server.url, token="") as client:
         job = client.register(SPEC).job
         run = client.create_run(job.id, RunCreate(kind="train", configuration=CONFIGURATION))
         lines = train(server, tmp_path, job.id, run.id, "ags", "roll-back")

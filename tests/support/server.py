@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from benchmarks.support import server
 from tests.support.fork_server import SERVICE, ForkServer
@@ -28,10 +26,3 @@ class Server(server.Server):
         if python != sys.executable or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
         return fork_server().start(["-m", "tula_service", *arguments], environment, self.log_file)
-
-
-@contextmanager
-def serving(database: str, **options: object) -> Iterator[Server]:
-    """A server for the length of a block."""
-    with Server(database, **options) as made:  # type: ignore[arg-type]
-        yield made

@@ -19,7 +19,7 @@ from benchmarks.support.server import Server as StartedServer
 from benchmarks.support.server import migrate
 from tests.service.api.prepared import prepare
 from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
-from tests.support.server import Server, serving
+from tests.support.server import Server
 from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes
@@ -72,7 +72,7 @@ def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
 def test_kills_of_workers_lose_nothing(database_url: str) -> None:
     """kill -9 of one of two workers under load, four times: the other answers and the supervisor replaces it."""
     prepared = prepare(database_url)
-    with serving(database_url, workers=2) as server:
+    with Server(database_url, workers=2) as server:
         with sending(prepared, lambda: server.url) as senders:
             for _ in range(WORKER_KILLS):
                 progressed(senders)
@@ -94,7 +94,7 @@ def test_twelve_crashes_of_postgres_lose_nothing() -> None:
         database = postgres.create_database("crash")
         migrate(database)
         prepared = prepare(database)
-        with serving(database) as server:
+        with Server(database) as server:
             with sending(prepared, lambda: server.url) as senders:
                 for _ in range(KILLS):
                     progressed(senders)
@@ -110,7 +110,7 @@ def test_twelve_crashes_of_postgres_lose_nothing() -> None:
 def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> None:
     """The client waits until the rows are committed, hangs up without the answer, and sends again: nothing new."""
     prepared = prepare(database_url)
-    with serving(database_url) as server:
+    with Server(database_url) as server:
         body = b'{"rank":0,"boot_id":"b","sequence":[0,1],"step":[0,1],"step_time_s":[0.1,0.1]}'
         head = (
             f"POST {routes.RUN_SAMPLES.format(run_id=prepared.run_id)} HTTP/1.1\r\nHost: x\r\n"
@@ -148,7 +148,7 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
                 return
             claims.append((run["id"], holder))
 
-    with serving(database_url, workers=2) as server:
+    with Server(database_url, workers=2) as server:
         threads = [threading.Thread(target=claim_all, args=(server.url, f"h{number}")) for number in range(8)]
         for thread in threads:
             thread.start()
@@ -167,7 +167,7 @@ def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
     """200 agents send batch after batch for 8 s: each is acknowledged or gets a Retry-After."""
     prepared = prepare(sqlite_url)
     seconds, statuses = 8.0, []
-    with serving(sqlite_url, max_in_flight=150) as server:
+    with Server(sqlite_url, max_in_flight=150) as server:
         start = threading.Barrier(200)
 
         def agent(rank: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.service.api.conftest import SPEC
 from tests.service.api.prepared import Prepared, prepare
 from tests.service.api.senders import Sender, progressed, sending
-from tests.support.server import serving
+from tests.support.server import Server
 from tula_wire import routes
 
 _CALLS = "read,readv,recvfrom,recvmsg,write,writev,sendto,sendmsg,pwrite64,fsync,fdatasync"
@@ -97,7 +97,7 @@ def traced(prepared: Prepared, folder: Path) -> str:
         f'#!/bin/sh\nexec strace -D -f --seccomp-bpf -y -s 4096 -e trace={_CALLS} -o {trace} {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    with serving(prepared.database, python=str(python)) as server:
+    with Server(prepared.database, python=str(python)) as server:
         one = Sender(prepared, rank=100)
         with one.client() as client:
             for _ in range(4):

@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from benchmarks.support.server import migrate
 from tests.service.api.prepared import Prepared, prepare
-from tests.support.server import Server, serving
+from tests.support.server import Server
 from tula_service.api import errors
 from tula_service.api.instruments import Metrics
 from tula_service.api.middleware import BODY_TIMEOUT_S, RequestMiddleware
@@ -31,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
     """A service in a separate process, whose memory can be measured."""
     database = f"sqlite:///{tmp_path_factory.mktemp('hostile') / 'tula.db'}"
     migrate(database)
-    with serving(database) as server:
+    with Server(database) as server:
         yield server, prepare(database)
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import tula_wire as wire
-from tests.support.server import serving
+from tests.support.server import Server
 
 SPEC: dict[str, Any] = {
     "name": "loop",
@@ -29,7 +29,7 @@ SPEC: dict[str, Any] = {
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a service in its own process."""
     folder: Path = tmp_path_factory.mktemp("served")
-    with serving(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with Server(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 
@@ -228,7 +228,7 @@ def test_a_reader_that_reconnects_goes_on_after_the_last_event_it_saw(client: ht
 
 
 def test_open_streams_leave_room_for_other_requests_and_end_when_the_service_stops(tmp_path: Path) -> None:
-    with serving(str(tmp_path / "tula.db"), max_in_flight=8) as server, ExitStack() as stack:
+    with Server(str(tmp_path / "tula.db"), max_in_flight=8) as server, ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
         job_id = ok(client.post(wire.routes.JOBS, json=SPEC), 201)["job"]["id"]
         target = path(wire.routes.JOB_EVENTS, job_id=job_id)

@@ -12,7 +12,7 @@ import pytest
 
 import tula_wire as wire
 from tests.service.api.test_loop import ok, path, problem, step_time
-from tests.support.server import serving
+from tests.support.server import Server
 
 GB = 10**9
 CAPACITY = 16 * GB
@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a service in its own process."""
     folder: Path = tmp_path_factory.mktemp("served")
-    with serving(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with Server(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 

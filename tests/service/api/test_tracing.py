@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from benchmarks.support.server import make_token
-from tests.support.server import serving
+from tests.support.server import Server
 from tula_wire import routes
 
 
@@ -84,7 +84,7 @@ def test_a_request_becomes_one_span_in_the_collector(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", compression)
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     headers = {"Authorization": f"Bearer {secret}", "traceparent": f"00-{trace}-{parent}-01"}
-    with serving(sqlite_url, trace=1) as server:
+    with Server(sqlite_url, trace=1) as server:
         assert httpx.get(server.url + routes.HEALTH).status_code == 200
         assert httpx.get(server.url + routes.JOB.format(job_id="job-0"), headers=headers).status_code == 404
     # Stopping the service sends what it still holds.
@@ -113,6 +113,6 @@ def test_a_collector_that_is_not_there_changes_nothing(sqlite_url: str, monkeypa
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     headers = {"Authorization": f"Bearer {make_token(sqlite_url)}"}
-    with serving(sqlite_url, trace=1) as server:
+    with Server(sqlite_url, trace=1) as server:
         assert httpx.get(server.url + routes.JOBS, headers=headers).status_code == 200
         assert server.stop() in (0, -15)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from benchmarks.support.server import migrate
-from tests.support.server import serving
+from tests.support.server import Server
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "wire.md"
 ROUTE = re.compile(r"^### `([A-Z]+) ([^`]+)`$", re.MULTILINE)
@@ -57,7 +57,7 @@ def exchanges(text: str) -> Iterator[Exchange]:
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "tula.db")
         migrate(database)
-        with serving(database) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        with Server(database) as server, httpx.Client(base_url=server.url, timeout=30) as client:
             names: dict[str, str] = {}
             for found in _EXCHANGE.finditer(text):
                 status, answer = _send(client, found["request"], names)
