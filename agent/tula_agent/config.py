@@ -46,11 +46,7 @@ class AgentConfig:
     local_batch_size: int | None
     grad_accum_steps: int | None
     stacks_at_s: float | None = None
-    flush_interval_s: float = 1.0
-    request_timeout_s: float = 5.0
     exit_deadline_s: float = 5.0
-    spool_limit_bytes: int = 64 * 2**20
-    queue_limit_bytes: int = 4 * 2**20
     row_limit: int = 20_000
 
     @property

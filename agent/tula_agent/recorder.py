@@ -36,6 +36,7 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 50 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
+REQUEST_TIMEOUT_S = 5.0
 
 _recorders = count()
 
@@ -84,15 +85,12 @@ class Recorder:
         self._last_step_s = 0.1
         self._threshold_poller: ThresholdPoller | None = None
         self.exporter = Exporter(
-            lambda: Transport(config.url, config.token, config.request_timeout_s),
+            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
             self.requests.collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
             on_reply=self._on_reply,
             poll=self._poll if self.leads else None,
-            flush_interval_s=config.flush_interval_s,
-            queue_limit_bytes=config.queue_limit_bytes,
-            spool_limit_bytes=config.spool_limit_bytes,
         )
         if self.leads:
             self.exporter.put(SpooledRequest("PATCH", self._path, encode({"state": "running"}), keep=False))

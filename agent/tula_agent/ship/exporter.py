@@ -17,7 +17,7 @@ from tula_wire.retry import backoff_s
 
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-QUICK_FOR_S, SLOW_FLUSHES = 30.0, 5
+FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 5
 """A run sends every flush interval for so long, and once in so many intervals after that."""
 REJECTED_LIMIT_BYTES = 4 * 2**20
 SAVING_SHARE = 0.1
@@ -42,7 +42,6 @@ class Exporter:
         guard: Guard,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
         poll: Callable[[Transport], None] | None = None,
-        flush_interval_s: float = 1.0,
         queue_limit_bytes: int = 4 * 2**20,
         spool_limit_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
@@ -53,7 +52,6 @@ class Exporter:
         self._on_reply = on_reply
         self._poll = poll
         self._guard = guard
-        self._interval = flush_interval_s
         self.queue_limit_bytes = queue_limit_bytes
         self._queue: deque[SpooledRequest] = deque()
         self._queued_bytes = 0
@@ -147,7 +145,7 @@ class Exporter:
 
     def _run(self) -> None:
         while not self._abandoned:
-            self._wake.wait(self._interval if self._clock() < self._quick_until else SLOW_FLUSHES * self._interval)
+            self._wake.wait(FLUSH_INTERVAL_S if self._clock() < self._quick_until else SLOW_FLUSHES * FLUSH_INTERVAL_S)
             self._wake.clear()
             last = self._closing
             with self._guard("shipping"):

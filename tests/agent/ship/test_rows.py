@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.readings import StepTiming
-from tula_agent.ship.rows import SampleRow, StepSplit, sample_bodies, telemetry_body
+from tula_agent.ship.request_builder import Identity, SampleRow, StepSplit, sample_bodies, telemetry_body
 from tula_agent.ship.spool import encode
 from tula_wire import SampleBatch, TelemetryChunk
 
-IDENTITY = {"rank": 0, "boot_id": "b", "world_size": 2}
+IDENTITY = Identity(0, "b", 2)
 seconds = st.floats(0, 1e4)
 timings = st.builds(
     StepTiming,
