@@ -395,9 +395,7 @@ def _run_name(failed: RunSummary) -> str:
 
 
 def _name(run_id: str, c: Configuration, batch: int) -> str:
-    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
-    kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
-    return f"run {run_id} ({nodes}{kind}, local batch {batch})"
+    return f"run {run_id} ({job_data.cluster_name(c)}, local batch {batch})"
 
 
 def _gib(amount: float) -> str:

@@ -147,9 +147,7 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 def name_of(c: Configuration) -> str:
     """A configuration in a few words."""
-    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
-    kind = "" if c.instance_type == "default" else f" of {c.instance_type}"
-    return f"{nodes}{kind} at a global batch of {c.global_batch_size}"
+    return f"{job_data.cluster_name(c)} at a global batch of {c.global_batch_size}"
 
 
 def _candidate(

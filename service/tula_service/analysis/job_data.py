@@ -107,6 +107,12 @@ class JobData:
         return replace(self, summaries=summaries, ignored_step_times=frozenset(ignored))
 
 
+def cluster_name(c: Configuration) -> str:
+    """The nodes of a configuration in a few words."""
+    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
+    return nodes if c.instance_type == wire.DEFAULT_INSTANCE_TYPE else f"{nodes} of {c.instance_type}"
+
+
 def has_prices(spec: wire.JobSpec) -> bool:
     """True when every instance type has a price, so that costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)

@@ -16,7 +16,6 @@ from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
 
 _DEFAULT_MAX_RUNS = 8
-_BEGUN = (RunState.CLAIMED, RunState.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     """Decide what to profile next. Runs that have begun continue; a waiting run stays while it is still worth it."""
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state is RunState.PENDING]
-    begun = [run for run in runs if run.state in _BEGUN]
+    begun = [run for run in runs if run.state in (RunState.CLAIMED, RunState.RUNNING)]
     try:
         if isinstance(analysis, Infeasible):
             raise ObservationError(analysis.reason)

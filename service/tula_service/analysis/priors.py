@@ -123,12 +123,17 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     """
     hardware = {cluster.instance_type: hardware_of(cluster) for cluster in spec.cluster}
     believed: dict[str, StepTimePrior] = {}
-    for name in sorted(hardware):
-        batches = [c.local_batch_size for c in candidates if c.instance_type == name]
-        reference = float(max(batches or [c.local_batch_size for c in candidates]))
-        found = _believed(lessons, spec, name, hardware, reference, measured=measured)
-        if found is not None:
-            believed[name] = found
+    for cluster in spec.cluster:
+        name, related = cluster.instance_type, lessons.other_networks.get(cluster.instance_type)
+        if name in lessons.same_network:
+            believed[name] = prior_from_jobs(lessons.same_network[name])
+        elif related is not None or not measured:
+            batches = [c.local_batch_size for c in candidates if c.instance_type == name]
+            reference = float(max(batches or [c.local_batch_size for c in candidates]))
+            # The job's own runs tell its scale better than the scales of other jobs do.
+            scales = () if measured else lessons.scales
+            scale = _scale(lessons, spec.model, cluster, hardware, reference, scales=scales)
+            believed[name] = scale if related is None else prior_from_jobs(related, scale=scale)
     return Priors(believed, hardware)
 
 
@@ -174,11 +179,7 @@ def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
 
 def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
     """True when two jobs name the same hardware. If neither names it, ranks and memory must agree as well."""
-    if (one.instance_type, one.accelerator, one.network_gbps) != (
-        other.instance_type,
-        other.accelerator,
-        other.network_gbps,
-    ):
+    if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
     if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
         return True
@@ -194,31 +195,10 @@ def device_of(cluster: wire.ClusterSpec) -> str:
     return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
 
 
-def _believed(
-    lessons: Lessons,
-    spec: wire.JobSpec,
-    name: str,
-    hardware: Mapping[str, Hardware],
-    reference: float,
-    *,
-    measured: bool,
-) -> StepTimePrior | None:
-    """The prior of one instance type, from the most informative source."""
-    if name in lessons.same_network:
-        return prior_from_jobs(lessons.same_network[name])
-    if measured and name not in lessons.other_networks:
-        return None
-    # The job's own runs tell its scale better than the scales of other jobs do.
-    scale = _scale(lessons, spec, name, hardware, reference, scales=() if measured else lessons.scales)
-    if name in lessons.other_networks:
-        return prior_from_jobs(lessons.other_networks[name], scale=scale)
-    return scale
-
-
 def _scale(
     lessons: Lessons,
-    spec: wire.JobSpec,
-    name: str,
+    model: wire.ModelSpec,
+    cluster: wire.ClusterSpec,
     hardware: Mapping[str, Hardware],
     reference: float,
     *,
@@ -229,26 +209,21 @@ def _scale(
 
     Its basis is `prior` either way: only earlier jobs on the same hardware make a `transfer`.
     """
-    facts = _facts_of(spec.model)
-    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference)
+    facts, mine = _facts_of(model), hardware[cluster.instance_type]
+    guess = prior_from_hardware(facts, mine, reference_batch_size=reference)
     near = [(prior, hardware[other]) for other, found in sorted(lessons.same_network.items()) for prior in found]
     moved = [
-        prior_from_other_type(learned, other, hardware[name])
+        prior_from_other_type(learned, other, mine)
         for learned, other in (*near, *lessons.other_hardware)
-        if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
+        if other.memory_gb_per_s is not None and mine.memory_gb_per_s is not None
     ]
     # A run on hardware of uncertain speed says less of a device than its data sheet does.
     nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
     if nearest is not guess:
         return replace(nearest, basis=Basis.PRIOR)
-    cluster = next(cluster for cluster in spec.cluster if cluster.instance_type == name)
-    return scale_from_jobs(
-        guess,
-        [_earlier_scale(scale) for scale in scales],
-        device=device_of(cluster),
-        flops_sd=facts.flops_sd,
-        device_sd=hardware[name].device_sd,
-    )
+    earlier = [_earlier_scale(scale) for scale in scales]
+    device = device_of(cluster)
+    return scale_from_jobs(guess, earlier, device=device, flops_sd=facts.flops_sd, device_sd=mine.device_sd)
 
 
 def _facts_of(model: wire.ModelSpec) -> ModelFacts:

@@ -81,20 +81,17 @@ ANONYMOUS: Final = Principal(name="loopback", scope="admin")
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
     """The job. Raises NotFound both without such a job and for a caller who may not see it, so that ids do not leak."""
-    if not job_id.isprintable():  # Postgres refuses NUL in a text, and no id holds unprintable characters
-        raise NotFound.of("job", job_id)
-    job = tx.jobs.get(job_id)
-    if not principal.may_touch(job_id=job.id, project_id=job.project_id):
+    # Postgres refuses NUL in a text, and no id holds unprintable characters.
+    job = tx.jobs.get(job_id) if job_id.isprintable() else None
+    if job is None or not principal.may_touch(job_id=job.id, project_id=job.project_id):
         raise NotFound.of("job", job_id)
     return job
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
     """The run. Raises NotFound both without such a run and for a caller who may not see it."""
-    if not run_id.isprintable():
-        raise NotFound.of("run", run_id)
-    run = tx.runs.get(run_id)
-    if not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
+    run = tx.runs.get(run_id) if run_id.isprintable() else None
+    if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
     return run
 
