@@ -1,10 +1,14 @@
-"""Numbers as people read them: durations, money, sizes, shares."""
+"""Jinja templates with everything escaped, and the filters that show numbers as people read them."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.catalog import method_name
@@ -44,16 +48,14 @@ def size(size_bytes: float | None) -> str:
     return f"{size_bytes:.0f} bytes"
 
 
-def percent(share: float | None, *, signed: bool = False) -> str:
+def percent(share: float | None) -> str:
     """A fraction as a percentage."""
-    if share is None or not math.isfinite(share):
-        return NOTHING
-    return _minus(f"{share * 100:+.1f} %") if signed else f"{share * 100:.0f} %"
+    return NOTHING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
 
 
 def signed(share: float | None) -> str:
     """A fraction as a percentage with its sign."""
-    return percent(share, signed=True)
+    return NOTHING if share is None or not math.isfinite(share) else _minus(f"{share * 100:+.1f} %")
 
 
 def saving(share: float | None) -> str:
@@ -115,7 +117,7 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
-FILTERS: dict[str, Callable[..., str]] = {
+_FILTERS: Final[dict[str, Callable[..., str]]] = {
     "duration": duration,
     "money": money,
     "size": size,
@@ -130,3 +132,21 @@ FILTERS: dict[str, Callable[..., str]] = {
     "words": words,
     "method": method_name,
 }
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tula_service.dashboard", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(_FILTERS)
+    return environment
+
+
+def render(name: str, **context: Any) -> str:
+    """A page. Raises jinja2.UndefinedError when a template asks for what it was not given."""
+    return _environment().get_template(name).render(**context)

@@ -15,7 +15,7 @@ from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import quality_runs
 from tula_service.dashboard.charts.catalog import method_name
-from tula_service.dashboard.templating import render
+from tula_service.dashboard.format import render
 from tula_service.store import Store
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tula_service.dashboard.templating import render
+from tula_service.dashboard.format import render
 from tula_service.errors import Busy, Unauthenticated
 
 COOKIE: Final = "tula_token"

@@ -63,7 +63,6 @@ SOURCES: Final = {
 }
 """Where a chart's columns come from, for the message while there are none."""
 
-
 METHOD_NAMES: Final = {
     "lbt": "LBT (plain large batch)",
     "lrs": "LRS (linear learning rate)",

@@ -17,11 +17,6 @@ from tula_wire import Run, ScalingThresholds, TelemetrySeries
 
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
-
-
-_SHARE: Final[dict[str, Any]] = {"domain": [0, 1]}
-
-
 _DELTA: Final = 0.5
 """The agent's default when neither the service nor the script sets one (section 5 of the paper)."""
 _TREND: Final = "_trend"
@@ -99,7 +94,9 @@ def _area(area: _Area) -> alt.LayerChart:
     y = (
         y.scale(type="symlog", constant=0.05)
         if panel.logarithmic
-        else y.scale(**_SHARE if panel.columns == ("scaled_share",) else {"zero": False})
+        else y.scale(domain=[0, 1])
+        if panel.columns == ("scaled_share",)
+        else y.scale(zero=False)
     )
     # Few points stay visible as points; a thousand would draw one thick band.
     sparse: Any = {"size": 14, "filled": True} if area.few_points else False
