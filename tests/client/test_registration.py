@@ -115,6 +115,14 @@ def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spe
     assert len(client.jobs(search=spec.name).jobs) == 1
 
 
+def test_a_job_that_was_changed_is_found_from_another_folder(client: Client, spec: JobSpec, tmp_path: Path) -> None:
+    for objective in ("knee", "cost"):
+        found = register(client, changed(spec, objective=objective), tmp_path / "first")
+        found.save(WorkDir(tmp_path / "first", found.job.id))
+    again = register(client, changed(spec, objective="cost"), tmp_path / "second")
+    assert (again.job.id, again.notes) == (found.job.id, ())
+
+
 def test_registration_handles_every_field_of_a_patch() -> None:
     assert set(JobPatch.model_fields) == {"objective", "limits", "prices", "archived"}
 

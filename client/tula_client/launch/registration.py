@@ -61,10 +61,9 @@ def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Reg
     With `work_dir`, the failed runs of a job that is found are planned again. Raises the client's errors.
     """
     known = [_compare(job, spec) for job in _jobs_named(client, spec.name)]
-    found, first_spec = _find(known, spec, work_dir)
-    job = found
+    job, first_spec = _find(known, spec, work_dir)
     notes: list[str] = []
-    if job is None or (first_spec is not None and work_dir is not None):
+    if job is None or (first_spec is not None and work_dir is not None and _any_failed(job)):
         first_spec = first_spec or spec
         job = client.register(first_spec, idempotency_key=idempotency_key(first_spec)).job
         if known and job.id not in {one.job.id for one in known}:
@@ -76,6 +75,10 @@ def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Reg
         changes = _format_changes(comparison.changes)
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")
     return Registered(job, tuple(notes), first_spec)
+
+
+def _any_failed(job: Job) -> bool:
+    return any(run.state in ("failed", "out_of_memory") for run in job.plan)
 
 
 def _find(known: list[_Comparison], spec: JobSpec, work_dir: Path | None) -> tuple[Job | None, JobSpec | None]:
