@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import clean_environment
+from tests.support.forked_commands import launchers
 from tests.support.server import Server
 from tula_client import Client
 from tula_client.launch.spec import load_spec
@@ -23,7 +24,7 @@ HANGS = str(Path(SCRIPT).with_name("hangs.py"))
 FOLDER = Path(sys.executable).parent
 TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
 ONE_RANK = ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=0"]
-ALONE = ["--", "env", *ONE_RANK, sys.executable, SCRIPT]
+ALONE = ["--", "env", *ONE_RANK, "python", SCRIPT]
 """The script as the only rank: a third of the imports of two ranks under torchrun, where these are not the claim."""
 STAND_IN = str(Path(__file__).parents[1] / "support" / "stand_in.py")
 BATCH = ["--batch-size={local_batch_size}"]
@@ -49,10 +50,16 @@ started: list[subprocess.Popen[str]] = []
 
 
 class Tula:
-    """The command, as a person runs it in a separate folder."""
+    """The command, as a person runs it in a separate folder.
 
-    def __init__(self, server: Server, folder: Path, **environment: str) -> None:
-        path = f"{FOLDER}{os.pathsep}{os.environ['PATH']}"
+    `forked`: the processes that it launches are forked from one that has imported torch, where the claim is neither
+    how they start nor that none is left.
+    """
+
+    def __init__(self, server: Server, folder: Path, *, forked: bool = False, **environment: str) -> None:
+        path = os.pathsep.join([*([str(launchers())] if forked else []), str(FOLDER), os.environ["PATH"]])
+        if forked:
+            environment["PYTHON_EXEC"] = str(launchers() / "python")
         self.environment = clean_environment(TULA_URL=server.url, PATH=path) | environment
         self.folder = folder
 

@@ -5,28 +5,30 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_commands import launchers
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def train(script: Path, *arguments: str, block: str = "") -> str:
+def train(folder: Path, script: Path, *arguments: str, block: str = "") -> str:
     """Run a script as the only rank; its output. `block` names a module that must not be importable."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    program = (
+    program = folder / "program.py"
+    program.write_text(
         f"import runpy, sys; sys.modules.update(dict.fromkeys({[block] if block else []}))\n"
         f"sys.path.insert(0, {str(EXAMPLES)!r}); sys.argv[0] = {str(script)!r}\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [str(launchers() / "python"), str(program), *arguments],
         capture_output=True,
         text=True,
         env=kept | ranks | {"OMP_NUM_THREADS": "1"},
@@ -43,13 +45,13 @@ def test_without_its_marked_lines_the_example_is_an_ordinary_script_that_learns_
     lines = example.read_text().splitlines(keepends=True)
     plain.write_text("".join(line for line in lines if not line.rstrip().endswith("# tula")))
     arguments = ["--batch-size", "32", "--epochs", "2"]
-    without = train(plain, *arguments, block="tula_agent")
+    without = train(tmp_path, plain, *arguments, block="tula_agent")
     # The policy `none` passes steps through, so that Tula's lines change no weight: the same digits, to the last one.
-    with_tula = train(example, *arguments, "--policy", "none")
+    with_tula = train(tmp_path, example, *arguments, "--policy", "none")
     assert without == with_tula
     assert float(without.split()[-1]) > 0.5
 
 
 @pytest.mark.parametrize("name", ["accumulation.py", "amp.py"])
-def test_an_example_trains_without_a_service(name: str) -> None:
-    assert "epoch 2: loss" in train(EXAMPLES / name, "--batch-size", "64")
+def test_an_example_trains_without_a_service(tmp_path: Path, name: str) -> None:
+    assert "epoch 2: loss" in train(tmp_path, EXAMPLES / name, "--batch-size", "64")

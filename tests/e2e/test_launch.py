@@ -33,7 +33,7 @@ def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server:
 def test_a_service_that_goes_away_and_comes_back_costs_nothing_measured(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path}/tula.db"
     with Server(database) as first:
-        port, tula = first.port, Tula(first, tmp_path)
+        port, tula = first.port, Tula(first, tmp_path, forked=True)
         tuning = tula.start("tune", tula.spec("away", nodes=1), "--json", *ALONE, *BATCH, "--step-s=0.05")
         wait_until(lambda: "starts at step" in tula.logs())
         first.kill()
@@ -64,7 +64,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
 def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
     server: Server, tmp_path: Path, memory: str
 ) -> None:
-    tula, name = Tula(server, tmp_path), f"shrinks-{memory}"
+    tula, name = Tula(server, tmp_path, forked=True), f"shrinks-{memory}"
     script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
     tula.register(name, nodes=1, accumulation=2)
     trained, _ = tula("run", name, *script, "--fits=4")
@@ -97,7 +97,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_also_falls_back(server: Ser
 
 
 def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
+    tula = Tula(server, tmp_path, forked=True)
     began = time.monotonic()
     tuned, _ = tula("tune", tula.spec("catches", steps=200), *TORCHRUN, *BATCH, "--steps=400", "--fits=4", "--catch")
     assert [run.state for run in tula.runs("catches")] == ["out_of_memory"]
@@ -107,7 +107,7 @@ def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(s
 
 
 def test_a_script_that_ignores_its_batch_is_named_with_the_batch_it_used(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
+    tula = Tula(server, tmp_path, forked=True)
     _, said = tula("tune", tula.spec("deaf", nodes=1), *ALONE, "--batch-size=6", fails=True)
     (run,) = tula.runs("deaf")
     assert f"Run {run.id} was to use local batch 8" in said
@@ -127,7 +127,7 @@ def slurm_environment() -> Iterator[dict[str, str]]:
 def test_slurm_starts_the_ranks_and_the_whole_job_is_one_command(
     server: Server, tmp_path: Path, slurm_environment: dict[str, str]
 ) -> None:
-    tula = Tula(server, tmp_path, **slurm_environment)
+    tula = Tula(server, tmp_path, forked=True, **slurm_environment)
     spec = tula.spec("on-slurm", nodes=1, ranks=2)
     tuned, _ = tula("tune", spec, "--then-run", "--launcher=slurm", "--", SCRIPT, *BATCH)
     assert tuned["trained"]["attempts"][-1]["state"] == "succeeded"
@@ -140,7 +140,7 @@ def test_slurm_starts_the_ranks_and_the_whole_job_is_one_command(
 def test_ranks_that_no_signal_reaches_print_their_stacks_themselves(
     server: Server, tmp_path: Path, slurm_environment: dict[str, str]
 ) -> None:
-    tula = Tula(server, tmp_path, **slurm_environment)
+    tula = Tula(server, tmp_path, forked=True, **slurm_environment)
     spec = tula.spec("hangs-elsewhere", nodes=1, ranks=2)
     hanging = [HANGS, "--with-agent", *BATCH]  # started by slurmd: as far from `tula` as on another node
     _, said = tula("tune", spec, "--time-limit=30", "--launcher=slurm", "--", *hanging, fails=True)

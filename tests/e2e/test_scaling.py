@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.support import clean_environment
+from tests.support.forked_commands import launchers
 from tests.support.server import Server
 from tula_client import Client
 from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
@@ -27,8 +27,9 @@ def train(server: Server, folder: Path, job_id: str, run_id: str, *arguments: st
         TULA_RUN_ID=run_id,
         TULA_SPOOL_DIR=str(folder / "spool"),
         TULA_CHECKPOINT_DIR=str(folder / "checkpoints"),
+        PYTHON_EXEC=str(launchers() / "python"),
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

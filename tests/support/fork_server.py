@@ -1,11 +1,11 @@
 """Starts Python programs in a fraction of a second: a parent that has imported what they import forks them.
 
 Run as a program, it is that parent. Its arguments are a folder and the modules to import. It reads one JSON object a
-line: argv (a script, or `-m` and a module, then arguments), env, and files for stdout and stderr. For each it answers
-the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the folder. The child is what
-`python ARGV` would have started: a process with a separate session, environment and files, whose signals, `atexit`
-functions and exit status are the program's. When the input ends, as it does when the tests are killed, the parent ends
-the children that still run.
+line: argv (a script, or `-m` and a module, then arguments), env, a working folder, and files for stdout and stderr.
+For each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the
+folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
+whose signals, `atexit` functions and exit status are the program's. When the input ends, as it does when the tests are
+killed, the parent ends the children that still run.
 """
 
 from __future__ import annotations
@@ -96,12 +96,19 @@ class ForkServer:
         )
 
     def start(
-        self, argv: Sequence[str], env: dict[str, str], stdout: Path | str, stderr: Path | str | None = None
+        self,
+        argv: Sequence[str],
+        env: dict[str, str],
+        stdout: Path | str,
+        stderr: Path | str | None = None,
+        *,
+        folder: Path | str = ".",
     ) -> ForkedProcess:
-        """Fork `python ARGV`, which appends its output to these files; without `stderr`, all of it to the first."""
+        """Fork `python ARGV` in `folder`; it appends its output to these files, without `stderr` all to the first."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         order = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
+        order["folder"] = str(folder)
         self._parent.stdin.write(json.dumps(order) + "\n")
         self._parent.stdin.flush()
         pid = int(self._parent.stdout.readline())
@@ -166,6 +173,8 @@ def become(order: dict[str, Any]) -> None:
     files = [os.open(os.devnull, os.O_RDWR), os.open(order["stdout"], flags), os.open(order["stderr"], flags)]
     for target, descriptor in enumerate(files):
         os.dup2(descriptor, target)
+    os.chdir(order["folder"])
+    sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
     is_module = order["argv"][0] == "-m"
     sys.argv = order["argv"][is_module:]
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
