@@ -184,7 +184,7 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
     with psycopg.connect(plain) as postgres:
         while time.perf_counter() < ends:
             row = rows[done % VARIANTS]
-            postgres.execute(INSERT_POSTGRES, (*row[:3], done, *row[4:]))
+            postgres.execute(INSERT_POSTGRES, [[value] for value in (*row[:3], done, *row[4:])])
             postgres.commit()
             done += 1
     return done / seconds

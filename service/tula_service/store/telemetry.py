@@ -13,7 +13,10 @@ from tula_service.store.telemetry_codec import pack, unpack
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
 _INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
-INSERT_POSTGRES = _INSERT.format(f"VALUES ({', '.join(['%s'] * 9)})")
+_KINDS = ("bigint", "int", "text", "bigint", "bigint", "bigint", "int", "text")
+_ARRAYS = ", ".join([*(f"%s::{kind}[]" for kind in _KINDS), "%b::bytea[]"])
+INSERT_POSTGRES = _INSERT.format(f"SELECT * FROM unnest({_ARRAYS})") + " RETURNING run_key, rank, boot_id, sequence"
+"""Takes the columns of any number of rows, each as a list, and returns the identities of the new ones."""
 INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
 RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
 INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")

@@ -117,16 +117,22 @@ class TelemetryWriter:
 
     def _write_postgres(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         connection: psycopg.Connection[Any] = self._driver()
+        # In one order, in which rows and the runs they refer to are locked: others insert the same, or delete a run.
+        rows = sorted((row for _, row in chunks), key=lambda row: row[:4])
+        columns = [list(column) for column in zip(*rows, strict=True)]
         try:
-            with connection.pipeline():
-                cursors = [connection.execute(INSERT_POSTGRES, row) for _, row in chunks]
-                connection.commit()
-            return [cursor.rowcount == 1 for cursor in cursors]
+            new = set(connection.execute(INSERT_POSTGRES, columns).fetchall())
+            connection.commit()
         except self._store.engine.dialect.loaded_dbapi.IntegrityError:
             connection.rollback()
-        if len(chunks) == 1:
-            return [NotFound(_GONE)]
-        return [self._write_postgres([chunk])[0] for chunk in chunks]
+            if len(chunks) == 1:
+                return [NotFound(_GONE)]
+            return [self._write_postgres([chunk])[0] for chunk in chunks]
+        outcomes: list[_Outcome] = []
+        for _, row in chunks:
+            outcomes.append(row[:4] in new)
+            new.discard(row[:4])  # the same chunk again in this group is a duplicate
+        return outcomes
 
     def _driver(self) -> Any:
         if self._connection is None:

@@ -77,6 +77,7 @@ def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 
 
 def add_chunk(tx: Transaction, run_key: int, chunk: NewChunk) -> bool:
     """Store a chunk in this transaction, as the telemetry writer does in its own; False if it was stored before."""
-    postgres = tx.connection.dialect.name == "postgresql"
-    statement = INSERT_POSTGRES if postgres else INSERT_SQLITE
-    return tx.connection.exec_driver_sql(statement, chunk_row(run_key, chunk)).rowcount == 1
+    row = chunk_row(run_key, chunk)
+    if tx.connection.dialect.name == "postgresql":
+        return tx.connection.exec_driver_sql(INSERT_POSTGRES, tuple([value] for value in row)).rowcount == 1
+    return tx.connection.exec_driver_sql(INSERT_SQLITE, row).rowcount == 1
