@@ -23,7 +23,7 @@ CHECKS = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8").parti
 def draw_all(page: Page) -> None:
     """Bring every chart into view and wait for it to be drawn, or to say why it is not."""
     for figure in page.locator("[data-chart]").all():
-        figure.scroll_into_view_if_needed()
+        figure.evaluate("figure => figure.scrollIntoView({block: 'center'})")  # while charts above it still grow
         expect(figure.locator("svg.marks, .waiting:not(:text-is('Loading…'))").first).to_be_attached()
         expect(figure.locator(".failed")).to_have_count(0)
 
