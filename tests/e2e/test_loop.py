@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks.support import clean_environment
+from tests.e2e.command import Tula
 from tests.support.server import Server
 from tula_client import Client
 
@@ -35,22 +30,13 @@ measuring_steps = 15
 """
 
 
-def tula(server: Server, *words: str) -> Any:
-    """Run the command as a person does; its JSON answer."""
-    folder = Path(sys.executable).parent
-    environment = clean_environment(TULA_URL=server.url, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
-    command = [str(folder / "tula"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr + server.log()[-5000:]
-    return json.loads(done.stdout)
-
-
 def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Path, sqlite_url: str) -> None:
-    spec, work = tmp_path / "job.toml", ["--work-dir", str(tmp_path / "work"), "--json"]
+    spec = tmp_path / "job.toml"
     spec.write_text(SPEC)
-    script = ["--launcher", "torchrun", *work, "--", str(EXAMPLE), "--batch-size", "{local_batch_size}"]
+    script = ["--launcher", "torchrun", "--", str(EXAMPLE), "--batch-size", "{local_batch_size}"]
     with Server(sqlite_url) as server, Client(server.url, token="") as client:
-        tuned = tula(server, "tune", str(spec), *script)
+        profile = Tula(server, tmp_path, forked=True)
+        tuned, _ = profile("tune", str(spec), *script)
         job = client.handle("digits")
         profiled = [run for run in job.runs() if run.kind == "profile"]
 
@@ -70,11 +56,11 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
             seen = measured.get(one["configuration"]["local_batch_size"])
             assert one["profiled"] == (seen is not None)
 
-        again = tula(server, "tune", str(spec), *script)
+        again, _ = profile("tune", str(spec), *script)
         assert again["recommendation"]["model"]["num_runs"] == len(profiled)
         assert len([run for run in job.runs() if run.kind == "profile"]) == len(profiled)
 
-        tula(server, "run", "digits", *script, "--epochs", "2")
+        Tula(server, tmp_path)("run", "digits", *script, "--epochs", "2")
         trained = next(run for run in job.runs() if run.kind == "train")
         assert trained.state == "succeeded"
         assert trained.configuration.local_batch_size == answer["chosen"]["configuration"]["local_batch_size"]
