@@ -6,7 +6,7 @@ Each part that Tula adds is timed by itself: the leaf hooks (run again on the fi
 configuration left them), and the time of `step` outside the wrapped optimizer's `step`. A difference of two whole step
 times would hide one percent in noise. `overhead.fraction` is the default policy's share after its first 512 steps, when
 it measures every eighth step and clips spikes in all; `overhead.first_steps_fraction` is its share while every step is
-measured; `overhead.none_fraction` is the share of policy `none`, which measures the noise scale at every eighth step.
+measured; `overhead.measure_fraction` is the share of policy `measure`, which measures at every eighth step.
 `--smoke` takes two steps of ResNet-18 on tiny images: its figures only show that the benchmark works.
 """
 
@@ -45,12 +45,12 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
 
     found: dict[str, list[float]] = {}
     configurations: dict[str, dict[str, Any]] = {
-        "none": {"policy": "none", "rule": GainRule(measure_every=10_000)},
-        "none_measured": {"policy": "none", "rule": GainRule(measure_every=1)},
+        "measure": {"policy": "measure", "rule": GainRule(measure_every=10_000)},
+        "measure_measured": {"policy": "measure", "rule": GainRule(measure_every=1)},
         "parts": {"policy": "gain", "rule": GainRule(measure_every=1)},
         "between": {"policy": "gain", "rule": GainRule(measure_every=10_000)},
         "ags_gate": {"policy": "ags", "steps_per_epoch": 10_000},
-        "ags_refresh": {"policy": "ags", "steps_per_epoch": 1},
+        "ags_refresh": {"policy": "ags", "source": "parts", "steps_per_epoch": 1},
         "probe": {
             "policy": "gain",
             "source": "probe",
@@ -122,14 +122,16 @@ def _now(device: torch.device) -> float:
 
 def summarise(seconds: dict[str, float]) -> dict[str, float]:
     """Fractions of the step time without Tula."""
-    step = seconds["none.step"] - seconds["none.added"]
+    step = seconds["measure.step"] - seconds["measure.added"]
     added = {
         name: seconds[f"{name}.added"] + seconds[f"{name}.hooks"]
-        for name in ("none", "none_measured", "parts", "between", "ags_gate", "ags_refresh", "probe")
+        for name in ("measure", "measure_measured", "parts", "between", "ags_gate", "ags_refresh", "probe")
     }
     return {
         "overhead.fraction": (MEASURED_SHARE * added["parts"] + (1 - MEASURED_SHARE) * added["between"]) / step,
-        "overhead.none_fraction": (MEASURED_SHARE * added["none_measured"] + (1 - MEASURED_SHARE) * added["none"])
+        "overhead.measure_fraction": (
+            MEASURED_SHARE * added["measure_measured"] + (1 - MEASURED_SHARE) * added["measure"]
+        )
         / step,
         "overhead.first_steps_fraction": added["parts"] / step,
         "overhead.between_fraction": added["between"] / step,

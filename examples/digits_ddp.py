@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--policy", default="gain", help="how Tula scales gradients: gain, ags, static or none")
+    parser.add_argument("--policy", default="gain", help="how Tula scales gradients: gain, ags, measure or none")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")

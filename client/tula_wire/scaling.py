@@ -8,11 +8,13 @@ from pydantic import AfterValidator, Field
 
 from tula_wire._base import Count, Positive, WireModel
 
-ScalingPolicy = Literal["gain", "ags", "static", "none"]
+ScalingPolicy = Literal["gain", "ags", "static", "none", "measure"]
 Granularity = Annotated[
     Literal["tensor", "channel", "element"],
     AfterValidator(lambda value: "tensor" if value == "channel" else value),
-    Field(description="One factor per tensor or per element. `channel` is deprecated and means `tensor`."),
+    Field(
+        description="Of `ags`: one factor per element (Algorithm 1) or per tensor. `channel` is deprecated: `tensor`."
+    ),
 ]
 
 

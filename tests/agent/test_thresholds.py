@@ -59,7 +59,7 @@ def test_polling_sends_the_etag_and_never_changes_what_the_script_passed(sink: S
         tuned,
         replace(tuned, version=3),
         replace(tuned, version=4, restore_step=7),
-        replace(tuned, version=5),
+        replace(tuned, version=5, granularity="tensor"),
         replace(scripted, version=6),
     ]
 

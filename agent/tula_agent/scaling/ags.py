@@ -1,196 +1,200 @@
 """The policies with a sensitivity gate: `ags` (Algorithm 1) and `static` (equation 8).
 
-A factor per parameter, or per element, applies to every step that is not sensitive. It multiplies the gradient of plain
-SGD and the update of any other optimizer, which would divide a scaled gradient away.
+A factor per element or per tensor applies to every step that is not sensitive. Those of `ags` are found after the last
+step of an epoch and used on later batches, so that they are independent of the batch that they scale (Lemma 1); they
+are 1 in the first epoch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tula_agent.scaling.context import ScalingContext
-from tula_agent.scaling.gradient_tap import GradientTap
-from tula_agent.scaling.noise_math import EPS, paper_s_max, squares
-from tula_agent.scaling.ranks import Arrival, Ranks, to_host
-from tula_agent.scaling.step_statistics import global_factor
-from tula_agent.scaling.thresholds import Granularity, ScalingThresholds
-from tula_agent.torch_private import norm_squared
+from tula_agent.scaling.math import factor_from_squares, paper_s_max, squares
+from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Gradients, Meter, Reading, Tapped
+from tula_agent.scaling.ranks import Arrival, to_host
+from tula_agent.scaling.thresholds import ScalingThresholds
 
 DEFAULT_REFRESH_STEPS = 200
 """Steps between two factors of `ags` while no epoch was reported."""
 
 
-class ThresholdedPolicy:
-    """Scales every step that is not sensitive, by the factors of the last refresh.
+@dataclass(frozen=True)
+class GatedFactors:
+    """Factor by parameter (None: 1; 0-d, or of its shape) and the gate (0-d: 1 where the step may be scaled)."""
+
+    by_parameter: Gradients
+    gate: torch.Tensor
+
+
+def factors(small: Gradients, large: Gradients, thresholds: ScalingThresholds, ratio: float) -> Gradients:
+    """Algorithm 1's factor of each parameter from the squares of g_small and g_large; `ratio` is B / b_small."""
+    s_max = paper_s_max(ratio) if thresholds.s_max is None else thresholds.s_max
+    return [
+        None if part is None or whole is None else factor_from_squares(part, whole, s_min=thresholds.s_min, s_max=s_max)
+        for part, whole in zip(small, large, strict=True)
+    ]
+
+
+class AgsPolicy:
+    """Factors of the last refresh for `ags`, one number for `static`, and the gate.
 
     The gate reads the current reduced gradient on the device, so nothing waits for the host.
     """
 
-    def __init__(self, context: ScalingContext, steps_per_epoch: int | None) -> None:
-        self._context = context
-        self._scales_gradient = isinstance(context.inner, (torch.optim.SGD, torch.optim.ASGD))
-        self.steps_per_epoch = steps_per_epoch
-        self._epochs_reported, self._last_refresh = False, 0
+    def __init__(self, meter: Meter, steps_per_epoch: int | None) -> None:
+        self._meter, self._steps_per_epoch = meter, steps_per_epoch
+        self._epochs_reported = False
         self._scaled = self._counted = 0.0
         self.reset()
 
     def reset(self) -> None:
-        """The policy comes into force: drop what was measured before."""
+        """The policy comes into force: drop what was reading before."""
         self._gate = SensitivityGate()
         self._arrival: Arrival | None = None
         self._known = [math.nan, math.nan, math.nan]  # squared norm, variability, gate
-        self.forget_factors()
+        self._factors: Gradients | None = None
+        self._found_for: list[torch.Tensor] = []
+        self._mean_factor = 1.0
+        self._due = False
 
     def forget_factors(self) -> None:
-        """Their bounds or their b_small changed: scale by 1 until the next refresh."""
-        self._factors: list[torch.Tensor | None] | None = None
-        self._mean_factor = 1.0
-        self._due = True
+        """Their bounds or their b_small changed: scale by 1 until they are found again, after the next step."""
+        self._due = self._factors is not None
+        self._factors, self._mean_factor = None, 1.0
 
-    def next_epoch(self) -> None:
-        """An epoch begins: refresh at its first step, unless a number of steps was set."""
+    def next_epoch(self, step: int, thresholds: ScalingThresholds) -> None:
+        """An epoch begins before step number `step`: find factors after that step, where no interval was set."""
         self._epochs_reported = True
-        if self._context.thresholds.refresh_steps is None:
-            self._due = True
+        self._due = self._due or (step > 0 and self._every(thresholds) is None)
 
-    def wants(self, step: int) -> Granularity | None:
-        """The squares of parts that the taps must sum during step number `step`: at a refresh, else None."""
-        thresholds = self._context.thresholds
-        if thresholds.policy != "ags":
-            return None
-        every = thresholds.refresh_steps or self.steps_per_epoch
-        if every is None and not self._epochs_reported:
-            every = DEFAULT_REFRESH_STEPS
-        if every is not None and step - self._last_refresh >= every:
-            self._due = True
-        return thresholds.granularity if self._due and self._context.source != "probe" else None
+    def _every(self, thresholds: ScalingThresholds) -> int | None:
+        default = None if self._epochs_reported else DEFAULT_REFRESH_STEPS
+        return thresholds.refresh_steps or self._steps_per_epoch or default
 
-    def run(self, step: int, inner_step: Callable[[], None]) -> None:
-        """Refresh when due, decide whether the step is sensitive, scale, step."""
+    def wants(self, step: int, thresholds: ScalingThresholds) -> Tapped:
+        """What the taps must sum during step number `step`."""
+        every = self._every(thresholds)
+        if every is not None and (step + 1) % every == 0:
+            self._due = True
+        refreshes = self._due and thresholds.policy == "ags" and self._meter.source != "probe"
+        return thresholds.granularity if refreshes else "projections"
+
+    def factors(self, step: int, thresholds: ScalingThresholds) -> GatedFactors:  # noqa: ARG002 - as of `gain`
+        """What scales this step; finds the factors of later ones when they are due."""
         self._receive()
-        gradients = self._context.gradients()
-        device = next((g.device for g in gradients if g is not None), None)
-        if device is None:
-            inner_step()
-            return
-        mine = [g for g, own in zip(gradients, self._context.portion(), strict=True) if g is not None and own]
-        share = norm_squared(mine).to(device) if mine else torch.zeros((), dtype=torch.float64, device=device)
-        norm_sq, examples = self._context.ranks.sum_(
-            torch.stack([share, torch.full_like(share, self._context.observed)])
-        )
-        gate = self._gate(norm_sq, self._context.thresholds.delta)
-        if self._context.thresholds.policy == "ags" and self._due:
-            self._refresh(step, gradients, examples)
-        self._scaled_step(gradients, gate, inner_step)
-        variability = self._gate.variability if self._gate.variability is not None else norm_sq
-        self._arrival = to_host(torch.stack([norm_sq, variability, gate]))
+        reading = Reading(self._meter.ranks.sum_(self._meter.measure()))
+        gate = self._gate(reading.norm_sq_before_clip, thresholds.delta)
+        self._arrival = to_host(torch.stack([reading.norm_sq, self._gate.variability, gate]))
+        found = self._in_force(thresholds, gate.device)
+        if thresholds.policy == "ags" and self._due:
+            self._refresh(reading, thresholds)
+        return GatedFactors(found, gate)
 
-    def _refresh(self, step: int, gradients: list[torch.Tensor | None], examples: torch.Tensor) -> None:
-        factors = self._new_factors(gradients, examples)
-        if factors is None:
+    def _in_force(self, thresholds: ScalingThresholds, device: torch.device) -> Gradients:
+        parameters = self._meter.parameters()
+        if thresholds.policy == "static":
+            return [torch.full((), _static_scale(thresholds), device=device)] * len(parameters)
+        # Groups may have been added, moved or removed since.
+        by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
+        return [by_parameter.get(id(parameter)) for parameter in parameters]
+
+    def _refresh(self, reading: Reading, thresholds: ScalingThresholds) -> None:
+        """UPDATEGRADSCALE of Algorithm 1: by a probe where the script allows one, else from ranks and micro-steps."""
+        meter = self._meter
+        if meter.global_batch_size is None:
+            meter.count(reading.examples)
+        probed = meter.probe(thresholds.small_batch_size) if meter.may_probe else None
+        if probed is not None:
+            part, whole = (self._squares(g, thresholds) for g in (probed[0], meter.gradients()))
+            found = factors(part, whole, thresholds, probed[1])
+        elif meter.source != "probe" and meter.tap.tapped != thresholds.granularity:
+            return  # due since this step: the next one is tapped
+        else:
+            found = self._from_parts(reading, thresholds) if meter.source != "probe" else []
+        self._due = False
+        if not found:
             return
-        self._factors = factors
-        self._due, self._last_refresh = False, step
-        means = [factor.double().mean() for factor in factors if factor is not None]
+        self._factors, self._found_for = found, meter.parameters()
+        means = [factor.double().mean() for factor in found if factor is not None]
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
-    def _new_factors(
-        self, gradients: list[torch.Tensor | None], examples: torch.Tensor
-    ) -> list[torch.Tensor | None] | None:
-        """From the parts where there are any, else from a probe; None: try again at the next step."""
-        context = self._context
-        found = None
-        if context.source != "probe":
-            if not context.tap.armed:
-                return None  # due since this step: the next one is tapped, which costs no second backward
-            if context.global_batch_size is None:
-                context.count(float(examples))
-            found = factors_from_tap(
-                context.tap, gradients, context.thresholds, ranks=context.ranks, batch_ratio=context.batch_ratio
-            )
-        if found is None and context.may_probe:
-            probed = context.probe()
-            if probed is not None:
-                found = factors_from_probe(probed[0], gradients, context.thresholds, batch_ratio=probed[1])
-        return found
+    def _squares(self, gradients: Gradients, thresholds: ScalingThresholds) -> Gradients:
+        return [None if g is None or g.is_sparse else squares(g, thresholds.granularity) for g in gradients]
 
-    def _scaled_step(
-        self, gradients: list[torch.Tensor | None], gate: torch.Tensor, inner_step: Callable[[], None]
-    ) -> None:
-        parameters = self._context.parameters()
-        known = self._factors or [None] * len(parameters)
-        if self._context.thresholds.policy == "static":
-            known = [torch.full((), self._static_scale, device=gate.device)] * len(parameters)
-        chosen = [
-            (parameter, gradient, factor)
-            for parameter, gradient, factor in zip(parameters, gradients, known, strict=False)
-            if factor is not None and gradient is not None and not gradient.is_sparse
-        ]
-        factors = [factor for _, _, factor in chosen]
-        if self._scales_gradient:
-            apply_to_gradients([gradient for _, gradient, _ in chosen], factors, gate)
-            inner_step()
-            return
-        before = [parameter.detach().clone() for parameter, _, _ in chosen]
-        inner_step()
-        with torch.no_grad():
-            apply_to_updates([parameter for parameter, _, _ in chosen], before, factors, gate)
+    def _from_parts(self, reading: Reading, thresholds: ScalingThresholds) -> Gradients:
+        """Factors from the parts of all ranks; empty when there is one part, or when it differs from the whole.
 
-    @property
-    def _static_scale(self) -> float:
-        """Equation 8's factor within the bounds of every factor."""
-        thresholds = self._context.thresholds
-        scale = max(thresholds.static_scale, thresholds.s_min)
-        return scale if thresholds.s_max is None else min(scale, thresholds.s_max)
+        |g_small|^2 is the mean over parts. A b_small other than the size of a part is reached, by tensor, through
+        E|g_b|^2 = |G|^2 + tr(Sigma)/b; by element the parts are used unchanged.
+        """
+        meter, samples = self._meter, reading.moments()[2]
+        if samples < 2.0 or reading.disturbed:
+            meter.warn(NO_SMALL_BATCH if samples < 2.0 else DISTURBED)
+            return []
+        unit = (reading.unit * samples / meter.ranks.size) ** 2
+        large = [None if x is None else x / unit for x in self._squares(meter.gradients(), thresholds)]
+        small: Gradients = []
+        batch_ratio = meter.batch_ratio(thresholds.small_batch_size)
+        for square, whole in zip(meter.tap.squares, large, strict=True):
+            if whole is None:
+                small.append(None)
+                continue
+            mean = meter.ranks.sum_(torch.zeros_like(whole) if square is None else square.clone()) / samples
+            if thresholds.granularity == "tensor" and batch_ratio is not None:
+                noise = ((mean - whole) / (samples - 1.0)).clamp(min=0.0)
+                mean = (whole - noise).clamp(min=0.0) + noise * batch_ratio
+            small.append(mean)
+        return factors(small, large, thresholds, samples if batch_ratio is None else batch_ratio)
 
     def _receive(self) -> None:
         if self._arrival is not None:
-            self._known = self._arrival.values()
-            self._arrival = None
+            self._known, self._arrival = self._arrival.values(), None
             self._counted += 1.0
             self._scaled += self._known[2]
 
-    def telemetry(self) -> dict[str, float]:
+    def telemetry(self, thresholds: ScalingThresholds) -> dict[str, float]:
         """Of the last step but one; `scaled_share` over all steps."""
-        policy = self._context.thresholds.policy
         return {
             "grad_norm": math.sqrt(max(self._known[0], 0.0)) if math.isfinite(self._known[0]) else math.nan,
             "gradient_variability": self._known[1],
-            "scale": self._static_scale if policy == "static" else self._mean_factor,
+            "scale": _static_scale(thresholds) if thresholds.policy == "static" else self._mean_factor,
             "scaled_share": self._scaled / self._counted if self._counted else 0.0,
         }
 
     def state(self) -> dict[str, Any]:
-        """Factors, the gate's last norm and when to refresh."""
+        """For a checkpoint: factors, the gate's last norm, and whether factors are due."""
         self._receive()
         return {
             "factors": None if self._factors is None else list(self._factors),
             "previous": self._gate.previous,
             "due": self._due,
             "epochs_reported": self._epochs_reported,
-            "last_refresh": self._last_refresh,
             "known": list(self._known),
             "mean_factor": self._mean_factor,
             "scaled": [self._scaled, self._counted],
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
-        factors = state["factors"]
-        if factors is not None:
-            parameters = self._context.parameters()
-            factors = [f if f is None else f.to(p.device) for f, p in zip(factors, parameters, strict=True)]
-        self._factors = factors
-        self._gate.previous = state["previous"]
-        self._due, self._last_refresh = state["due"], int(state["last_refresh"])
-        self._epochs_reported = bool(state.get("epochs_reported", False))  # absent from older checkpoints
-        self._known = list(state["known"])
-        self._mean_factor = float(state["mean_factor"])
-        self._scaled, self._counted = state["scaled"]
+    def load(self, saved: dict[str, Any]) -> None:
+        """Inverse of `state`, also for checkpoints of older versions."""
+        self._arrival, self._factors = None, saved["factors"]
+        self._found_for = self._meter.parameters()
+        if self._factors is not None:
+            pairs = zip(self._factors, self._found_for, strict=True)
+            self._factors = [f if f is None else f.to(p.device) for f, p in pairs]
+        self._gate.previous = saved["previous"]
+        self._due, self._epochs_reported = bool(saved["due"]), bool(saved.get("epochs_reported", False))
+        self._known, self._mean_factor = list(saved["known"]), float(saved["mean_factor"])
+        self._scaled, self._counted = saved["scaled"]
+
+
+def _static_scale(thresholds: ScalingThresholds) -> float:
+    """Equation 8's factor within the bounds of every factor."""
+    scale = max(thresholds.static_scale or 1.0, thresholds.s_min)
+    return scale if thresholds.s_max is None else min(scale, thresholds.s_max)
 
 
 class SensitivityGate:
@@ -198,135 +202,15 @@ class SensitivityGate:
 
     def __init__(self) -> None:
         self.previous: torch.Tensor | None = None
-        self.variability: torch.Tensor | None = None
+        self.variability = torch.full((), math.inf)
 
     def __call__(self, norm_sq: torch.Tensor, delta: float) -> torch.Tensor:
-        """Gate (0-d float64) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
+        """Gate (0-d) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
         if self.previous is None:
-            self.previous = norm_sq.clone()
-            self.variability = torch.full_like(norm_sq, float("inf"))
+            self.previous, self.variability = norm_sq.clone(), torch.full_like(norm_sq, math.inf)
             return torch.zeros_like(norm_sq)
         previous = self.previous.to(norm_sq.device)
         self.variability = ((norm_sq - previous) / previous).abs()
         # A gradient with NaN or infinity is never scaled and never becomes the norm to compare with.
         self.previous = torch.where(torch.isfinite(norm_sq), norm_sq, previous)
         return (self.variability < delta).to(norm_sq.dtype)
-
-
-def factors_from_tap(
-    tap: GradientTap,
-    gradients: Sequence[torch.Tensor | None],
-    thresholds: ScalingThresholds,
-    *,
-    ranks: Ranks,
-    batch_ratio: float | None,
-) -> list[torch.Tensor | None] | None:
-    """Factor per parameter from the parts of all ranks; None when there is only one part.
-
-    |g_small|^2 is the mean over parts. A b_small other than the size of a part is reached, by tensor, through
-    E|g_b|^2 = |G|^2 + tr(Sigma)/b; by element the parts are used unchanged.
-    """
-    reading = tap.read()
-    granularity = tap.granularity
-    slots = [
-        _dense_square(square, gradient, granularity)
-        for square, gradient in zip(reading.squares, gradients, strict=True)
-    ]
-    present = [slot for slot in slots if slot is not None]
-    if not present:
-        return None
-    device = present[0].device
-    zero = torch.zeros(1, device=device)
-    before = [zero if x is None else x.reshape(1).to(device) for x in reading.projections]
-    after = [zero if x is None else x.reshape(1).to(device) for x in tap.project()]
-    tail = [torch.full((1,), float(reading.parts), device=device), *before, *after]
-    flat = ranks.sum_(torch.cat([*(slot.reshape(-1).to(device) for slot in present), *tail]))
-    count = len(before)
-    numbers = [float(x) for x in flat[-(1 + 2 * count) :].tolist()]
-    samples = numbers[0]
-    factor = global_factor(numbers[1 : 1 + count], numbers[1 + count :])
-    if samples < 2 or factor is None:
-        return None
-    unit = (factor * samples / ranks.size) ** 2
-    ratio = samples if batch_ratio is None else batch_ratio
-    s_max = thresholds.s_max if thresholds.s_max is not None else paper_s_max(ratio)
-    result: list[torch.Tensor | None] = []
-    position = 0
-    for slot, gradient in zip(slots, gradients, strict=True):
-        if slot is None or gradient is None:
-            result.append(None)
-            continue
-        small = flat[position : position + slot.numel()].view(slot.shape).to(gradient.device) / samples
-        position += slot.numel()
-        large = squares(gradient, granularity) / unit
-        if granularity == "tensor" and batch_ratio is not None:
-            signal, noise = _tensor_moments(small, large, samples)
-            small = signal + noise * ratio
-        result.append(factor_from_squares(small, large, s_min=thresholds.s_min, s_max=s_max))
-    return result
-
-
-def factors_from_probe(
-    small: Sequence[torch.Tensor | None],
-    gradients: Sequence[torch.Tensor | None],
-    thresholds: ScalingThresholds,
-    *,
-    batch_ratio: float,
-) -> list[torch.Tensor | None]:
-    """Factor per parameter from the reduced gradient of a sub-batch: Algorithm 1 to the letter."""
-    s_max = thresholds.s_max if thresholds.s_max is not None else paper_s_max(batch_ratio)
-    result: list[torch.Tensor | None] = []
-    for part, whole in zip(small, gradients, strict=True):
-        if part is None or whole is None or part.is_sparse or whole.is_sparse:
-            result.append(None)
-            continue
-        pair = squares(part, thresholds.granularity), squares(whole, thresholds.granularity)
-        result.append(factor_from_squares(*pair, s_min=thresholds.s_min, s_max=s_max))
-    return result
-
-
-def _dense_square(
-    square: torch.Tensor | None, gradient: torch.Tensor | None, granularity: Granularity
-) -> torch.Tensor | None:
-    """The slot of one parameter, of the same shape on every rank that has its reduced gradient."""
-    if gradient is None or gradient.is_sparse:
-        return None
-    return torch.zeros_like(squares(gradient, granularity)) if square is None else square.clone()
-
-
-def _tensor_moments(small: torch.Tensor, large: torch.Tensor, samples: float) -> tuple[torch.Tensor, torch.Tensor]:
-    noise = ((small - large) / (samples - 1.0)).clamp(min=0.0)
-    return (large - noise).clamp(min=0.0), noise
-
-
-def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
-    """min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
-
-    A ratio that is not finite (overflow) becomes 1, so that one bad probe never spoils a weight. So does the ratio of
-    two zeros, which holds no information.
-    """
-    ratio = small.clamp(min=0.0).sqrt() / (large.clamp(min=0.0).sqrt() + EPS)
-    usable = torch.isfinite(ratio) & ((small > 0.0) | (large > 0.0))
-    return torch.where(usable, ratio.clamp(min=s_min, max=s_max), torch.ones_like(ratio))
-
-
-def apply_to_gradients(gradients: Sequence[torch.Tensor], factors: Sequence[torch.Tensor], gate: torch.Tensor) -> None:
-    """g <- g * s in place where `gate` (0-d, 1 or 0) is 1; exactly g where it is 0."""
-    for gradient, factor in zip(gradients, factors, strict=True):
-        gradient.mul_(_gated(factor, gate).to(gradient.device, gradient.dtype))
-
-
-def apply_to_updates(
-    weights: Sequence[torch.Tensor],
-    before: Sequence[torch.Tensor],
-    factors: Sequence[torch.Tensor],
-    gate: torch.Tensor,
-) -> None:
-    """w <- w_before + s * (w - w_before) in place; exactly w where `gate` is 0 or s is 1."""
-    for weight, old, factor in zip(weights, before, factors, strict=True):
-        scale = _gated(factor, gate).to(weight.device, weight.dtype)
-        torch.lerp(old, weight, scale.expand_as(weight), out=weight)
-
-
-def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))

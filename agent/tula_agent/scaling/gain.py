@@ -1,28 +1,23 @@
 """The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next.
 
-With the policy `none` the same measurement runs at every eighth step and the factor is 1. `SpikeClip` clips gradients
-that are suddenly much longer than those before them.
+With the policy `measure` the same measurement runs at every eighth step and the factor is 1. `SpikeClip` clips
+gradients that are suddenly much longer than those before them.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tula_agent.scaling.context import ScalingContext
-from tula_agent.scaling.noise_math import NoiseAverage, gradient_variability
+from tula_agent.scaling.math import NoiseAverage, gradient_variability
+from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Meter, Reading, Tapped
 from tula_agent.scaling.ranks import Arrival
-from tula_agent.scaling.step_statistics import StepStatistics, decode, encode_probe, encode_tap
-from tula_agent.scaling.thresholds import Granularity
+from tula_agent.scaling.thresholds import ScalingThresholds
 from tula_agent.torch_private import foreach_mul_, norm_squared
-
-_LOG = logging.getLogger(__name__)
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
 PROBED_STEPS = 8  # the same for probes, each of which costs a second backward
@@ -40,7 +35,8 @@ class GainRule:
     """The constants of the `gain` policy, which experiments vary; the defaults are the product's.
 
     The factor is r = (|G|^2 + c S/b) / (|G|^2 + c S/B) with c = `noise_weight`, at most B/b, and at most `growth` times
-    the factor of the step before; it may fall at once. AdaScale is c = 1 with `growth` and `spike_limit` None. Near the
+    the factor of the step before; it may fall at once. AdaScale's factor is c = 1 with `growth` and `spike_limit` None
+    (its count of progress, by which it stretches schedules, is not kept). Near the
     edge of stability most of |G|^2 is oscillation rather than progress, so c = 1 scales too little; c = 4 breaks
     fragile networks unless gradients longer than `spike_limit` times the usual are clipped. The constants were chosen
     on validation data of cases that are not reported (experiments/generalization, docs/gradient-scaling.md).
@@ -59,184 +55,148 @@ class GainRule:
             raise ValueError(f"spike_limit is {self.spike_limit}: give a number above 1, or None for no limit")
 
 
+@dataclass
+class GainState:
+    """What past steps showed; equal on all ranks.
+
+    `samples`, `norm`: B / b and |G| of the last reading, of step `measured_at`. `variability`: equation 5.
+    """
+
+    noise: NoiseAverage
+    factor: float = 1.0
+    samples: float = 1.0
+    norm: float = math.nan
+    measured_at: int = -2
+    variability: float = math.nan
+
+
+def factors(state: GainState, rule: GainRule, thresholds: ScalingThresholds, batch_ratio: float | None) -> float:
+    """min(max(r, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
+    if thresholds.policy == "measure" or not state.noise.count:
+        return 1.0
+    ratio = batch_ratio or state.samples
+    gain = state.noise.gain(ratio, rule.noise_weight)
+    if rule.growth is not None:
+        gain = min(gain, state.factor * rule.growth)
+    return min(max(gain, thresholds.s_min), ratio if thresholds.s_max is None else thresholds.s_max)
+
+
 class GainPolicy:
     """A factor from past steps only: independent of the batch that it scales, and never waited for."""
 
-    def __init__(self, context: ScalingContext, rule: GainRule) -> None:
-        self._context = context
-        self._rule = rule
-        self._spike_clip = None if rule.spike_limit is None else SpikeClip(rule.spike_limit)
+    def __init__(self, meter: Meter, rule: GainRule) -> None:
+        self._meter, self._rule = meter, rule
+        self._clip = None if rule.spike_limit is None else SpikeClip(rule.spike_limit)
         self.reset()
 
     def reset(self) -> None:
         """The policy comes into force: drop what was measured before."""
-        if self._spike_clip is not None:
-            self._spike_clip.load(None)
-        self._factor = 1.0
-        self._noise = NoiseAverage()
-        self._samples = 1.0
+        if self._clip is not None:
+            self._clip.load(None)
+        self._state = GainState(NoiseAverage())
         self._arrival: Arrival | None = None
-        self._last: StepStatistics | None = None
-        self._measured_at = [-2, -2]  # the step of `_last`, and that of the measurement in flight
-        self._variability = math.nan
+        self._sent_at = -2
 
-    @property
-    def _scales(self) -> bool:
-        return self._context.thresholds.policy != "none"
-
-    def wants(self, step: int) -> Granularity | None:
-        """The squares that the taps must sum during step number `step`: by tensor where it is measured, else None."""
-        dense = DENSE_STEPS if self._scales else 0
-        return "tensor" if self._context.source != "probe" and self._due(step, dense) else None
+    def wants(self, step: int, thresholds: ScalingThresholds) -> Tapped | None:
+        """What the taps must sum during step number `step`."""
+        dense = 0 if thresholds.policy == "measure" else DENSE_STEPS
+        return "tensor" if self._meter.source != "probe" and self._due(step, dense) else None
 
     def _due(self, step: int, dense: int) -> bool:
         """True when step number `step` is measured: each of the first `dense`, unless the rule names an interval."""
         return step % (self._rule.measure_every or (1 if step < dense else SPARSE_EVERY)) == 0
 
-    def run(self, step: int, inner_step: Callable[[], None]) -> None:
-        """Take the step with the gain that past steps gave."""
+    def factors(self, step: int, thresholds: ScalingThresholds) -> float:
+        """The learning rate's factor at this step, from steps before it; measures this one and clips its spike."""
         self._receive()
-        vector = self._measure(step)
-        self._factor = self._next_factor()
-        if self._spike_clip is not None and self._scales and (vector is not None or self._noise.count):
-            self._spike_clip(self._context.gradients(), clip=self._factor > 1.0)
-        if self._factor == 1.0:
-            inner_step()
-        else:
-            with scaled_learning_rate(self._context.inner.param_groups, self._factor):
-                inner_step()
-        if vector is not None:
-            self._arrival = self._context.ranks.send(vector)
-            self._measured_at[1] = step
-
-    def _next_factor(self) -> float:
-        """min(max(r, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
-        if not self._scales or not self._noise.count:
-            return 1.0
-        thresholds = self._context.thresholds
-        ratio = self._context.batch_ratio or self._samples
-        ceiling = ratio if thresholds.s_max is None else thresholds.s_max
-        gain = self._noise.gain(ratio, self._rule.noise_weight)
-        if self._rule.growth is not None:
-            gain = min(gain, self._factor * self._rule.growth)
-        return min(max(gain, thresholds.s_min), ceiling)
+        measurement = self._measure(step, thresholds)
+        ratio = self._meter.batch_ratio(thresholds.small_batch_size)
+        factor = self._state.factor = factors(self._state, self._rule, thresholds, ratio)
+        scales = thresholds.policy != "measure"
+        if self._clip is not None and scales and (measurement is not None or self._state.noise.count):
+            self._clip(self._meter.gradients(), clip=factor > 1.0)
+        if measurement is not None:
+            self._arrival, self._sent_at = self._meter.ranks.send(measurement), step
+        return factor
 
     def _receive(self) -> None:
+        """Take up the reading that was sent at an earlier step."""
         if self._arrival is None:
             return
-        statistics = decode(self._arrival.values())
-        self._arrival = None
-        if statistics is None or not self._noise.update(
-            statistics.small_norm_sq, statistics.large_norm_sq, statistics.samples
-        ):
+        reading, self._arrival = Reading.of_list(self._arrival.values()), None
+        if reading is None:
             return
-        self._samples = statistics.samples
-        self._context.count(statistics.examples)
-        before, now = self._measured_at
+        if reading.disturbed:
+            self._meter.warn(DISTURBED)
+            return
+        state, moments = self._state, reading.moments()
+        if not state.noise.update(*moments):
+            return
+        self._meter.count(reading.examples)
         # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
-        self._variability = math.nan
-        if self._last is not None and now == before + 1:
-            self._variability = gradient_variability(statistics.gradient_norm**2, self._last.gradient_norm**2)
-        self._last, self._measured_at[0] = statistics, now
+        norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
+        state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
+        state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
-    def _measure(self, step: int) -> torch.Tensor | None:
-        context = self._context
-        if context.tap.armed and (context.ranks.size > 1 or context.tap.parts >= 2):
-            return encode_tap(
-                context.tap,
-                context.gradients(),
-                context.portion(),
-                context.ranks.size,
-                context.device,
-                context.observed,
-            )
-        if not self._scales or (context.source != "probe" and not context.tap.armed):
+    def _measure(self, step: int, thresholds: ScalingThresholds) -> torch.Tensor | None:
+        """The step's measurement, to be summed over ranks."""
+        meter = self._meter
+        if meter.tap.armed and (meter.ranks.size > 1 or meter.tap.parts >= 2):
+            return meter.measure()
+        if thresholds.policy == "measure" or (meter.source != "probe" and not meter.tap.armed):
             return None  # between two measured steps a probe would cost a second backward
-        if not context.may_probe:
-            if step == 0 and context.ranks.size == 1:
-                _LOG.warning(
-                    "gradient scaling stays at 1: with one rank and no accumulation there is no small-batch gradient; "
-                    "accumulate micro-steps, or give TulaOptimizer model= and loss= and call observe_batch"
-                )
+        if not meter.may_probe:
+            if meter.ranks.size == 1:
+                meter.warn(NO_SMALL_BATCH)
             return None
-        if not self._due(step, PROBED_STEPS):
-            return None
-        probed = context.probe()
-        if probed is None:
-            return None
-        return encode_probe(probed[0], context.gradients(), probed[1], context.ranks.size, context.observed)
+        probed = meter.probe(thresholds.small_batch_size) if self._due(step, PROBED_STEPS) else None
+        return None if probed is None else meter.measure_probe(*probed)
 
-    def telemetry(self) -> dict[str, float]:
+    def telemetry(self, thresholds: ScalingThresholds) -> dict[str, float]:  # noqa: ARG002 - as of `ags`
         """Of the last measured step; the noise scale in examples where B is known, else in batches."""
-        batch = float(self._context.batch_size or 1)
+        state = self._state
         return {
-            "grad_norm": math.nan if self._last is None else self._last.gradient_norm,
-            "gradient_variability": self._variability,
-            "scale": self._factor,
-            "scaled_share": float(self._factor != 1.0),
-            "gradient_noise_scale": self._noise.noise_scale_over_batch * batch,
+            "grad_norm": state.norm,
+            "gradient_variability": state.variability,
+            "scale": state.factor,
+            "scaled_share": float(state.factor != 1.0),
+            "gradient_noise_scale": state.noise.noise_scale_over_batch * float(self._meter.batch_size or 1),
         }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: averages, and the measurement in flight (waited for here)."""
-        arrival = None if self._arrival is None else self._arrival.values()
-        last = None if self._last is None else [*vars(self._last).values()]
+        state = self._state
         return {
-            "noise": self._noise.state(),
-            "samples": self._samples,
-            "arrival": arrival,
-            "last": last,
-            "measured_at": list(self._measured_at),
-            "variability": self._variability,
-            "factor": self._factor,
-            "usual_norm": None if self._spike_clip is None else self._spike_clip.state(),
-            "batch_size": self._context.batch_size,
-            "last_count": self._context.last_count,
+            "noise": state.noise.state(),
+            "samples": state.samples,
+            "arrival": None if self._arrival is None else self._arrival.values(),
+            "norm": state.norm,
+            "measured_at": [state.measured_at, self._sent_at],
+            "variability": state.variability,
+            "factor": state.factor,
+            "usual_norm": None if self._clip is None else self._clip.state(),
+            "batch_size": self._meter.batch_size,
+            "last_count": self._meter.last_count,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
-        self._noise.load(state["noise"])
-        before, now = state["batch_size"], self._context.batch_size
+    def load(self, saved: dict[str, Any]) -> None:
+        """Inverse of `state`, also for checkpoints of older versions."""
+        state = self._state = GainState(NoiseAverage())
+        state.noise.load(saved["noise"])
+        before, now = saved["batch_size"], self._meter.batch_size
         if now is None:
-            self._context.counted_batch_size = before
-            self._context.last_count = int(state.get("last_count", 0))
+            self._meter.counted_batch_size = before
+            self._meter.last_count = int(saved.get("last_count", 0))
         elif before:  # S/B is kept per batch: a job resumed with another batch keeps its S
-            self._noise.change_batch(now / before)
-        self._samples = float(state["samples"])
-        arrival, last = state["arrival"], state["last"]
+            state.noise.change_batch(now / before)
+        state.samples, state.factor = float(saved["samples"]), float(saved["factor"])
+        arrival, last = saved["arrival"], saved.get("last")
         self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
-        self._last = None if last is None else StepStatistics(*last)
-        self._measured_at = list(state.get("measured_at", [-2, -2]))
-        self._variability = float(state["variability"])
-        self._factor = float(state["factor"])
-        if self._spike_clip is not None:
-            self._spike_clip.load(state.get("usual_norm"))
-
-
-@contextmanager
-def scaled_learning_rate(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Every group's learning rate times `factor` inside the block; restored exactly even if the step raises.
-
-    For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
-    weight decay included, without touching a tensor.
-    """
-    kept = [group["lr"] for group in groups]
-    # One tensor given to an optimizer becomes the rate of every group without its own.
-    tensors = {id(rate): rate for rate in kept if isinstance(rate, torch.Tensor)}
-    values = {key: rate.clone() for key, rate in tensors.items()}
-    try:
-        for rate in tensors.values():
-            rate.mul_(factor)
-        for group in groups:
-            if not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = group["lr"] * factor
-        yield
-    finally:
-        for key, rate in tensors.items():
-            rate.copy_(values[key])
-        for group, rate in zip(groups, kept, strict=True):
-            group["lr"] = rate
+        state.norm = float(saved.get("norm", last[3] if last else math.nan))
+        state.measured_at, self._sent_at = saved.get("measured_at", [-2, -2])
+        state.variability = float(saved["variability"])
+        if self._clip is not None:
+            self._clip.load(saved.get("usual_norm"))
 
 
 class SpikeClip:

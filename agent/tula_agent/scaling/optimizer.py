@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tula_agent.scaling.ags import ThresholdedPolicy
-from tula_agent.scaling.context import ScalingContext, Source
+from tula_agent.scaling.ags import AgsPolicy, GatedFactors
 from tula_agent.scaling.gain import GainPolicy, GainRule
-from tula_agent.scaling.gradient_tap import GradientTap
-from tula_agent.scaling.probe import LossFunction
+from tula_agent.scaling.meter import LossFunction, Meter, Source
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds, SyncedThresholds
 from tula_agent.torch_private import is_sharded
 
 _STATE_KEY = "tula"
 _FACTORS_DEPEND_ON = ("granularity", "small_batch_size", "s_min", "s_max")
+_CHUNKS = 16
 
 
 def _of_inner(name: str) -> Any:
@@ -34,22 +34,23 @@ class TulaOptimizer(torch.optim.Optimizer):
     always unscales first (also for fused optimizers), and its state is part of `state_dict`.
 
     policy: `gain` (the default) multiplies the learning rate by the noise gain; `ags` is Algorithm 1 and `static`
-    equation 8, both on the gradient of plain SGD and on the update of any other optimizer; `none` changes nothing and
-    measures the gradient noise scale at every eighth step.
-    granularity: of `ags`, one factor per `tensor` (the default) or per `element`.
+    equation 8, both on the gradient of plain SGD and on the update of any other optimizer; `measure` changes nothing
+    and measures the gradient noise scale at every eighth step; `none` does nothing.
+    granularity: of `ags`, one factor per `element` (the default, as printed) or per `tensor`.
     global_batch_size, small_batch_size: examples per step over all ranks, and b_small; without them b_small is the
     batch of one rank or micro-step.
     delta, static_scale, s_min, s_max: see `ScalingThresholds`. The service never changes what is given here.
-    steps_per_epoch: where `ags` refreshes (or call `next_epoch`).
-    model, loss: for a probe (`loss(module, batch)` is the mean loss) where neither ranks nor micro-steps provide a
-    small batch; `observe_batch` must then get each batch. source: `parts`, `probe`, or `auto` (parts where there are
-    any).
+    steps_per_epoch: after how many steps `ags` finds its factors; without it, after the first step that follows a
+    `next_epoch`, or every 200.
+    model, loss: for a probe (`loss(module, batch)` is the mean loss), which `ags` uses wherever it can and `gain` where
+    neither ranks nor micro-steps provide a small batch; `observe_batch` must then get each batch.
+    source: `parts`, `probe`, or `auto`.
     rule: constants of `gain`. `GainRule(spike_limit=None)` turns clipping off; experiments vary the others.
 
     Every rank must construct it with the same arguments and step as often (a few numbers are reduced over
     `process_group`). Raises TypeError for something that is not an optimizer, and ValueError for a senseless threshold,
     for sharded parameters (FSDP, tensor parallelism), whose local gradients are no norms of the whole, or for a group
-    without `lr`.
+    without `lr`. The first `step` raises ValueError for a `small_batch_size` without any global batch size.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must unscale first, whatever the wrapped optimizer supports
@@ -88,16 +89,17 @@ class TulaOptimizer(torch.optim.Optimizer):
         }
         self._scripted: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._start = ScalingThresholds(**self._scripted)
+        self._thresholds = self._start
         ranks = Ranks(process_group)
-        self._context = ScalingContext(
-            optimizer, ranks, GradientTap(), self._start, global_batch_size, source, model, loss
+        self._meter = Meter(
+            optimizer, ranks, global_batch_size=global_batch_size, source=source, model=model, loss=loss
         )
         self._synced = SyncedThresholds(ranks)
-        self._gain = GainPolicy(self._context, rule or GainRule())
-        self._thresholded = ThresholdedPolicy(self._context, steps_per_epoch)
+        self._gain = GainPolicy(self._meter, rule or GainRule())
+        self._ags = AgsPolicy(self._meter, steps_per_epoch)
         self._restored: int | None = None
         self._steps = 0
-        self._closed = False
+        self._closed = self._size_known = False
         self._prepare()
 
     # Schedulers and frameworks read and replace these three: they are the wrapped optimizer's.
@@ -113,7 +115,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     @property
     def thresholds(self) -> ScalingThresholds:
         """The thresholds in force on all ranks."""
-        return self._context.thresholds
+        return self._thresholds
 
     @property
     def scripted_thresholds(self) -> ScalingThresholds:
@@ -135,18 +137,19 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Ask for new thresholds: the first rank's take effect on all ranks at one step, at most 17 steps from now."""
         self._synced.propose(thresholds)
 
-    def observe_batch(self, batch: Any, *, global_batch_size: int | None = None) -> None:
+    def observe_batch(self, batch: Any, *, size: float | None = None, global_batch_size: int | None = None) -> None:
         """Take the batch of this step on this rank (nested tensors, examples first), or of each of its micro-steps.
 
-        The last one is kept by reference until `step`.
+        size: what it counts for, where that is not its number of examples: tokens, for sequences of unequal length;
+        batch sizes and the noise scale are then in tokens. The last batch is kept by reference until `step`.
         """
-        self._context.observe(batch)
+        self._meter.observe(batch, size)
         if global_batch_size is not None:
-            self._context.global_batch_size = global_batch_size
+            self._meter.global_batch_size = global_batch_size
 
     def next_epoch(self) -> None:
-        """An epoch begins on every rank: `ags` refreshes its factors."""
-        self._thresholded.next_epoch()
+        """An epoch begins on every rank: `ags` finds factors after its first step, unless it has `steps_per_epoch`."""
+        self._ags.next_epoch(self._steps, self._thresholds)
         self._prepare()
 
     @torch.no_grad()
@@ -156,34 +159,85 @@ class TulaOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        device = self._context.device
+        meter = self._meter
+        if not self._size_known:
+            self._refuse_unknown_batch()
         if self._steps == 0:
-            self._context.thresholds = self._synced.broadcast(self._context.thresholds, device)
-        agreed = self._synced.poll(self._steps, device)
+            self._thresholds = self._synced.broadcast(self._thresholds, meter.device)
+        agreed = self._synced.poll(self._steps, meter.device)
         if agreed is not None:
             self._switch(agreed)
-        if self._context.tap.armed and not self._context.tap.watches(self._context.parameters()):
-            self._context.tap.armed = False  # its sums are of other parameters
+        if not (self._closed or meter.tap.watch(meter.parameters())):
+            meter.tap.armed = False  # its sums were of other parameters
         policy = self._policy
-        if policy is None:
-            self._inner.step()
-        else:
-            policy.run(self._steps, self._inner_step)
+        self._apply(1.0 if policy is None else policy.factors(self._steps, self._thresholds))
         self._steps += 1
-        self._context.forget_batch()
+        meter.forget_batch()
         self._prepare()
         return loss
+
+    def _refuse_unknown_batch(self) -> None:
+        """b_small means nothing without B: factors would have a ceiling that is several times too high."""
+        needed = "small_batch_size" in self._scripted and self._thresholds.policy in ("gain", "ags")
+        if needed and self._meter.batch_size is None and not self._meter.observed:
+            raise ValueError(
+                "small_batch_size is given without the global batch size: "
+                "give TulaOptimizer global_batch_size=, or call observe_batch with each batch"
+            )
+        self._size_known = True
+
+    def _apply(self, factors: float | GatedFactors) -> None:
+        """Take the wrapped optimizer's step, scaled: the one place where factors meet weights."""
+        if isinstance(factors, float):
+            with scaled_learning_rate(self._inner.param_groups, factors):
+                self._inner.step()
+            return
+        scaled = [
+            (parameter, factor)
+            for parameter, factor in zip(self._meter.parameters(), factors.by_parameter, strict=True)
+            if factor is not None and parameter.grad is not None and not parameter.grad.is_sparse
+        ]
+        if isinstance(self._inner, (torch.optim.SGD, torch.optim.ASGD)):
+            for parameter, factor in scaled:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(_gated(factor, factors.gate).to(parameter.device, parameter.grad.dtype))
+            self._inner.step()
+        else:
+            self._step_with_scaled_updates({id(parameter): factor for parameter, factor in scaled}, factors.gate)
+
+    def _step_with_scaled_updates(self, factors: dict[int, torch.Tensor], gate: torch.Tensor) -> None:
+        """w <- w_before + s (w - w_before), which is exactly w where the gate is 0 or s is 1.
+
+        In chunks, each with the gradients of the others hidden, so that no second copy of the model is held. An
+        optimizer that is not torch's may look at all gradients at once: it takes one step, and the copy is whole.
+        """
+        whole = not factors or not type(self._inner).__module__.startswith("torch.optim.")
+        parameters = [p for p in self._meter.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        try:
+            for chunk in [parameters] if whole else _chunks(parameters):
+                inside = set(map(id, chunk))
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient if id(parameter) in inside else None
+                before = [(p, p.detach().clone(), factors[id(p)]) for p in chunk if id(p) in factors]
+                self._inner.step()
+                for parameter, old, factor in before:
+                    scale = _gated(factor, gate).to(parameter.device, parameter.dtype)
+                    torch.lerp(old, parameter, scale.expand_as(parameter), out=parameter)
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; also drops what a skipped step left in the taps."""
         self._inner.zero_grad(set_to_none=set_to_none)
-        self._context.tap.clear()
+        self._meter.tap.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; the new parameters are watched from the next backward on."""
         self._inner.add_param_group(param_group)
-        if "_context" in self.__dict__ and not self._closed:
-            self._context.tap.watch(self._context.parameters())
+        if "_meter" in self.__dict__ and not self._closed:
+            self._meter.tap.watch(self._meter.parameters())
 
     def telemetry(self) -> dict[str, float]:
         """Values of the last steps by telemetry column, as far as they are on the host; never waits for the device.
@@ -197,18 +251,18 @@ class TulaOptimizer(torch.optim.Optimizer):
             base["small_batch_size"] = float(thresholds.small_batch_size)
         numbers = {k: v for k, v in self._scripted.items() if not isinstance(v, str)}
         base |= {f"scripted_{name}": float(value) for name, value in numbers.items()}
-        known = {} if policy is None else {k: v for k, v in policy.telemetry().items() if not math.isnan(v)}
-        return {**known, **base}
+        known = {} if policy is None else policy.telemetry(self._thresholds)
+        return {**{k: v for k, v in known.items() if not math.isnan(v)}, **base}
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, under `tula`, all that decides the next factors; equal on all ranks."""
         own = {
             "steps": self._steps,
-            "thresholds": self._context.thresholds.to_vector(),
+            "thresholds": self._thresholds.to_vector(),
             "restored": self._restored,
             "agreement": self._synced.state(),
             "gain": self._gain.state(),
-            "gated": self._thresholded.state(),
+            "gated": self._ags.state(),
         }
         return {**self._inner.state_dict(), _STATE_KEY: own}
 
@@ -219,11 +273,11 @@ class TulaOptimizer(torch.optim.Optimizer):
         own = state_dict.get(_STATE_KEY)
         if own is not None:
             self._steps = int(own["steps"])
-            self._context.thresholds = ScalingThresholds.from_vector(own["thresholds"])
+            self._thresholds = ScalingThresholds.from_vector(own["thresholds"])
             self._restored = own.get("restored")
             self._synced.load(own["agreement"])
             self._gain.load(own["gain"])
-            self._thresholded.load(own["gated"])
+            self._ags.load(own["gated"])
         self._prepare()
 
     def roll_back(self, state_dict: dict[str, Any] | None) -> None:
@@ -245,8 +299,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove every hook from the parameters; later steps are the wrapped optimizer's."""
         self._closed = True
-        self._context.tap.close()
-        self._context.tap.armed = False
+        self._meter.tap.close()
+        self._meter.tap.armed = False
 
     def __getattr__(self, name: str) -> Any:
         # train() and eval() of schedule-free optimizers, for example; never own fields, which may not exist yet.
@@ -261,32 +315,29 @@ class TulaOptimizer(torch.optim.Optimizer):
         return f"TulaOptimizer(policy={self.thresholds.policy!r}, {self._inner!r})"
 
     @property
-    def _policy(self) -> GainPolicy | ThresholdedPolicy | None:
-        if self._closed:
+    def _policy(self) -> GainPolicy | AgsPolicy | None:
+        if self._closed or self._thresholds.policy == "none":
             return None
-        return self._gain if self._context.thresholds.policy in ("gain", "none") else self._thresholded
-
-    def _inner_step(self) -> None:
-        self._inner.step()
+        return self._gain if self._thresholds.policy in ("gain", "measure") else self._ags
 
     def _switch(self, thresholds: ScalingThresholds) -> None:
         """Put `thresholds` in force and drop all that another policy or other bounds had measured."""
-        before, self._context.thresholds = self._context.thresholds, thresholds
+        before, self._thresholds = self._thresholds, thresholds
         if thresholds.policy != before.policy:
             self._gain.reset()
-            self._thresholded.reset()
+            self._ags.reset()
         elif any(getattr(thresholds, name) != getattr(before, name) for name in _FACTORS_DEPEND_ON):
-            self._thresholded.forget_factors()
+            self._ags.forget_factors()
 
     def _prepare(self) -> None:
         """Arm the taps for the next step, or disarm them."""
-        tap, policy = self._context.tap, self._policy
-        wanted = None if policy is None else policy.wants(self._steps)
+        tap, policy = self._meter.tap, self._policy
+        wanted = None if policy is None else policy.wants(self._steps, self._thresholds)
         if wanted is None:
             tap.clear()
             tap.armed = False
             return
-        tap.watch(self._context.parameters())
+        tap.watch(self._meter.parameters())
         tap.arm(wanted)
 
 
@@ -301,3 +352,48 @@ def _refuse_unusable(optimizer: Any) -> None:
         raise ValueError(
             "optimizer sets its own learning rate (lr is None): give it one, which TulaOptimizer can scale"
         )
+
+
+@contextmanager
+def scaled_learning_rate(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Every group's learning rate times `factor` inside the block; restored exactly even if the step raises.
+
+    For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
+    weight decay included, without touching a tensor.
+    """
+    if factor == 1.0:
+        yield
+        return
+    kept = [group["lr"] for group in groups]
+    # One tensor given to an optimizer becomes the rate of every group without its own.
+    tensors = {id(rate): rate for rate in kept if isinstance(rate, torch.Tensor)}
+    values = {key: rate.clone() for key, rate in tensors.items()}
+    try:
+        for rate in tensors.values():
+            rate.mul_(factor)
+        for group in groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = group["lr"] * factor
+        yield
+    finally:
+        for key, rate in tensors.items():
+            rate.copy_(values[key])
+        for group, rate in zip(groups, kept, strict=True):
+            group["lr"] = rate
+
+
+def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`factor` where the gate is open, else exactly 1."""
+    return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))
+
+
+def _chunks(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """`parameters` in order, in chunks of at most a _CHUNKSth of their elements, or of one parameter."""
+    limit = sum(p.numel() for p in parameters) // _CHUNKS
+    chunk: list[torch.Tensor] = []
+    for parameter in parameters:
+        if chunk and sum(p.numel() for p in chunk) + parameter.numel() > limit:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    yield chunk

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tula_agent.scaling.optimizer import TulaOptimizer
     from tula_agent.ship.transport import Transport
 
-PolicyName = Literal["gain", "ags", "static", "none"]
-Granularity = Literal["tensor", "element"]
+PolicyName = Literal["gain", "ags", "static", "none", "measure"]
+Granularity = Literal["element", "tensor"]
 
 AGREE_EVERY = 16
 """Steps between two chances to change thresholds."""
@@ -40,22 +40,23 @@ _NONE = -1.0
 class ScalingThresholds:
     """How gradients are scaled.
 
+    `granularity`: of `ags`, a factor per element (Algorithm 1) or per tensor (a ratio of norms).
     `delta`: a step whose gradient variability (equation 5) reaches it is sensitive and is not scaled.
     `small_batch_size`: b_small in examples; None: the batch of one rank or micro-step.
-    `static_scale`: the factor of equation 8. `s_min`, `s_max`: bounds of every factor; `s_max` None: sqrt(B / b_small)
-    for `ags` (Algorithm 1), B / b_small for `gain`. `refresh_steps`: optimizer steps between two factors of `ags`;
-    None: once an epoch. `restore_step`: the service took a setting back and asks for the weights of a checkpoint at or
-    before this step (`run.roll_back`).
+    `static_scale`: the factor of equation 8, which `static` needs. `s_min`, `s_max`: bounds of every factor; `s_max`
+    None: sqrt(B / b_small) for `ags` (Algorithm 1), B / b_small for `gain`. `refresh_steps`: optimizer steps between
+    two factors of `ags`; None: once an epoch. `restore_step`: the service took a setting back and asks for the weights
+    of a checkpoint at or before this step (`run.roll_back`).
 
     Raises ValueError naming the field when a value makes no sense.
     """
 
     version: int = 0
     policy: PolicyName = "gain"
-    granularity: Granularity = "tensor"
+    granularity: Granularity = "element"
     delta: float = 0.5
     small_batch_size: int | None = None
-    static_scale: float = 1.0
+    static_scale: float | None = None
     s_min: float = 1e-3
     s_max: float | None = None
     refresh_steps: int | None = None
@@ -70,6 +71,8 @@ class ScalingThresholds:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}: give a finite number above 0")
+        if self.policy == "static" and self.static_scale is None:
+            raise ValueError("static_scale is missing: policy 'static' needs the factor of equation 8")
         if self.s_max is not None and self.s_max < self.s_min:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
         if self.restore_step is not None and self.restore_step < 0:

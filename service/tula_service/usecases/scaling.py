@@ -20,6 +20,7 @@ TUNE_EVERY_STEPS = 100
 _LOOK_BACK_STEPS = 5_000
 _DEFAULT_POLICY = "gain"
 _DEFAULT_S_MIN = 1e-3  # of the agent
+_SCRIPTED = ("delta", "small_batch_size", "static_scale", "s_min", "s_max")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set the job's policy, or numbers of one policy, and return what agents get from now on.
 
-    Raises InvalidInput if the bounds in force would cross, since agents would refuse them.
+    Raises InvalidInput if the bounds in force would cross, or the job's policy be `static` without a factor, since
+    agents would refuse them.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
@@ -132,7 +134,7 @@ def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry 
 
 def _scripted(tx: Transaction, run: RunRecord) -> dict[str, float]:
     """The numbers that the run's script passed explicitly, as far as its agent has reported them."""
-    found = {name: _newest(tx, run, f"scripted_{name}") for name in ("delta", "small_batch_size", "s_min", "s_max")}
+    found = {name: _newest(tx, run, f"scripted_{name}") for name in _SCRIPTED}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -178,7 +180,11 @@ def _patched(
         changed.append(f"{target}: {name} = {value if isinstance(value, str) else format(value, 'g')}{stays}")
     if patch.model_fields_set & {"s_min", "s_max"}:
         _refuse_crossing(by_user, scripted)
-    return {**body, "set": {**body["set"], target: by_user}}, changed
+    body = {**body, "set": {**body["set"], target: by_user}}
+    static = {**body["set"].get("static", {}), **scripted}
+    if changed and body["policy"] == "static" and "static_scale" not in static:
+        raise InvalidInput("The policy `static` needs its factor: give static_scale.", field="static_scale")
+    return body, changed
 
 
 def _refuse_crossing(by_user: Mapping[str, Any], scripted: Mapping[str, float]) -> None:

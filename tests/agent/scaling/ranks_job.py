@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer
@@ -23,9 +24,9 @@ LONG = ("gain", "ags-tensor", "ags-element")
 SCENARIOS = {
     "gain": {},
     "gain-b_small": {"small_batch_size": 4},
-    "ags-tensor": {"policy": "ags", "steps_per_epoch": 20},
-    "ags-element": {"policy": "ags", "granularity": "element", "steps_per_epoch": 20},
-    "ags-probe": {"policy": "ags", "source": "probe", "small_batch_size": 8, "steps_per_epoch": 20},
+    "ags-tensor": {"policy": "ags", "granularity": "tensor", "steps_per_epoch": 20},
+    "ags-element": {"policy": "ags", "source": "parts", "steps_per_epoch": 20},
+    "ags-probe": {"policy": "ags", "small_batch_size": 8, "steps_per_epoch": 20},
     "gain-probe": {"policy": "gain", "source": "probe", "small_batch_size": 8},
     "ags-adamw": {"policy": "ags", "steps_per_epoch": 20},
     "gain-adamw": {},
@@ -35,6 +36,8 @@ SCENARIOS = {
     "gain-thresholds": {},
     "gain-uneven": {"small_batch_size": 4},
     "gain-probe-uneven": {"source": "probe", "small_batch_size": 12},
+    "gain-powersgd": {},
+    "measure": {"policy": "measure"},
     "none": {"policy": "none"},
     "unwrapped": {},
 }
@@ -54,6 +57,10 @@ def digest(model: nn.Module) -> str:
 
 def run(name: str, rank: int, world_size: int) -> dict[str, object]:
     ddp = nn.parallel.DistributedDataParallel(network())
+    if name == "gain-powersgd":
+        options = {"use_error_feedback": False, "warm_start": False, "min_compression_rate": 1}
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=0, **options)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     uneven = name.endswith("uneven")  # one rank's last batch of an epoch is shorter, and no global batch size is given
     adaptive = name.endswith("adamw")
     inner = (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from tula_agent.scaling.noise_math import EPS
+from tula_agent.scaling.math import EPS
 from tula_agent.scaling.thresholds import Granularity
+
+Batch = Any
 
 
 def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tensor]) -> float:
@@ -31,19 +34,41 @@ def ags_factor(
     return ratio.clamp(min=s_min, max=s_max)
 
 
-def ags_step(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    factors: Sequence[torch.Tensor],
+def algorithm_1(
+    weights: list[torch.Tensor],
+    epochs: Sequence[Sequence[Batch]],
+    gradient: Callable[[Sequence[torch.Tensor], Batch], list[torch.Tensor]],
     *,
-    learning_rate: float,
-    variability: float,
+    sample: Callable[[Batch], Batch],
+    b_small: int,
+    b_large: int,
+    eta: float,
     delta: float,
+    granularity: Granularity = "element",
 ) -> list[torch.Tensor]:
-    """One step of Algorithm 1 with plain SGD: w - eta s g where the step is not sensitive, w - eta g where it is."""
-    if variability >= delta:
-        return [w - learning_rate * g for w, g in zip(weights, gradients, strict=True)]
-    return [w - learning_rate * s * g for w, g, s in zip(weights, gradients, factors, strict=True)]
+    """Algorithm 1 line by line with plain SGD; returns the weights after the last step.
+
+    `gradient(w, batch)` is the gradient of f, `sample(batch)` the sub-batch b_small of b_large. Two things are ours:
+    s_min = 1e-3, which Lemma 1 needs, and a first step that counts as sensitive, since it has none before it.
+    """
+    gradscale = [torch.ones_like(w) for w in weights]
+    before = None
+    for epoch in epochs:
+        for batch in epoch:
+            g_large = gradient(weights, batch)
+            sensitive = before is None or variability(g_large, before) >= delta
+            scaled = g_large if sensitive else [s * g for s, g in zip(gradscale, g_large, strict=True)]
+            at = weights
+            weights = [w - eta * g for w, g in zip(weights, scaled, strict=True)]
+            before = g_large
+        # UPDATEGRADSCALE, after the last step of the epoch, at the weights where g_large was taken.
+        s_max = (b_large / b_small) ** 0.5
+        g_small = gradient(at, sample(batch))
+        gradscale = [
+            ags_factor(small, large, granularity=granularity, s_min=1e-3, s_max=s_max)
+            for small, large in zip(g_small, g_large, strict=True)
+        ]
+    return weights
 
 
 def gain_of_parts(parts: Sequence[torch.Tensor], *, batch_ratio: float) -> float:

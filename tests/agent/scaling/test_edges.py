@@ -10,12 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer, gradient_tap
-from tula_agent.scaling.context import ScalingContext
-from tula_agent.scaling.gradient_tap import GradientTap
-from tula_agent.scaling.probe import probe_gradients
+from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer, meter
+from tula_agent.scaling.meter import Meter, Reading, probe_gradients
 from tula_agent.scaling.ranks import Ranks, owners
-from tula_agent.scaling.step_statistics import decode, encode_tap
 from tula_agent.scaling.thresholds import AGREE_EVERY, SyncedThresholds
 from tula_agent.torch_private import norm_squared
 
@@ -58,7 +55,8 @@ def switch(optimizer: TulaOptimizer, model: nn.Module, data, thresholds: Scaling
 @pytest.mark.parametrize("options", [{}, *({"policy": "ags", "granularity": g} for g in ("tensor", "element"))])
 def test_double_precision_trains(options):
     model = network().double()
-    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), delta=1e9, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = TulaOptimizer(inner, delta=1e9, steps_per_epoch=2, **options)
     train(optimizer, model, batches(dtype=torch.float64), 6)
     assert abs(optimizer.telemetry()["scale"] - 1.0) > 1e-3
     assert all(p.dtype == torch.float64 and bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -71,28 +69,46 @@ def test_norms_of_half_precision_gradients_are_not_rounded_and_do_not_overflow(d
     assert float(norm_squared(gradients)) == pytest.approx(exact, rel=1e-4)
 
 
+class Portion(Ranks):
+    """One of several ranks, without a process group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self._rank, self._of = rank, size
+
+    @property
+    def size(self) -> int:
+        return self._of
+
+    def portion(self, sizes):
+        return [owner == self._rank for owner in owners(tuple(sizes), self._of)]
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_ranks_that_share_the_reading_of_gradients_measure_what_one_rank_measures(ranks):
     """Their vectors are summed; of seven ranks, some read no tensor."""
     model = network()
     model[2].double()
-    tap = GradientTap()
-    tap.watch(list(model.parameters()))
-    tap.arm("tensor")
-    for inputs, _ in itertools.islice(batches(), 2):
-        model[2](model[:2](inputs).double()).square().mean().backward()
-    gradients = [p.grad for p in model.parameters()]
+    measuring = Meter(torch.optim.SGD(model.parameters(), lr=0.1), Ranks())
+    measuring.tap.watch(measuring.parameters())
+    measuring.tap.arm("tensor")
+    for batch in itertools.islice(batches(), 2):
+        measuring.observe(batch)
+        model[2](model[:2](batch[0]).double()).square().mean().backward()
     found = []
-    for portions in ([[True] * 4], [[owner == r for owner in owners((96, 16, 64, 4), ranks)] for r in range(ranks)]):
-        size = len(portions)
-        vectors = [encode_tap(tap, gradients, mine, size, torch.device("cpu"), 32.0) for mine in portions]
-        found.append(decode(torch.stack(vectors).sum(0).tolist()))
+    for size in (1, ranks):
+        vectors = []
+        for rank in range(size):
+            measuring.ranks = Portion(rank, size)
+            vectors.append(measuring.measure())
+        found.append(Reading(torch.stack(vectors).sum(0)))
     single, shared = found
-    exact = sum(float(g.double().square().sum()) for g in gradients)
-    assert single.gradient_norm**2 == pytest.approx(exact, rel=1e-6)
-    assert shared.gradient_norm == pytest.approx(single.gradient_norm, rel=1e-12)
-    assert shared.small_norm_sq == pytest.approx(single.small_norm_sq, rel=1e-12)
-    assert (shared.samples, shared.examples) == (single.samples * ranks, single.examples * ranks)
+    exact = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    assert float(single.norm_sq) == pytest.approx(exact, rel=1e-6)
+    assert float(shared.norm_sq) == pytest.approx(float(single.norm_sq), rel=1e-12)
+    assert shared.moments()[:2] == pytest.approx(single.moments()[:2], rel=1e-12)
+    assert (shared.moments()[2], shared.examples) == (single.moments()[2] * ranks, single.examples * ranks)
+    assert not shared.disturbed
 
 
 def test_a_learning_rate_tensor_that_groups_share_is_scaled_once():
@@ -194,18 +210,11 @@ def test_one_rank_neither_probes_nor_switches_thresholds_by_reading_from_the_dev
     """The meta device, from which nothing can be read, stands for one that the host would have to wait for."""
     device = torch.device("meta")
     model = nn.Linear(6, 4, device=device)
-    context = ScalingContext(
-        torch.optim.SGD(model.parameters(), lr=0.05),
-        Ranks(),
-        GradientTap(),
-        ScalingThresholds(),
-        global_batch_size=None,
-        source="auto",
-        model=model,
-        loss=lambda net, batch: net(batch).sum(),
+    measuring = Meter(
+        torch.optim.SGD(model.parameters(), lr=0.05), Ranks(), model=model, loss=lambda net, batch: net(batch).sum()
     )
-    context.observe(torch.randn(16, 6, device=device))
-    found = context.probe()
+    measuring.observe(torch.randn(16, 6, device=device))
+    found = measuring.probe(None)
     assert found is not None
     assert found[1] == 16 / 2
     synced = SyncedThresholds(Ranks())
@@ -283,12 +292,15 @@ def test_a_roll_back_under_another_policy_restores_no_averages_of_the_old_one():
 def test_new_bounds_hold_from_the_step_at_which_they_take_effect():
     model = network()
     optimizer = TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", steps_per_epoch=1000, delta=1e9, s_max=1.9
+        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", granularity="tensor", delta=1e9, s_max=1.9
     )
     data = batches()
-    train(optimizer, model, data, 3)
+    train(optimizer, model, data, 2)
+    optimizer.next_epoch()
+    train(optimizer, model, data, 1)
     assert optimizer.telemetry()["scale"] > 1.1
-    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", refresh_steps=1000, delta=1e9, s_max=1.1))
+    bounded = ScalingThresholds(version=2, policy="ags", granularity="tensor", delta=1e9, s_max=1.1)
+    switch(optimizer, model, data, bounded)
     scales = []
     for _ in range(3):
         scales.append(optimizer.telemetry()["scale"])
@@ -297,28 +309,25 @@ def test_new_bounds_hold_from_the_step_at_which_they_take_effect():
     assert scales[-1] > 1.0
 
 
-def test_a_refresh_that_becomes_due_waits_for_a_tapped_step_instead_of_probing():
-    probed = []
-
-    def counted(module: nn.Module, batch) -> torch.Tensor:
-        probed.append(batch)
-        return loss_of(module, batch)
-
+def test_ags_that_the_service_switches_on_finds_factors_after_the_next_epoch_began():
     model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = TulaOptimizer(inner, policy="none", model=model, loss=counted, global_batch_size=32)
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy="none", global_batch_size=32)
     data = batches()
+    optimizer.next_epoch()
     switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", delta=1e9))
     train(optimizer, model, data, 3)
+    assert optimizer.telemetry()["scale"] == 1.0
+    optimizer.next_epoch()
+    train(optimizer, model, data, 1)
     assert optimizer.telemetry()["scale"] != 1.0
-    assert not probed
 
 
-def test_with_source_probe_no_backward_is_tapped(monkeypatch):
-    monkeypatch.setattr(gradient_tap, "squares", lambda *_: pytest.fail("a backward was tapped"))
+def test_with_source_probe_no_square_is_taken_during_backward(monkeypatch):
+    monkeypatch.setattr(meter, "squares", lambda *_: pytest.fail("a backward was tapped"))
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = TulaOptimizer(inner, policy="ags", source="probe", model=model, loss=loss_of, small_batch_size=8)
+    options = {"steps_per_epoch": 2, "source": "probe", "model": model, "loss": loss_of, "small_batch_size": 8}
+    optimizer = TulaOptimizer(inner, policy="ags", **options)
     train(optimizer, model, batches(), 3, parts=1)
     assert optimizer.telemetry()["scale"] != 1.0
 
@@ -364,6 +373,6 @@ def test_a_closed_wrapper_sets_no_hooks_on_new_parameters(monkeypatch):
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.01))
     optimizer.close()
-    monkeypatch.setattr(gradient_tap.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
+    monkeypatch.setattr(meter.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     train(optimizer, model, batches(), 2)

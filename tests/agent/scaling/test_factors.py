@@ -9,10 +9,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.agent.scaling.reference import ags_factor, ags_step, gain_of_parts, variability
+from tests.agent.scaling.reference import ags_factor, gain_of_parts, variability
 from tula_agent.scaling import ScalingThresholds
-from tula_agent.scaling.ags import SensitivityGate, apply_to_gradients, apply_to_updates, factor_from_squares
-from tula_agent.scaling.noise_math import (
+from tula_agent.scaling.ags import SensitivityGate
+from tula_agent.scaling.math import (
+    factor_from_squares,
     gradient_variability,
     noise_gain,
     noise_moments,
@@ -68,34 +69,6 @@ def test_a_gradient_that_is_zero_everywhere_has_factor_one():
     for granularity in GRANULARITIES:
         factor = factor_from_squares(squares(zero, granularity), squares(zero, granularity), s_min=1e-3, s_max=4.0)
         assert (factor == 1.0).all()
-
-
-@pytest.mark.parametrize("gate", [0.0, 1.0])
-def test_one_step_of_plain_sgd_equals_algorithm_1(gate):
-    weights, gradients = zip(*(pair(shape, seed) for seed, shape in enumerate([(4, 3), (7,)])), strict=True)
-    factors = [torch.tensor(0.5), torch.tensor(3.0)]
-    expected = ags_step(
-        weights, gradients, factors, learning_rate=0.1, variability=0.9 if gate == 0.0 else 0.1, delta=0.5
-    )
-    scaled = [gradient.clone() for gradient in gradients]
-    apply_to_gradients(scaled, factors, torch.tensor(gate))
-    for weight, gradient, want in zip(weights, scaled, expected, strict=True):
-        torch.testing.assert_close(weight - 0.1 * gradient, want)
-    # Scaling the update of plain SGD is the same thing.
-    moved = [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
-    apply_to_updates(moved, list(weights), factors, torch.tensor(gate))
-    for got, want in zip(moved, expected, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_a_closed_gate_leaves_every_bit_alone():
-    before, gradient = pair((50,))
-    after = before - 0.1 * gradient
-    kept, moved = gradient.clone(), after.clone()
-    apply_to_gradients([kept], [torch.tensor(1.7)], torch.tensor(0.0))
-    apply_to_updates([moved], [before], [torch.tensor(1.7)], torch.tensor(0.0))
-    assert torch.equal(kept, gradient)
-    assert torch.equal(moved, after)
 
 
 def test_variability_is_equation_5():
@@ -155,7 +128,7 @@ def test_noise_moments_and_gain_equal_the_reference_on_parts():
     st.builds(
         ScalingThresholds,
         version=st.integers(0, 2**40),
-        policy=st.sampled_from(("gain", "ags", "static", "none")),
+        policy=st.sampled_from(("gain", "ags", "static", "none", "measure")),
         granularity=st.sampled_from(GRANULARITIES),
         delta=POSITIVE,
         small_batch_size=st.none() | st.integers(1, 2**20),
@@ -178,6 +151,7 @@ def test_thresholds_are_the_same_after_a_round_trip_through_a_vector(thresholds)
         ("granularity", "channel"),
         ("delta", 0.0),
         ("delta", math.nan),
+        ("static_scale", 0.0),
         ("s_max", 1e-6),
         ("s_min", math.inf),
         ("small_batch_size", 0),

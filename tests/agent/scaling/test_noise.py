@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tula_agent.scaling import GainRule
 from tula_agent.scaling.gain import SpikeClip
-from tula_agent.scaling.noise_math import NoiseAverage, noise_gain
+from tula_agent.scaling.math import NoiseAverage, noise_gain
 
 SAMPLES = 8.0
 

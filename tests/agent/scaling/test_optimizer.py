@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.agent.scaling.reference import gain_of_parts
 from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer
-from tula_agent.scaling.gradient_tap import GradientTap
+from tula_agent.scaling.meter import GradientTap
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -344,3 +344,58 @@ def test_a_closed_optimizer_takes_the_steps_of_the_wrapped_one():
     bare = TulaOptimizer(sgd(plain), policy="none")
     train(bare, plain, batches(4))
     assert torch.equal(weights(closed), weights(plain))
+
+
+def by_an_older_version(policy: str) -> dict:
+    """The scaling part of checkpoints written before factors by element were the default."""
+    nan = math.nan
+    noise = {"count": 3, "fast": 0.166578, "noise": 0.0917395, "signal": 1.721195, "slow": 0.069554}
+    arrival = [
+        2.456171,
+        4.0,
+        5.751141,
+        4.0,
+        4.0,
+        0.0,
+        -0.003317,
+        -1.749527,
+        *[0.0] * 6,
+        -0.003317,
+        -1.749527,
+        *[0.0] * 6,
+    ]
+    last = [0.724928, 0.392045, 4.0, 2.50454, 0.0]
+    gain = {"noise": noise, "arrival": arrival, "last": last, "batch_size": 16, "last_count": 0, "samples": 4.0}
+    gain |= {"measured_at": [2, 3], "variability": 0.697, "factor": 1.69, "usual_norm": torch.tensor(5.0).double()}
+    gated = {"due": True, "epochs_reported": False, "last_refresh": 2, "mean_factor": 1.177, "scaled": [3.0, 4.0]}
+    gated |= {"factors": [torch.tensor(1.2), torch.tensor(1.1)], "previous": torch.tensor(8.67).double()}
+    gated |= {"known": [8.67, 0.7, 1.0]}
+    thresholds = [0.0, {"gain": 0.0, "ags": 1.0}[policy], 0.0, 1e6, 4.0, 1.0, 0.001, -1.0, -1.0, -1.0]
+    never = {"factors": None, "previous": None, "known": [nan, nan, nan], "mean_factor": 1.0, "scaled": [0.0, 0.0]}
+    return {
+        "agreement": None,
+        "restored": None,
+        "steps": 4,
+        "thresholds": thresholds,
+        "gain": gain,
+        "gated": gated if policy == "ags" else {**gated, **never},
+    }
+
+
+@pytest.mark.parametrize(("policy", "factor"), [("gain", 1.69), ("ags", 1.177)])
+def test_a_checkpoint_of_the_version_before_loads_and_its_factors_hold(policy, factor):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = TulaOptimizer(inner, policy=policy, global_batch_size=16, small_batch_size=4)
+    optimizer.load_state_dict({**inner.state_dict(), "tula": by_an_older_version(policy)})
+    assert optimizer.thresholds.granularity == "tensor"
+    assert optimizer.telemetry()["scale"] == factor
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(4):
+            inputs = torch.randn(4, 2)
+            ((model(inputs) - inputs.sum(1, keepdim=True) - 1) ** 2).mean().div(4).backward()
+        optimizer.step()
+    assert optimizer.telemetry()["step"] == 7
+    assert optimizer.telemetry()["scale"] not in (1.0, factor)

@@ -36,7 +36,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 16
+    assert len(two_ranks) == 18
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)
@@ -49,21 +49,22 @@ def test_weights_and_factors_are_bit_identical_on_four_ranks(four_ranks):
         assert_identical(records)
 
 
-def test_every_policy_but_none_scales_steps(two_ranks):
+def test_every_policy_that_scales_does_and_a_compressed_gradient_is_not_taken_for_noise(two_ranks):
+    """PowerSGD changes gradients by more than one factor: such steps are left out, so the gain stays 1."""
     for name, records in two_ranks.items():
         scaled = any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"])
-        assert scaled == (name not in ("none", "unwrapped")), name
+        assert scaled == (name not in ("measure", "none", "unwrapped", "gain-powersgd")), name
 
 
-def test_policy_none_measures_the_noise_scale_and_changes_no_bit_of_the_weights(two_ranks):
-    measured, unwrapped = two_ranks["none"], two_ranks["unwrapped"]
-    assert measured[0]["digests"] == unwrapped[0]["digests"]
+def test_policy_measure_reports_the_noise_scale_and_changes_no_bit_of_the_weights(two_ranks):
+    measured, unwrapped = two_ranks["measure"], two_ranks["unwrapped"]
+    assert measured[0]["digests"] == unwrapped[0]["digests"] == two_ranks["none"][0]["digests"]
     assert measured[0]["noise_scale"] == measured[1]["noise_scale"] > 1.0
-    assert unwrapped[0]["noise_scale"] is None
+    assert unwrapped[0]["noise_scale"] is two_ranks["none"][0]["noise_scale"] is None
 
 
 def test_policies_and_granularities_lead_to_different_weights(two_ranks):
-    excluded = ("adamw", "accumulate", "unwrapped")
+    excluded = ("adamw", "accumulate", "measure", "none", "unwrapped")
     sgd = [records[0]["digests"][-1] for name, records in two_ranks.items() if not name.endswith(excluded)]
     assert len(set(sgd)) == len(sgd)
 

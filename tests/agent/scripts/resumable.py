@@ -46,7 +46,10 @@ def train(policy: str, root: Path, args: argparse.Namespace) -> None:
     if distributed:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = tula_agent.TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), policy=policy, global_batch_size=8
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        policy=policy,
+        global_batch_size=8,
+        steps_per_epoch=8,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 

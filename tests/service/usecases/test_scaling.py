@@ -183,6 +183,21 @@ def test_setting_what_is_set_already_makes_no_version(training: tuple[Cluster, s
     assert current(cluster, job_id, "static").static_scale is None
 
 
+def test_the_policy_static_without_a_factor_is_refused(training: tuple[Cluster, str, wire.Run]) -> None:
+    """Agents would refuse it, unless their script passes the factor."""
+    cluster, job_id, run = training
+    with pytest.raises(InvalidInput, match="give static_scale") as refused:
+        change(cluster, job_id, policy="static")
+    assert refused.value.field == "static_scale"
+    assert change(cluster, job_id, policy="static", static_scale=1.5).static_scale == 1.5
+    with pytest.raises(InvalidInput, match="give static_scale"):
+        change(cluster, job_id, static_scale=None)
+    change(cluster, job_id, policy="measure", static_scale=None)
+    change(cluster, job_id, "static", static_scale=None)
+    cluster.report(run, scripted_static_scale=np.full(4, 2.0))
+    assert change(cluster, job_id, policy="static").static_scale is None
+
+
 def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
     change(cluster, job_id, "ags", delta=0.7)

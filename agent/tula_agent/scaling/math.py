@@ -1,5 +1,4 @@
-"""Norms, gradient noise and the gain that follows from them: the arithmetic of gradient scaling, without any state of
-a training job."""
+"""The arithmetic of gradient scaling, without any state of a training job: norms, noise, gains and factors."""
 
 from __future__ import annotations
 
@@ -11,6 +10,8 @@ import torch
 from tula_agent.scaling.thresholds import Granularity
 
 EPS = 1e-8  # of Algorithm 1
+MAX_RESIDUAL = 0.01
+"""Relative error of `common_factor` above which gradients were changed by more than one factor."""
 _SLOW, _FAST = 0.9, 0.5
 
 
@@ -31,6 +32,28 @@ def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
     if previous_norm_sq <= 0.0:
         return math.inf if norm_sq > 0.0 else 0.0
     return abs((norm_sq - previous_norm_sq) / previous_norm_sq)
+
+
+def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(f, |after - f before| / |after|) by least squares, 0-d, from projections of shape (n,); NaN where undetermined.
+
+    f is the number by which gradients were multiplied between backward and step: AMP's loss scale, clipping by global
+    norm, averaging over micro-steps. None of them is mistaken for noise, and the script need not report them.
+    """
+    factor = torch.dot(before, after) / torch.dot(before, before)
+    factor = torch.where(factor > 0.0, factor, math.nan)
+    return factor, torch.linalg.vector_norm(after - factor * before) / torch.linalg.vector_norm(after)
+
+
+def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
+    """min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
+
+    A ratio that is not finite (overflow) becomes 1, so that one bad probe never spoils a weight. So does the ratio of
+    two zeros, which holds no information.
+    """
+    ratio = small.clamp(min=0.0).sqrt() / (large.clamp(min=0.0).sqrt() + EPS)
+    usable = torch.isfinite(ratio) & ((small > 0.0) | (large > 0.0))
+    return torch.where(usable, ratio.clamp(min=s_min, max=s_max), torch.ones_like(ratio))
 
 
 def paper_s_max(batch_ratio: float) -> float:
