@@ -223,6 +223,8 @@ class Recorder:
                 self.memory.at_optimizer(list(self.objects.models))
             if not self.leads or step < self.gradients.due or not self.guard.works("gradients"):
                 return
+            if self._device_clock is not None and self._device_clock.capturing():
+                return  # a copy to the host cannot be part of a CUDA graph
             if optimizer is self.objects.optimizers.first:
                 for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
                     self.readings.add_value(step, name, value)

@@ -34,7 +34,7 @@ class DeviceClock:
         self._pool_size = pool_size
         self._free: deque[Any] = deque()  # this thread takes events, the shipping thread gives them back
         self._record = record
-        self._capturing = capturing  # an event recorded while a CUDA graph is captured would be part of it
+        self.capturing = capturing  # an event recorded while a CUDA graph is captured would be part of it
         self._open: Interval | None = None
         self._broken = False
 
@@ -51,7 +51,7 @@ class DeviceClock:
 
     def optimizer(self) -> None:
         """Its first optimizer is about to step."""
-        if self._open is not None and self._open.optimizer is None and not self._capturing():
+        if self._open is not None and self._open.optimizer is None and not self.capturing():
             self._open.optimizer = self._mark()
 
     def end(self) -> Interval | None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.agent.sink import Sink
+from tula_agent.config import read_config
 from tula_agent.guard import Guard
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.readings import DeviceTiming, Readings, StepTiming
+from tula_agent.run import Run
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 
 
@@ -217,6 +221,29 @@ def test_nothing_is_recorded_into_a_graph_that_is_being_captured() -> None:
     assert timing is not None
     assert timing.step_time_s == pytest.approx(6e-3)
     assert timing.optimizer_time_s is None
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_gradients_are_not_read_into_a_graph_that_is_being_captured(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch, sink: Sink, tmp_path: Path
+) -> None:
+    device = Device()
+
+    def record(event: Event) -> None:
+        event.passed_ms = 0.0
+
+    clock = DeviceClock(lambda: Event(device), record, capturing=lambda: capturing)
+    monkeypatch.setattr("tula_agent.recorder.clock_for", lambda _: clock)
+    config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "run1", "TULA_SPOOL_DIR": str(tmp_path)})
+    run, model = Run(config), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.watch(model, optimizer)
+    for batch in run.steps([torch.ones(2, 4)] * 4):
+        model(batch).sum().backward()
+        optimizer.step()
+    run.finish()
+    assert sink.steps() == [0, 1, 2, 3]
+    assert bool(sink.column("grad_norm")) is not capturing
 
 
 def test_moments_without_an_event_have_no_time() -> None:
