@@ -1,0 +1,69 @@
+"""Part 5: what gradient scaling costs a step of ResNet-50, by policy, against the bare optimizer in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.store import Results, Row
+from benchmarks.support.resnet import resnet
+from tula_agent.scaling import GainRule, TulaOptimizer
+
+TURNS, MICRO_STEPS = 6, 2
+POLICIES: dict[str, dict[str, Any]] = {
+    "gain, every step measured": {"policy": "gain", "rule": GainRule(measure_every=1)},
+    "gain, every eighth step measured": {"policy": "gain", "rule": GainRule(measure_every=8)},
+    "ags": {"policy": "ags", "steps_per_epoch": 100},
+    "none": {"policy": "none"},
+}
+
+
+def measure(policy: dict[str, Any], device: torch.device, smoke: bool) -> Row:
+    """Seconds of a step with the bare optimizer and with `policy`, medians of turns of 16 steps on the same model."""
+    torch.manual_seed(0)
+    depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, 64, 224, 16)
+    model = resnet(depth, channels=3, num_classes=1000).to(device)
+    images, labels = torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(1 if smoke else TURNS):
+        for scaled in (turn % 2 == 0, turn % 2 == 1):
+            bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+            optimizer: Any = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * size, **policy) if scaled else bare
+            for step in range(steps + 2):
+                if step == 2:
+                    began = _now(device)
+                optimizer.zero_grad()
+                for _ in range(MICRO_STEPS):
+                    if scaled:
+                        optimizer.observe_batch((images, labels))
+                    (F.cross_entropy(model(images), labels) / MICRO_STEPS).backward()
+                optimizer.step()
+            times[scaled].append((_now(device) - began) / steps)
+            if scaled:
+                optimizer.close()
+    pairs = zip(times[True], times[False], strict=True)
+    return {
+        "step_time_s": statistics.median(times[False]),
+        "scaled_step_time_s": statistics.median(times[True]),
+        "cost": statistics.median(scaled / bare_s - 1.0 for scaled, bare_s in pairs),
+    }
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Part 5: a row for each policy."""
+    ends = time.monotonic() + seconds
+    for name in results.missing(list(POLICIES)):
+        if time.monotonic() > ends:
+            results.end_row(None)
+            return
+        results.add(name, measure(POLICIES[name], device, smoke))

@@ -1,0 +1,63 @@
+"""Lets the agent's sources run where nothing is installed but torch: no Tula, no Pydantic, no httpx."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import sys
+import types
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def prepare() -> None:
+    """Make `tula_agent` importable from this checkout, and put stand-ins where its two requirements are missing."""
+    if importlib.util.find_spec("tula_agent") is None:
+        sys.path[:0] = [str(ROOT / "agent"), str(ROOT / "client")]
+    if importlib.util.find_spec("pydantic") is None:
+        # The agent imports three modules of the contract that need no Pydantic; the package's own file does.
+        wire: Any = types.ModuleType("tula_wire")
+        wire.__path__ = [str(ROOT / "client" / "tula_wire")]
+        sys.modules.setdefault("tula_wire", wire)
+    if importlib.util.find_spec("httpx") is None:
+        client: Any = types.ModuleType("httpx")
+        client.Client, client.Limits, client.Timeout = _Client, _Options, _Options
+        client.HTTPError, client.InvalidURL = http.client.HTTPException, ValueError
+        sys.modules.setdefault("httpx", client)
+
+
+class _Options:
+    """Takes what `httpx.Limits` and `httpx.Timeout` take and keeps the number of seconds."""
+
+    def __init__(self, seconds: float = 5.0, **_: Any) -> None:
+        self.seconds = seconds
+
+
+class _Response:
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.status_code, self.headers, self.content = answer.status, answer.headers, answer.read()
+
+
+class _Client:
+    """As much of `httpx.Client` as the agent's transport uses; without TLS and proxies."""
+
+    def __init__(self, *, base_url: str, headers: dict[str, str], timeout: _Options, limits: _Options) -> None:
+        del limits
+        self._headers = headers
+        self._connection = http.client.HTTPConnection(urllib.parse.urlsplit(base_url).netloc, timeout=timeout.seconds)
+
+    def request(
+        self, method: str, path: str, content: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> _Response:
+        try:
+            self._connection.request(method, path, content, self._headers | (headers or {}))
+            return _Response(self._connection.getresponse())
+        except Exception:
+            self._connection.close()  # the next request connects again
+            raise
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,91 @@
+"""Results as they are measured: one JSON file a part, written after each row, so that a killed part loses one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+class Results:
+    """The rows of one part by name, in `FOLDER/PART.json`, and the machine that they were measured on.
+
+    A row that began and has no result is `under_way`: its process ended, or was ended, in it. Raises ValueError where
+    the file is of another machine.
+    """
+
+    def __init__(self, folder: Path, part: str, machine: Row | None = None) -> None:
+        self._path = folder / f"{part}.json"
+        read: Row = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        self.machine: Row = read.get("machine") or machine or {}
+        self.rows: dict[str, Row] = read.get("rows", {})
+        self.under_way: str | None = read.get("under_way")
+        if machine and self.machine["device"] != machine["device"]:
+            raise ValueError(
+                f"{self._path.name} was measured on {self.machine['device']}, this is {machine['device']}: "
+                "give another folder as --out"
+            )
+
+    def missing(self, names: list[str]) -> Iterator[str]:
+        """The names that have no row, in their order; each is marked as under way when it is its turn."""
+        for name in names:
+            if name not in self.rows:
+                self.under_way = name
+                self._write()
+                yield name
+
+    def add(self, name: str, row: Row) -> None:
+        """Keep a row."""
+        self.rows[name], self.under_way = row, None
+        self._write()
+
+    def end_row(self, why: str | None) -> None:
+        """The process ended in a row: give it `why` as its failure, or with None let it be measured again."""
+        if self.under_way is not None and why is not None:
+            self.rows[self.under_way] = {"failed": why}
+        self.under_way = None
+        self._write()
+
+    def _write(self) -> None:
+        data = {"machine": self.machine, "under_way": self.under_way, "rows": self.rows}
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+
+
+def machine_of(device: torch.device) -> Row:
+    """Device, driver and versions."""
+    found: Row = {
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": properties.name,
+            "devices": torch.cuda.device_count(),
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _driver(),
+        }
+    return found
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception as error:  # NVML may be missing or of another driver
+        return f"unknown ({error})"

@@ -1,0 +1,236 @@
+"""Parts 2 and 3: step time by phase and memory by batch, up to out-of-memory, and the tables that they make."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.networks import Network, WithLoss, networks
+from benchmarks.gpu.store import Results, Row
+from tula_agent import estimate_memory
+from tula_agent.measure.memory import MemoryMonitor, capacity_bytes
+from tula_agent.oom_watch import is_out_of_memory
+
+PRECISIONS = {"fp32": "single", "bf16": "bf16", "tf32": "tf32", "fp16": "mixed"}
+"""By name, as the column `precision` of tests/data/single_device.csv has them."""
+SMOKE_PRECISIONS = ("fp32", "fp16")
+FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 5, 1.0
+PHASES = ("forward_s", "backward_s", "optimizer_s")
+STEP_COLUMNS = (
+    "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",
+)  # fmt: skip
+"""Those of tests/data/single_device.csv, for `python -m benchmarks.cold_start --steps FILE`."""
+MEMORY_COLUMNS = (
+    "workload", "source", "gpu", "model", "precision", "local_batch_size", "memory_bytes", "analytic_bytes",
+)  # fmt: skip
+"""Those of tests/data/grids/memory.csv, for `python -m benchmarks.memory --grids FILE`."""
+
+
+class Stopwatch:
+    """Marks moments of a step; on CUDA by events, so that nothing waits between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """A phase ends, and the next begins."""
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between the marks; waits for the device."""
+        if self._device.type != "cuda":
+            return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        torch.cuda.synchronize(self._device)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [before.elapsed_time(after) * 1e-3 for before, after in pairs]
+
+
+@dataclass
+class Trainer:
+    """One network under one precision on one device."""
+
+    network: Network
+    precision: str
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
+        self.model: nn.Module = WithLoss(self.network.build()).to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
+        fp16 = self.precision == "fp16" and self.device.type == "cuda"  # a CPU trains in bfloat16 instead
+        self.scaler: Any = torch.cuda.amp.GradScaler() if fp16 else None
+        self.dtype = torch.float16 if fp16 else torch.bfloat16
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Mixed precision, where this is one."""
+        if self.precision in ("fp32", "tf32"):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], at_optimizer: Callable[[], None] | None = None
+    ) -> Stopwatch:
+        """One step; `at_optimizer` is called while the gradients exist."""
+        watch = Stopwatch(self.device)
+        watch.mark()
+        self.optimizer.zero_grad()
+        with self.autocast():
+            loss = self.model(*batch)
+        watch.mark()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        watch.mark()
+        if at_optimizer is not None:
+            at_optimizer()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        watch.mark()
+        return watch
+
+    def fits(self, size: int) -> bool:
+        """True when a step with `size` examples does not run out of memory."""
+        try:
+            self.step(self.network.batch(size, self.device)).seconds()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return True
+        self.optimizer.zero_grad()  # outside the handler: its traceback keeps the activations
+        free_memory(self.device)
+        return False
+
+    def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
+        """Median times of a step by phase, and the memory at its peak; the step has run before (`fits`)."""
+        batch = self.network.batch(size, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        monitor.saw_batch(size, batch, None)
+        self.step(batch, lambda: monitor.at_optimizer([self.model])).seconds()
+        times: list[list[float]] = []
+        ends = time.monotonic() + measured_s
+        while len(times) < 3 or (len(times) < 20 and time.monotonic() < ends):
+            times.append(self.step(batch).seconds())
+        read = monitor.read([self.model], [self.optimizer])
+        row = {name: statistics.median(column) for name, column in zip(PHASES, zip(*times, strict=True), strict=True)}
+        row |= {"step_time_s": statistics.median(map(sum, times)), "steps": len(times), "peak_bytes": read.peak_bytes}
+        row |= {"reserved_bytes": read.reserved_bytes, "context_bytes": read.context_bytes}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            row["driver_bytes"] = total - free
+        return row
+
+
+def free_memory(device: torch.device) -> None:
+    """Drop what garbage and the allocator's cache hold."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure_network(network: Network, precision: str, device: torch.device, ends: float, smoke: bool) -> Row:
+    """All figures of one network under one precision; `complete` is False where `ends` (monotonic) cut it short."""
+    trainer, monitor = Trainer(network, precision, device), MemoryMonitor(1)
+    monitor.before_training([trainer.model])
+    with trainer.autocast():
+        estimate = estimate_memory(trainer.model, network.batch(2, device), trainer.optimizer)
+    capacity = capacity_bytes(device) or 0
+    row: Row = {
+        "parameters": estimate.parameters,
+        "flops_per_sample": estimate.flops_per_sample / 3.0,  # of one forward pass, as the table has them
+        "capacity_bytes": capacity,
+        "largest_from_estimate": estimate.largest_local_batch_size(capacity),
+        "largest_from_two": None,
+        "largest_measured": None,
+        "complete": False,
+        "batches": {},
+    }
+    size = 2 if smoke else FIRST_BATCH
+    while time.monotonic() < ends:
+        if not trainer.fits(size):
+            row["largest_measured"] = _bisect(trainer.fits, size // 2 if row["batches"] else 0, size, ends)
+            row["complete"] = True
+            break
+        row["batches"][str(size)] = trainer.measure(size, monitor, 0.0 if smoke else MEASURED_S) | {
+            "estimated_bytes": estimate.total_bytes(size)
+        }
+        if len(row["batches"]) == 2:
+            row["largest_from_two"] = monitor.largest_local_batch_size()
+        if smoke and len(row["batches"]) == SMOKE_BATCHES:
+            row["complete"] = True  # a host's memory is not exhausted to find its end
+            break
+        size *= 2
+    return row
+
+
+def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) -> int:
+    """The largest batch that fits, between one that did (0: none) and one that did not, to a 64th of the latter."""
+    for _ in range(BISECTIONS):
+        middle = (fitted + failed) // 2
+        if middle == fitted or time.monotonic() > ends:
+            break
+        fitted, failed = (middle, failed) if fits(middle) else (fitted, middle)
+    return fitted
+
+
+def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Part 2: a row for each precision and network, the most telling first."""
+    ends = time.monotonic() + seconds
+    found = networks(smoke)
+    names = [f"{network} {precision}" for precision in (SMOKE_PRECISIONS if smoke else PRECISIONS) for network in found]
+    for name in results.missing(names):
+        if time.monotonic() > ends:
+            results.end_row(None)
+            return
+        network, precision = name.split()
+        row = measure_network(found[network], precision, device, ends, smoke)
+        free_memory(device)
+        if not row["complete"] and not smoke:
+            results.end_row(None)  # the next lease measures it whole
+            return
+        results.add(name, row)
+
+
+def write_tables(results: Results, folder: Path) -> None:
+    """Part 3: what `benchmarks.cold_start` and `benchmarks.memory` read, which need the service."""
+    gpu = str(results.machine.get("device", "")).replace(",", " ")
+    steps, memory = [], []
+    for name, row in results.rows.items():
+        if not row.get("batches"):
+            continue
+        network, precision = name.split()
+        about = {"source": "tula", "gpu": gpu, "precision": PRECISIONS[precision]}
+        largest = max(row["batches"], key=int)
+        step = {"network": network, "local_batch_size": largest, "step_time_s": row["batches"][largest]["step_time_s"]}
+        steps.append(about | step | {key: row[key] for key in ("parameters", "flops_per_sample")})
+        for size, read in row["batches"].items():
+            bytes_read = {"memory_bytes": read["peak_bytes"], "analytic_bytes": read["estimated_bytes"]}
+            memory.append(about | {"workload": name, "model": network, "local_batch_size": size} | bytes_read)
+    _write_csv(folder / "gpu_steps.csv", STEP_COLUMNS, steps)
+    _write_csv(folder / "gpu_memory.csv", MEMORY_COLUMNS, memory)
+
+
+def _write_csv(path: Path, columns: Iterable[str], rows: list[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
