@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 
 from benchmarks import cold_start, memory
 from benchmarks.gpu.__main__ import PARTS, archive, main
+from benchmarks.gpu.networks import Network
 from benchmarks.gpu.store import Results
+from benchmarks.gpu.tables import measure_network
 from benchmarks.support import clean_environment
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +112,26 @@ def test_other_benchmarks_read_the_tables(measured: Path) -> None:
         assert program.main([option, str(table), "--smoke"]) == 0
 
 
+class LargestIsTwenty(torch.nn.Linear):
+    """Runs out of memory as CUDA does, with more than 20 examples."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > 20:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(inputs)
+
+
+def test_the_largest_batch_is_found_by_running_out_of_memory() -> None:
+    network = Network(
+        lambda: LargestIsTwenty(4, 3), lambda size, _: (torch.ones(size, 4), torch.zeros(size, dtype=torch.int64))
+    )
+    row = measure_network(network, "fp32", torch.device("cpu"), time.monotonic() + 60, smoke=False)
+    assert row["complete"]
+    assert row["largest_measured"] == 20
+    assert list(row["batches"]) == ["8", "16"]
+    assert row["flops_per_sample"] > 0
+
+
 def test_results_of_another_device_are_not_mixed(tmp_path: Path) -> None:
     Results(tmp_path, "tables", MACHINE).add("resnet50 fp32", {"batches": {}})
     with pytest.raises(ValueError, match="give another folder as --out"):
@@ -133,7 +156,7 @@ def test_a_row_that_ended_its_process_is_not_measured_again_and_one_out_of_time_
         ([*SMOKE, "--resume", "/nowhere"], "--resume /nowhere is no folder"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_remedy(
+def test_a_run_that_cannot_measure_is_refused_with_the_remedy(
     arguments: list[str],
     sentence: str,
     tmp_path: Path,

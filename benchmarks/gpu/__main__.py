@@ -45,7 +45,7 @@ SOURCES = (
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
-    """Measure `part` in processes of its own until it is complete or `seconds` are over; what became of it."""
+    """Measure `part` in another process, again after a crash, for `seconds` at most; answers what became of it."""
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()
@@ -63,7 +63,7 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
         if code == 0:
             return "measured" if time.monotonic() < ends else "the time was over: --resume measures the rest"
         Results(options.out, part).end_row(f"the process ended with status {code}; see log.txt")
-    return f"gave up after {MAX_CRASHES} crashes"
+    return f"gave up after {MAX_CRASHES} crashes: see log.txt"
 
 
 def measure(options: argparse.Namespace) -> int:

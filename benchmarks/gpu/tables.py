@@ -9,8 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from tula_agent import estimate_memory
 from tula_agent.measure.memory import MemoryMonitor, capacity_bytes
 from tula_agent.oom_watch import is_out_of_memory
 
+T = TypeVar("T")
 PRECISIONS = {"fp32": "single", "bf16": "bf16", "tf32": "tf32", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
 SMOKE_PRECISIONS = ("fp32", "fp16")
@@ -106,22 +108,25 @@ class Trainer:
         watch.mark()
         return watch
 
-    def fits(self, size: int) -> bool:
-        """True when a step with `size` examples does not run out of memory."""
+    def attempt(self, work: Callable[[int], T], size: int) -> T | None:
+        """What `work` answers for `size` examples; None when it runs out of memory."""
         try:
-            self.step(self.network.batch(size, self.device)).seconds()
+            return work(size)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        else:
-            return True
         self.optimizer.zero_grad()  # outside the handler: its traceback keeps the activations
         free_memory(self.device)
-        return False
+        return None
+
+    def fits(self, size: int) -> bool:
+        """True when a step with `size` examples does not run out of memory."""
+        return self.attempt(lambda size: self.step(self.network.batch(size, self.device)).seconds(), size) is not None
 
     def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
-        """Median times of a step by phase, and the memory at its peak; the step has run before (`fits`)."""
+        """Median times of a step by phase, and the memory at its peak."""
         batch = self.network.batch(size, self.device)
+        self.step(batch).seconds()  # kernels are chosen, and the optimizer's state is made
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         monitor.saw_batch(size, batch, None)
@@ -165,14 +170,14 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
         "batches": {},
     }
     size = 2 if smoke else FIRST_BATCH
+    measure = partial(trainer.measure, monitor=monitor, measured_s=0.0 if smoke else MEASURED_S)
     while time.monotonic() < ends:
-        if not trainer.fits(size):
+        read = trainer.attempt(measure, size)
+        if read is None:
             row["largest_measured"] = _bisect(trainer.fits, size // 2 if row["batches"] else 0, size, ends)
             row["complete"] = True
             break
-        row["batches"][str(size)] = trainer.measure(size, monitor, 0.0 if smoke else MEASURED_S) | {
-            "estimated_bytes": estimate.total_bytes(size)
-        }
+        row["batches"][str(size)] = read | {"estimated_bytes": estimate.total_bytes(size)}
         if len(row["batches"]) == 2:
             row["largest_from_two"] = monitor.largest_local_batch_size()
         if smoke and len(row["batches"]) == SMOKE_BATCHES:

@@ -120,7 +120,7 @@ def test_each_fault_of_a_device_fails_its_check(name: str, fault: str) -> None:
     assert [one.state for one in check(StandIn(fault), name)] == ["fail"]
 
 
-def test_what_a_machine_lacks_is_not_measured_and_said() -> None:
+def test_a_figure_that_the_machine_lacks_is_not_measured() -> None:
     (verdict,) = check(StandIn("no NVML"), "driver")
     assert verdict.state == "not measured"
     assert "pip install nvidia-ml-py" in verdict.found
