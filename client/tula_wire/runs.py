@@ -98,4 +98,4 @@ class RunPatch(WireModel):
     failed_local_batch_size: Count | None = Field(None, description="The batch that ran out of memory.")
     holder: Name | None = Field(None, description="The holder of the lease; a patch of another holder is rejected.")
     lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = None
-    dropped: Annotated[int, Field(ge=0)] | None = None
+    dropped: Annotated[int, Field(ge=0, le=2**53)] | None = None

@@ -17,6 +17,7 @@ MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 StepTime = Annotated[float, Field(gt=0, le=1e6)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
+Rank = Annotated[int, Field(ge=0, le=2**20)]
 
 T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
@@ -42,7 +43,7 @@ class MemoryBreakdown(WireModel):
 class SampleBatch(WireModel):
     """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
 
-    rank: Annotated[int, Field(ge=0, le=2**20)]
+    rank: Rank
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
     world_size: Count | None = Field(None, description="As the process saw it.")
     local_batch_size: Count | None = Field(None, description="As the process saw it, which may ignore the plan.")
@@ -61,7 +62,7 @@ class SampleBatch(WireModel):
     exposed_comm_time_s: Column[Seconds | None] | None = None
     input_time_s: Column[Seconds | None] | None = None
     skew_s: Column[Seconds | None] | None = None
-    straggler_rank: Column[Number | None] | None = None
+    straggler_rank: Column[Rank | None] | None = None
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:

@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from typing_extensions import Self
 
 from tula_wire._base import Name, WireModel
-from tula_wire.samples import Column, Number
+from tula_wire.samples import Column, Number, Rank
 
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 
@@ -22,7 +22,7 @@ COLUMNS = (
 class ChunkIdentity(WireModel):
     """Which chunk of which process: a chunk with an identity that is stored already counts as a resend."""
 
-    rank: Annotated[int, Field(ge=0, le=2**20)] = 0
+    rank: Rank = 0
     boot_id: Name
     sequence: Number
 

@@ -83,6 +83,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         samples=SampleIngest(store, known_runs, background),
         telemetry=TelemetryIngest(store, known_runs, threads=intake),
         intake=intake,
+        drawers=anyio.CapacityLimiter(2),
     )
 
     at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
@@ -103,6 +104,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,  # a redirect would name whatever host the request did, before it is authorised
         telemetry={"tracing": False, "metrics": False, "logs": False},  # `TULA_TRACE` alone enables tracing
     )
     app.state.services = services

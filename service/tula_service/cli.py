@@ -179,7 +179,7 @@ def _opened(settings: Settings, *, migrate: bool = False, create: bool = False) 
 def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
     """Raise SettingsError if other machines could reach the service and it has no token yet."""
     with store.reading() as tx:
-        if not settings.on_loopback and not tx.tokens.any_usable():
+        if not settings.on_loopback and not tx.tokens.ever_made():
             raise SettingsError(
                 f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
                 "--scope admin` with the same --database first."

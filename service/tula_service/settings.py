@@ -29,7 +29,7 @@ class Settings:
     workers: int = _setting(1, "Processes that serve; they share the database and metrics.", least=1)
     threads: int = _setting(16, "Requests that a worker handles at once, and its database connections.", least=2)
     max_in_flight: int = _setting(
-        256, "Requests that a worker holds at once; more are refused with Retry-After.", least=1
+        256, "Requests of agents that a worker holds at once, and 3/4 as many others; more get Retry-After.", least=1
     )
     max_body_bytes: int = _setting(8 * 2**20, "Largest body as sent.", least=1024)
     requests_per_minute: int = _setting(6_000, "Requests of one token to one worker, ingest excluded.", least=1)
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def max_ordinary_in_flight(self) -> int:
-        """Requests held at once other than agents' measurements, for which the rest of `max_in_flight` is reserved."""
+        """Requests held at once other than those of agents, which are counted separately."""
         return self.max_in_flight - self.max_in_flight // 4
 
     @property

@@ -21,6 +21,7 @@ from tula_wire import Configuration
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
+_SHORTEST_STEP_S = 1e-7  # a fit of shorter ones overflows
 _COUNTING_SD = 0.1
 _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
 # The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
@@ -67,6 +68,12 @@ def evidence_of(data: JobData) -> Evidence:
     misconfigured: set[Configuration] = set()
     for summary in data.summaries:
         if summary.state is RunState.OUT_OF_MEMORY or summary.step_time_s is None:
+            continue
+        if summary.step_time_s < _SHORTEST_STEP_S:
+            warnings.append(
+                f"Run {summary.run_id} is left out: its step time of {summary.step_time_s:.3g} s is shorter than any "
+                "training step; check the clock of its agent."
+            )
             continue
         actual, mismatch = _as_run(summary)
         if mismatch is not None:

@@ -22,8 +22,11 @@ _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "applicatio
 
 MAX_DECOMPRESSED_BYTES: Final = 32 * 2**20
 MAX_VALUES: Final = 66 * MAX_STEPS
-"""Numbers, strings and lists in one body: the steps and 64 columns of a full chunk. A parsed value takes many times its
-encoded bytes: with a limit on bytes alone, a small body of many empty lists would take gigabytes."""
+"""Numbers and strings in one body: the steps and 64 columns of a full chunk. A parsed value takes many times its
+encoded bytes: with a limit on bytes alone, a small body of many small values would take gigabytes."""
+MAX_MEMBERS: Final = 500
+"""Named members in one body, and lists and maps: no model has a fifth of it. Each unknown member is an error that names
+it, and each list an object, so that these cost far more than a number in a column."""
 
 _ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: the most that an encoder may ask for; a decoder reserves it
 
@@ -76,21 +79,30 @@ def parse(model: type[M], body: Body) -> M:
     """The body as a wire model. Raises pydantic.ValidationError and what `Body.plain` raises."""
     plain = body.plain()
     if body.content_type == JSON:
+        check_members(plain)
         if plain.count(b",") > MAX_VALUES:
-            raise _too_many()
+            raise _too_many(MAX_VALUES, "values")
         return model.model_validate_json(plain)
     return model.model_validate(unpack(plain))
 
 
-def unpack(plain: bytes) -> Any:
+def check_members(plain: bytes) -> None:
+    """Raise TooLarge for JSON with more members, lists or maps than any model has, before anything is built of it."""
+    if max(plain.count(mark) for mark in (b":", b"[", b"{")) > MAX_MEMBERS:
+        raise _too_many(MAX_MEMBERS, "members")
+
+
+def unpack(plain: bytes, *, max_values: int = MAX_VALUES) -> Any:
     """MessagePack as Python objects; byte strings stay bytes. Raises InvalidInput, TooLarge."""
-    values = 0
+    values = containers = 0
 
     def counted(container: Any) -> Any:
-        nonlocal values
-        values += len(container) + 1
-        if values > MAX_VALUES:
-            raise _too_many()
+        nonlocal values, containers
+        values, containers = values + len(container), containers + 1
+        if containers > MAX_MEMBERS:
+            raise _too_many(MAX_MEMBERS, "members")
+        if values > max_values:
+            raise _too_many(max_values, "values")
         return container
 
     try:
@@ -99,14 +111,15 @@ def unpack(plain: bytes) -> Any:
             raw=False,
             strict_map_key=True,
             max_ext_len=0,
-            max_array_len=MAX_VALUES,
-            max_map_len=MAX_STEPS,
+            max_array_len=max_values,
+            max_map_len=MAX_MEMBERS,
             list_hook=counted,
             object_hook=counted,
         )
     except (ValueError, TypeError, RecursionError) as error:
-        if "exceeds max_array_len" in str(error) or "exceeds max_map_len" in str(error):
-            raise _too_many() from None
+        for limit, kind in (("max_array_len", "values"), ("max_map_len", "members")):
+            if f"exceeds {limit}" in str(error):
+                raise _too_many(MAX_MEMBERS if kind == "members" else max_values, kind) from None
         raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
 
 
@@ -156,8 +169,8 @@ def _too_large(limit: int, when: str = "") -> TooLarge:
     return TooLarge(f"The body is larger than {limit} bytes{when}: send smaller batches.")
 
 
-def _too_many() -> TooLarge:
-    return TooLarge(f"The body holds more than {MAX_VALUES} values: send smaller batches.")
+def _too_many(limit: int, kind: str) -> TooLarge:
+    return TooLarge(f"The body holds more than {limit} {kind}: send smaller batches.")
 
 
 def _corrupt(encoding: str) -> InvalidInput:

@@ -3,55 +3,71 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Query, Response
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, Services
 from tula_service.dashboard import charts
 from tula_service.dashboard.chart_data import quality_runs, series_of
-from tula_service.errors import NotFound
+from tula_service.errors import Busy, NotFound
+from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
+from tula_service.usecases.access import Principal
 from tula_service.usecases.telemetry import SeriesQuery, memory_of
 from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
 
 router = APIRouter(tags=["charts"])
 
 Format = Annotated[Literal["json", "png", "svg"], Query(description="json is the Vega-Lite specification.")]
+Quantity = Literal["time", "cost"]
 Step = Annotated[int | None, Query(ge=0, le=2**53)]
 _ANSWER: Final[dict[int | str, dict[str, Any]]] = {
     200: {"content": {"application/json": {}, "image/png": {}, "image/svg+xml": {}}}
 }
 MAX_TRAININGS = 200
+_MOST_DRAWINGS: Final = 6
+_DRAWINGS_OF_ONE: Final = 2
+"""Images that are drawn or wait for that, in all and of one token: two are drawn at a time, each for seconds."""
 
 
 @router.get(routes.JOB_CHART, response_class=Response, responses=_ANSWER)
-def get_job_chart(
+async def get_job_chart(
     job_id: str,
     name: str,
     caller: Caller,
     services: AppServices,
-    quantity: Annotated[Literal["time", "cost"], Query(description="What `tradeoff` draws.")] = "time",
+    quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
     objective: Objective | None = None,
     format: Format = "json",
 ) -> Response:
     """A chart of a job: tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
-    job = jobs.get(services.store, caller, job_id)
+    make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
+    return await _answer(services, caller, make, format)
+
+
+def _job_chart(
+    store: Store, caller: Principal, job_id: str, name: str, quantity: Quantity, objective: Objective | None
+) -> charts.Spec:
+    job = jobs.get(store, caller, job_id)
     if name == "quality":
-        return _answer(charts.quality_chart(job, quality_runs(services.store, caller, job_id)), format)
+        return charts.quality_chart(job, quality_runs(store, caller, job_id))
     if name not in charts.JOB_CHARTS:
         raise NotFound(_unknown("job", name, (*charts.JOB_CHARTS, "quality")), field="name")
-    recommendation = read(Recommendation, recommendations.get(services.store, caller, job_id, objective))
-    entries = ledger.entries(services.store, caller, job_id)
+    recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))
+    entries = ledger.entries(store, caller, job_id)
     trainings = []
     if name == "accuracy":
-        trainings = runs.list_runs(services.store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
-    spec = charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
-    return _answer(spec, format)
+        trainings = runs.list_runs(store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
+    return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
 
 
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
-def get_run_chart(
+async def get_run_chart(
     run_id: str,
     name: str,
     caller: Caller,
@@ -63,32 +79,48 @@ def get_run_chart(
     format: Format = "json",
 ) -> Response:
     """A chart of a run: step_time, memory, gradient, scale, loss or accuracy; `first_step` and `last_step` zoom in."""
-    run = runs.get(services.store, caller, run_id)
+    where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step)
+    return await _answer(services, caller, partial(_run_chart, services.store, caller, name, where), format)
+
+
+def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery) -> charts.Spec:
+    run = runs.get(store, caller, where.run_id)
     if name not in charts.RUN_CHARTS:
         raise NotFound(_unknown("run", name, charts.RUN_CHARTS), field="name")
     found, trends = {}, {}
     for column in charts.columns_of(name):
-        query = SeriesQuery(run_id, column, rank, max_points, first_step, last_step)
-        series, trend = series_of(services.store, caller, query)
+        series, trend = series_of(store, caller, replace(where, column=column))
         if series is not None:
             found[column] = series
         if trend is not None:
             trends[column] = trend
-    if name == "memory" and not found and (readings := memory_of(services.store, caller, run_id)):
-        return _answer(charts.rank_memory(run, readings), format)
+    if name == "memory" and not found and (readings := memory_of(store, caller, run.id)):
+        return charts.rank_memory(run, readings)
     limits = None
     if name == "gradient":
-        body = scaling.current(services.store, caller, run.job_id).body
+        body = scaling.current(store, caller, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
-    return _answer(charts.run_chart(name, run, found, limits, trends), format)
+    return charts.run_chart(name, run, found, limits, trends)
 
 
-def _answer(spec: charts.Spec, format: Format) -> Response:
-    if format == "png":
-        return Response(charts.png(spec), media_type="image/png")
-    if format == "svg":
-        return Response(charts.svg(spec), media_type="image/svg+xml")
-    return Response(json.dumps(spec, allow_nan=False, separators=(",", ":")), media_type="application/json")
+async def _answer(services: Services, caller: Principal, make: Callable[[], charts.Spec], format: Format) -> Response:
+    """The chart; an image waits for its turn without a thread. Raises Busy if too many images wait."""
+    if format == "json":
+        return await to_thread.run_sync(_json, make)
+    waiting, sender = services.drawings, caller.sender
+    if len(waiting) >= _MOST_DRAWINGS or waiting.count(sender) >= _DRAWINGS_OF_ONE:
+        raise Busy("Too many charts are being drawn: ask again in a few seconds.", retry_after_s=5.0)
+    waiting.append(sender)
+    try:
+        spec = await to_thread.run_sync(make)
+        draw, media_type = (charts.png, "image/png") if format == "png" else (charts.svg, "image/svg+xml")
+        return Response(await to_thread.run_sync(draw, spec, limiter=services.drawers), media_type=media_type)
+    finally:
+        waiting.remove(sender)
+
+
+def _json(make: Callable[[], charts.Spec]) -> Response:
+    return Response(json.dumps(make(), allow_nan=False, separators=(",", ":")), media_type="application/json")
 
 
 def _unknown(kind: str, name: str, known: tuple[str, ...]) -> str:

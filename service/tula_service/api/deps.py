@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -14,7 +13,7 @@ from fastapi import Depends, Request
 
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
-from tula_service.api.scopes import is_ingest, required_scopes
+from tula_service.api.scopes import is_ingest, is_of_agents, required_scopes
 from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
@@ -32,8 +31,8 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 class Services:
     """Everything that a request may need, built once in `create_app`.
 
-    `intake` limits the threads reserved for measurements of agents. `streams` are the open event streams, which end
-    when `stopping` is set.
+    `intake` limits the threads reserved for requests of agents. `streams` holds the sender of each open event stream;
+    streams end when `stopping` is set. `drawings` are the senders of images that are drawn or wait for that.
     """
 
     settings: Settings
@@ -44,7 +43,9 @@ class Services:
     samples: SampleIngest
     telemetry: TelemetryIngest
     intake: CapacityLimiter
-    streams: set[object] = field(default_factory=set)
+    drawers: CapacityLimiter
+    streams: list[str] = field(default_factory=list)
+    drawings: list[str] = field(default_factory=list)
     stopping: threading.Event = field(default_factory=threading.Event)
 
 
@@ -63,7 +64,7 @@ async def authenticate(request: Request) -> Principal:
     services: Services = request.app.state.services
     route = getattr(request.scope.get("route"), "path", "")
     ingest = is_ingest(request.method, route)
-    threads = services.intake if ingest else None
+    threads = services.intake if is_of_agents(request.method, request.url.path) else None
     secret = _secret(request)
     if secret is None:
         principal = services.access.tokenless_now()
@@ -75,10 +76,11 @@ async def authenticate(request: Request) -> Principal:
     else:
         principal = services.access.cached(secret)
         if principal is None:
-            address = request.client.host if request.client else "unknown"
-            # A token that was valid at its last check is not a guess: checking it again counts against no address.
-            with nullcontext() if services.access.has_validated(secret) else services.limiter.guess(address):
+            try:
                 principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=threads)
+            except Unauthenticated:
+                services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+                raise
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")

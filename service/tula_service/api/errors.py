@@ -40,6 +40,11 @@ _HTTP: Mapping[int, tuple[str, str, str]] = {
     405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
     408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
     413: (ProblemType.TOO_LARGE, "Too large", "The body is too large: send smaller batches."),
+    503: (
+        ProblemType.UNAVAILABLE,
+        "Unavailable",
+        "Too many bodies of this sender are on their way: send it again.",
+    ),
 }
 
 
@@ -74,6 +79,12 @@ def problem_response(
         request_id=scope.get("tula.request_id"),
     )
     return Response(problem.model_dump_json(), status, headers, media_type=MEDIA_TYPE)
+
+
+def http_problem(scope: Scope, error: HTTPException) -> Response:
+    """The problem document of a status that a router or the middleware raises."""
+    kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
+    return problem_response(scope, error.status_code, kind, title, detail, headers=error.headers)
 
 
 def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
@@ -113,8 +124,7 @@ def _on_observation_error(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
-    return problem_response(request.scope, error.status_code, kind, title, detail, headers=error.headers)
+    return http_problem(request.scope, error)
 
 
 def _on_bug(request: Request, error: Exception) -> Response:

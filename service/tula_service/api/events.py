@@ -23,6 +23,8 @@ POLL_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
+_SHARES: Final = 4
+"""One token may open one in so many of the streams that a worker holds."""
 
 router = APIRouter(tags=["events"])
 
@@ -45,17 +47,17 @@ async def get_events(
     """
     newest = await run_in_threadpool(events.last_id, services.store, caller, job_id)
     start = _start(last_event_id, after, newest)
-    if len(services.streams) >= services.settings.max_streams:
+    sender, most = caller.sender, services.settings.max_streams
+    if len(services.streams) >= most or services.streams.count(sender) >= max(1, most // _SHARES):
         raise Busy("Too many event streams are open: close one or try again later.", retry_after_s=10.0)
 
     async def body() -> AsyncIterator[bytes]:
-        ticket = object()
-        services.streams.add(ticket)
+        services.streams.append(sender)
         try:
             async for piece in stream(services.store, caller, job_id, start, services.stopping):
                 yield piece
         finally:
-            services.streams.discard(ticket)
+            services.streams.remove(sender)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(body(), media_type="text/event-stream", headers=headers)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
-from tula_service.errors import Busy, Unauthenticated
+from tula_service.errors import Busy
 from tula_service.usecases.access import Principal
 
-GUESSES_PER_MINUTE: Final = 600
+WRONG_PER_MINUTE: Final = 600
 _WINDOW_S: Final = 60.0
 
 
@@ -29,26 +27,14 @@ class Limiter:
     def admit(self, principal: Principal, *, ingest: bool) -> None:
         """Count a request. Raises Busy beyond the limit."""
         limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
-        self._count(kind, principal.token_id or principal.name, limit)
+        self._count(kind, principal.sender, limit)
 
-    @contextmanager
-    def guess(self, address: str) -> Iterator[None]:
-        """Around the check of a token that is not cached. Raises Busy after too many wrong ones from this address.
+    def refuse_wrong(self, address: str) -> None:
+        """Count a wrong token of this address. Raises Busy after too many of them.
 
-        Counts before the check, so that a burst of concurrent checks cannot exceed the limit, and takes the count back
-        unless the token was wrong: behind a proxy all valid tokens come from one address.
+        Only what was looked up and found wrong counts: behind a proxy all valid tokens come from one address.
         """
-        wrong = False
-        try:
-            self._count("guess", address, GUESSES_PER_MINUTE)
-            yield
-        except Unauthenticated:
-            wrong = True
-            raise
-        finally:
-            if not wrong:
-                with self._lock:
-                    self._counts["guess", address] -= 1
+        self._count("wrong", address, WRONG_PER_MINUTE)
 
     def _count(self, kind: str, sender: str, limit: int) -> None:
         with self._lock:

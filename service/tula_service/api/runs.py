@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Query
 
 from tula_service.api.deps import AppServices, Caller
@@ -39,17 +41,20 @@ def get_runs(
 
 
 @router.get(routes.RUN)
-def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
+async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     """One run."""
-    return runs.get(services.store, caller, run_id)
+    return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.intake)
 
 
 @router.patch(routes.RUN)
-def patch_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
+async def patch_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
 
     def ended(run: Run) -> None:
         if run.kind == "train" and run.step_time_s and run.predicted_step_time_s:
             services.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
 
-    return runs.patch(services.store, caller, run_id, patch, on_end=ended)
+    # A lease is renewed beside measurements; the end of a run may ask for a fit, which must not keep those waiting.
+    threads = services.intake if patch.state == "running" else None
+    change = partial(runs.patch, services.store, caller, run_id, patch, on_end=ended)
+    return await to_thread.run_sync(change, limiter=threads)

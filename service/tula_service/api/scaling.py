@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Response
 
 from tula_service.api.deps import AppServices, Caller
@@ -18,7 +20,7 @@ router = APIRouter(tags=["scaling"])
     response_model=ScalingThresholds,
     responses={304: {"description": "The thresholds of your ETag are still in force."}},
 )
-def get_scaling(
+async def get_scaling(
     job_id: str,
     caller: Caller,
     services: AppServices,
@@ -26,7 +28,8 @@ def get_scaling(
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
-    served = scaling.current(services.store, caller, job_id, policy=policy, etag=if_none_match)
+    read = partial(scaling.current, services.store, caller, job_id, policy=policy, etag=if_none_match)
+    served = await to_thread.run_sync(read, limiter=services.intake)
     headers = {"ETag": served.etag, "Cache-Control": "private, no-cache"}
     if served.body is None:
         return Response(status_code=304, headers=headers)

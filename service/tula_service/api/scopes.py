@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from tula_wire import routes
@@ -18,6 +19,7 @@ AGENT_MAY: Final = frozenset(
         ("GET", routes.JOB_SCALING),
     }
 )
+_AGENTS_PATHS: Final = [(method, re.compile(re.sub(r"\{\w+\}", "[^/]+", route))) for method, route in AGENT_MAY]
 _ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
 _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
 
@@ -30,6 +32,11 @@ def required_scopes(method: str, route: str) -> frozenset[str]:
     if key in AGENT_MAY:
         return frozenset({"agent", "user", "admin"})
     return frozenset({"user", "admin"})
+
+
+def is_of_agents(method: str, path: str) -> bool:
+    """True for the paths of `AGENT_MAY`, whose requests have room and threads that no other request takes."""
+    return any(method == known and pattern.fullmatch(path) for known, pattern in _AGENTS_PATHS)
 
 
 def is_ingest(method: str, route: str) -> bool:

@@ -1,4 +1,4 @@
-"""A browser's session: a token in a cookie that no script can read, and errors as pages."""
+"""A browser's session: a random id in a cookie that no script can read, and errors as pages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tula_service.dashboard.format import render
 from tula_service.errors import Busy, Unauthenticated
+from tula_service.usecases.access import SESSION_S, end_session, open_session
 
-COOKIE: Final = "tula_token"
-LIFETIME_S: Final = 12 * 3600
+COOKIE: Final = "tula_session"
 _SAFE: Final = frozenset({"GET", "HEAD"})
 _MAX_TOKEN_LENGTH: Final = 512
 
@@ -32,38 +32,46 @@ def get_login(next: str = "/") -> Response:
 
 @router.post("/login", response_class=HTMLResponse)
 async def post_login(request: Request) -> Response:
-    """Check the token and keep it in the cookie. Reads the form by hand: it is one field of plain text."""
+    """Check the token and open a session. Reads the form by hand: it is one field of plain text."""
     form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
     secret, target = form.get("token", [""])[0].strip(), _local_path(form.get("next", ["/"])[0])
-    error = await run_in_threadpool(_check_token, request, secret)
-    if error is not None:
-        return HTMLResponse(render("login.html", next=target, error=error), 401)
+    if not _is_same_origin("POST", request.headers, unknown=True):  # else a page could sign its reader in as another
+        return HTMLResponse(render("login.html", next="/", error="Sign in on this page."), 401)
+    try:
+        session = await run_in_threadpool(_signed_in, request, secret)
+    except (Busy, Unauthenticated) as error:
+        return HTMLResponse(render("login.html", next=target, error=error.message), 401)
     response = RedirectResponse(target, 303)
     secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
-    response.set_cookie(COOKIE, secret, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=secure)
+    response.set_cookie(COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", secure=secure)
     return response
 
 
 @router.post("/logout")
-def post_logout() -> Response:
-    """Forget the token."""
+def post_logout(request: Request) -> Response:
+    """End the session, in the cookie and on the service."""
+    services = request.app.state.services
+    if (secret := _cookie(request.headers)) is not None:
+        end_session(services.store, secret)
+        services.access.forget()
     response = RedirectResponse("/login", 303)
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return response
 
 
-def _check_token(request: Request, secret: str) -> str | None:
+def _signed_in(request: Request, secret: str) -> str:
+    """The secret of a new session of this token. Raises Unauthenticated, and Busy after too many wrong tokens."""
     services = request.app.state.services
-    if not _plausible(secret):
-        return "Paste the whole token, as `tula token create` printed it."
     try:
-        with services.limiter.guess(request.client.host if request.client else "unknown"):
-            principal = services.access.authenticate(secret)
-    except (Busy, Unauthenticated) as error:
-        return error.message
+        if not _plausible(secret):
+            raise Unauthenticated("Paste the whole token, as `tula token create` printed it.")
+        principal = services.access.authenticate(secret)
+    except Unauthenticated:
+        services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+        raise
     if principal.scope == "agent":
-        return "An agent's token opens no pages: use a user or admin token."
-    return None
+        raise Unauthenticated("An agent's token opens no pages: use a user or admin token.")
+    return open_session(services.store, principal)
 
 
 class BrowserSession:
@@ -153,15 +161,15 @@ def _plausible(secret: str) -> bool:
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
-def _is_same_origin(method: str, headers: Headers) -> bool:
-    """A cookie authorises a write only if a page of this service sends it (CSRF)."""
+def _is_same_origin(method: str, headers: Headers, *, unknown: bool = False) -> bool:
+    """A cookie authorises a write only if a page of this service sends it (CSRF); `unknown`: if nothing says."""
     if method in _SAFE:
         return True
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site == "same-origin"
     origin = headers.get("origin", "")
-    return origin.split("://", 1)[-1] == headers.get("host") if origin else False
+    return origin.split("://", 1)[-1] == headers.get("host") if origin else unknown
 
 
 def _local_path(target: str) -> str:

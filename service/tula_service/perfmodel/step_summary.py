@@ -53,12 +53,12 @@ def summarise(
     per_step = _by_step(step, step_time_s)
     mean, error = trimmed_mean(per_step)
     ranks = straggler_rank[straggler_rank >= 0] if straggler_rank is not None else np.zeros(0, np.int64)
-    slowest = np.bincount(ranks) if ranks.size else np.zeros(0)
+    slowest, times = np.unique(ranks, return_counts=True)  # never an array as long as the highest rank
     return StepTimeSummary(
         num_steps=int(per_step.size),
         step_time_s=mean,
         relative_sd=None if mean is None or error is None else error / mean,
-        straggler_rank=int(slowest.argmax()) if slowest.size and 2 * slowest.max() > ranks.size else None,
+        straggler_rank=int(slowest[times.argmax()]) if ranks.size and 2 * times.max() > ranks.size else None,
         **{name: _median(values) for name, values in components.items()},
     )
 

@@ -1,4 +1,4 @@
-"""Projects, tokens and the audit log."""
+"""Projects, tokens, sessions of pages and the audit log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import sqlalchemy as sa
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, new_id, same_fields
 from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, TokenRecord
-from tula_service.store.tables import audit_log, projects, tokens
+from tula_service.store.tables import audit_log, projects, sessions, tokens
 
 DEFAULT_PROJECT_ID: Final = "default"
 """The first migration creates this project, so that a single user needs to create none."""
+
+
+MADE: Final = "token.create"
+"""The act of the audit log by which a token is made."""
 
 
 class Projects(Repository):
@@ -87,8 +91,10 @@ class Tokens(Repository):
         return TokenRecord(**same_fields(TokenRecord, row))
 
     def by_hash(self, sha256: str) -> TokenRecord | None:
-        """The token with this hash, whatever its state."""
-        row = self._row(sa.select(tokens).where(tokens.c.sha256 == sha256))
+        """The token with this hash, whatever its state, or the token of the session with this hash."""
+        session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
+        wanted = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
+        row = self._row(sa.select(tokens).where(wanted))
         return None if row is None else TokenRecord(**same_fields(TokenRecord, row))
 
     def list(self, *, project_id: str | None = None) -> list[TokenRecord]:
@@ -112,20 +118,37 @@ class Tokens(Repository):
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def generation(self) -> tuple[object, ...]:
-        """Changes with every token that any process creates, revokes or deletes."""
+        """Changes with every token that any process creates, revokes or deletes, and with every session."""
         count, newest = sa.func.count, sa.func.max
         figures = sa.select(
-            count(), count(tokens.c.revoked_at), newest(tokens.c.created_at), newest(tokens.c.revoked_at)
-        )
+            count(),
+            count(tokens.c.revoked_at),
+            newest(tokens.c.created_at),
+            newest(tokens.c.revoked_at),
+            sa.select(count()).select_from(sessions).scalar_subquery(),
+            sa.select(newest(sessions.c.created_at)).scalar_subquery(),
+        ).select_from(tokens)
         return tuple(self._connection.execute(figures).one())
 
-    def any_usable(self) -> bool:
-        """True if some token is neither revoked nor expired."""
+    def ever_made(self) -> bool:
+        """True if a token was ever made, even if it has ended or was deleted with its job: the audit log keeps that."""
+        made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
+        return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
+
+
+class Sessions(Repository):
+    """Sessions of pages by the SHA-256 of their secret; `Tokens.by_hash` finds the token of one."""
+
+    def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
+        """Store a session, and delete those that have expired."""
         now = self._now()
-        statement = sa.select(tokens.c.id).where(
-            tokens.c.revoked_at.is_(None), tokens.c.expires_at.is_(None) | (tokens.c.expires_at > now)
-        )
-        return self._row(statement.limit(1)) is not None
+        self._connection.execute(sa.delete(sessions).where(sessions.c.expires_at <= now))
+        values = {"sha256": sha256, "token_id": token_id, "created_at": now, "expires_at": expires_at}
+        self._connection.execute(sa.insert(sessions).values(values))
+
+    def delete(self, sha256: str) -> None:
+        """End a session, if there is one."""
+        self._connection.execute(sa.delete(sessions).where(sessions.c.sha256 == sha256))
 
 
 class Audit(Repository):

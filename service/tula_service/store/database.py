@@ -35,7 +35,7 @@ import sqlalchemy as sa
 from tula_service.errors import Busy, InvalidInput, StoreUnavailable
 from tula_service.store._base import Clock
 from tula_service.store.answers import AnswerCache
-from tula_service.store.auth import Audit, Projects, Tokens
+from tula_service.store.auth import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
 from tula_service.store.jobs import Jobs
 from tula_service.store.leases import Leases
@@ -88,6 +88,7 @@ class Transaction:
         self.events = Events(connection, now)
         self.projects = Projects(connection, now)
         self.tokens = Tokens(connection, now)
+        self.sessions = Sessions(connection, now)
         self.audit = Audit(connection, now)
 
 

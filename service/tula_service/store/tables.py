@@ -286,6 +286,15 @@ tokens = sa.Table(
     sa.Column("revoked_at", UtcTime),
 )
 
+sessions = sa.Table(
+    "sessions",
+    METADATA,
+    sa.Column("sha256", sa.Text, primary_key=True),
+    _parent("token_id", "tokens.id", nullable=False, index=True),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("expires_at", UtcTime, nullable=False),
+)
+
 audit_log = sa.Table(
     "audit_log",
     METADATA,

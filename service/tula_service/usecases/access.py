@@ -14,9 +14,11 @@ from typing import Final, Generic, TypeVar
 
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, ProjectRecord, RunRecord, Store, TokenRecord, Transaction
+from tula_service.store.auth import MADE
 
 SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"
+SESSION_S: Final = 12 * 3600.0
 CACHED_TOKENS: Final = 10_000
 TOUCH_EVERY_S: Final = 60.0
 TRUSTED_S: Final = 60.0
@@ -55,6 +57,11 @@ class Principal:
     def is_admin(self) -> bool:
         """True when no project binds the caller."""
         return self.scope == "admin"
+
+    @property
+    def sender(self) -> str:
+        """What limits count by: the token, or the one user without a token."""
+        return self.token_id or self.name
 
     @property
     def list_project_id(self) -> str | None:
@@ -143,8 +150,8 @@ def issue_token(
             sha256=digest(secret), name=name, scope=scope, project_id=project_id, job_id=job_id, expires_at=expires_at
         )
         tx.audit.append(
-            actor=actor.token_id or actor.name,
-            action="token.create",
+            actor=actor.sender,
+            action=MADE,
             target=token.id,
             detail={"name": name, "scope": scope, "project_id": project_id, "job_id": job_id},
         )
@@ -164,8 +171,24 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
         if not actor.is_admin and (actor.scope != "user" or token.project_id != actor.project_id):
             raise NotFound.of("token", token_id)
         token = tx.tokens.revoke(token_id)
-        tx.audit.append(actor=actor.token_id or actor.name, action="token.revoke", target=token_id)
+        tx.audit.append(actor=actor.sender, action="token.revoke", target=token_id)
     return token
+
+
+def open_session(store: Store, principal: Principal) -> str:
+    """The secret of a new session of pages, which may do what its token may until it expires or `end_session`."""
+    secret = SECRET_PREFIX + "session_" + secrets.token_urlsafe(SECRET_BYTES)
+    with store.transaction() as tx:
+        tx.sessions.create(
+            sha256=digest(secret), token_id=str(principal.token_id), expires_at=tx.now() + timedelta(seconds=SESSION_S)
+        )
+    return secret
+
+
+def end_session(store: Store, secret: str) -> None:
+    """End a session of pages, if there is one with this secret."""
+    with store.transaction() as tx:
+        tx.sessions.delete(digest(secret))
 
 
 def create_project(store: Store, actor: Principal, name: str) -> ProjectRecord:
@@ -174,9 +197,7 @@ def create_project(store: Store, actor: Principal, name: str) -> ProjectRecord:
         raise Forbidden("Only an administrator creates projects: ask one.")
     with store.transaction() as tx:
         project = tx.projects.create(name)
-        tx.audit.append(
-            actor=actor.token_id or actor.name, action="project.create", target=project.id, detail={"name": name}
-        )
+        tx.audit.append(actor=actor.sender, action="project.create", target=project.id, detail={"name": name})
     return project
 
 
@@ -194,7 +215,7 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
     For streams, which stay open longer than a request.
     """
     if principal.token_id is None:
-        ended = tx.tokens.any_usable()  # the anonymous user exists until the first token
+        ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
     else:
         ended = _ended(tx.tokens.get(principal.token_id), tx.now()) is not None
     if ended:
@@ -268,7 +289,6 @@ class Access:
         self._tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
         self._principals: BoundedDict[str, tuple[float, Principal]] = BoundedDict(CACHED_TOKENS)
-        self._validated: BoundedDict[str, None] = BoundedDict(CACHED_TOKENS)
         self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
         self._tokenless_until = 0.0
         self.check_again_at = 0.0
@@ -286,20 +306,8 @@ class Access:
             return None
         return entry[1]
 
-    def has_validated(self, secret: str) -> bool:
-        """True if this secret was valid at its last check: checking it again is no guess."""
-        return secret in self._validated
-
     def authenticate(self, secret: str) -> Principal:
         """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
-        try:
-            return self._checked(secret)
-        except Unauthenticated:
-            with self._lock:
-                self._validated.pop(secret, None)
-            raise
-
-    def _checked(self, secret: str) -> Principal:
         changes = self._changes
         try:
             with self._store.reading() as tx:
@@ -331,11 +339,11 @@ class Access:
         return ANONYMOUS if time.monotonic() < self._tokenless_until else None
 
     def tokenless(self) -> Principal | None:
-        """The anonymous principal while it is allowed: on loopback, before the first token."""
+        """The anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
         if not self._tokenless_allowed:
             return None
         with self._store.reading() as tx:
-            if tx.tokens.any_usable():
+            if tx.tokens.ever_made():
                 return None
         self._tokenless_until = time.monotonic() + self.cache_s
         return ANONYMOUS
@@ -356,7 +364,6 @@ class Access:
         with self._lock:
             if generation == self._generation:  # what was read before a change must not outlive it
                 self._principals[secret] = (now + trusted_s, principal)
-            self._validated[secret] = None
             token_id = str(principal.token_id)
             due = now - self._touched.get(token_id, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
             if due:

@@ -228,9 +228,7 @@ def delete_job(store: Store, caller: Principal, job_id: str) -> None:
     with store.transaction() as tx:
         job = visible_job(tx, caller, job_id)
         tx.jobs.begin_delete(job.id)
-        tx.audit.append(
-            actor=caller.token_id or caller.name, action="job.delete", target=job.id, detail={"name": job.name}
-        )
+        tx.audit.append(actor=caller.sender, action="job.delete", target=job.id, detail={"name": job.name})
     _finish_deleting(store, job_id)
 
 

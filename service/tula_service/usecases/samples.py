@@ -47,7 +47,10 @@ class SampleIngest:
                 raise NotFound.of("run", run_id) from None
             run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
-                raise _no_such_rank(batch.rank, world_size)
+                raise _no_such_rank("rank", batch.rank, world_size)
+            slowest = new.columns.straggler_rank
+            if slowest is not None and (highest := int(slowest.max())) >= world_size:
+                raise _no_such_rank("straggler_rank", highest, world_size)
             if counted.stored:
                 diagnosis_due = monitoring.ingest(tx, run, new, counted.stored)
             stop, reason = _stop_advice(tx, run)
@@ -105,11 +108,11 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     return False, None
 
 
-def _no_such_rank(rank: int, world_size: int) -> InvalidInput:
+def _no_such_rank(field: str, rank: int, world_size: int) -> InvalidInput:
     return InvalidInput(
-        f"rank is {rank}, but a run of {world_size} rank{'s' if world_size != 1 else ''} has 0 to {world_size - 1}: "
+        f"{field} is {rank}, but a run of {world_size} rank{'s' if world_size != 1 else ''} has 0 to {world_size - 1}: "
         "send the rank as torch.distributed counts it, or the world_size that the process saw.",
-        field="rank",
+        field=field,
     )
 
 

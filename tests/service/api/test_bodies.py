@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -130,3 +131,36 @@ def test_measurements_of_a_deleted_run_get_404_and_reach_no_other_run(
         run = tx.runs.get(blue.run_id)
         assert tx.telemetry.columns(run.key) == {}
         assert run.num_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "hostile"),
+    [
+        (JSON, b"{" + b",".join(b'"%x":0' % number for number in range(600_000)) + b"}"),
+        (JSON, b'{"columns":{' + b",".join(b'"%x":[]' % number for number in range(100_000)) + b"}}"),
+        (MSGPACK, b"\xdf" + (600_000).to_bytes(4, "big") + b"".join(b"\xa6%06x\x00" % n for n in range(600_000))),
+        (MSGPACK, b"\xdd" + (130_000).to_bytes(4, "big") + b"\x90" * 130_000),
+    ],
+    ids=["unknown members", "columns", "packed members", "packed lists"],
+)
+def test_a_body_of_many_members_is_refused_before_an_error_is_made_for_each(kind: str, hostile: bytes) -> None:
+    """Pydantic would make an error of hundreds of bytes for each, in seconds."""
+    tracemalloc.start()
+    began = time.thread_time()
+    try:
+        with pytest.raises(TooLarge, match="members"):
+            parse(TelemetryChunk, Body(kind, "identity", hostile))
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+        assert time.thread_time() - began < 0.5
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_ordinary_body_of_many_members_is_refused_unparsed(service: Service, red: Tenant) -> None:
+    """It would be validated on the event loop, an error for each."""
+    body = b"{" + b",".join(b'"%x":0' % number for number in range(20_000)) + b"}"
+    with service.client(red.user, **{"Content-Type": "application/json"}) as client:
+        began = time.perf_counter()
+        for method, path in (("POST", routes.JOBS), ("PATCH", routes.JOB), ("POST", routes.JOB_CLAIM)):
+            assert client.request(method, path.format(job_id=red.job_id), content=body).status_code == 413
+        assert time.perf_counter() - began < 0.5

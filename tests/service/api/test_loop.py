@@ -228,7 +228,7 @@ def test_a_reader_that_reconnects_goes_on_after_the_last_event_it_saw(client: ht
 
 
 def test_open_streams_leave_room_for_other_requests_and_end_when_the_service_stops(tmp_path: Path) -> None:
-    with Server(str(tmp_path / "tula.db"), max_in_flight=8) as server, ExitStack() as stack:
+    with Server(str(tmp_path / "tula.db"), max_in_flight=32) as server, ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
         job_id = ok(client.post(wire.routes.JOBS, json=SPEC), 201)["job"]["id"]
         target = path(wire.routes.JOB_EVENTS, job_id=job_id)

@@ -305,6 +305,32 @@ class TestLoopback:
             assert client.post(routes.TOKENS, json={"name": "me", "scope": "admin"}).status_code == 201
             problem(client.get(routes.JOBS), 401)
 
+    def test_access_without_a_token_does_not_come_back_when_the_last_token_ends(
+        self, sqlite_url: str, start: Callable[..., Service]
+    ) -> None:
+        """Neither by its expiry, nor when it is revoked, nor when it is deleted with its job."""
+        service = start(sqlite_url, token_cache_s=0.0)
+        with service.client() as client:
+            job = client.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
+            made = {"name": "a", "scope": "agent", "job_id": job, "expires_in_s": 0.2}
+            assert client.post(routes.TOKENS, json=made).status_code == 201
+            time.sleep(0.25)  # the claim is about time itself
+            problem(client.get(routes.JOBS), 401)
+            with service.store.transaction() as tx:
+                tx.jobs.delete(job)
+            assert _tokens(service) == []
+            problem(client.get(routes.JOBS), 401)
+            problem(client.post(routes.TOKENS, json={"name": "b", "scope": "admin"}), 401)
+
+    def test_a_user_who_revokes_the_last_token_is_not_let_in_without_one(self, service: Service) -> None:
+        with service.client() as client:
+            made = client.post(routes.TOKENS, json={"name": "me", "scope": "admin"}).json()
+        with service.client(made["secret"]) as boss:
+            assert boss.delete(routes.TOKEN.format(token_id=made["token"]["id"])).status_code in (200, 204)
+            problem(boss.get(routes.JOBS), 401)
+        with service.client() as client:
+            problem(client.post(routes.TOKENS, json={"name": "b", "scope": "admin"}), 401)
+
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "myhost"])
 def test_any_other_address_is_refused_until_a_token_exists(host: str, sqlite_url: str) -> None:

@@ -273,9 +273,22 @@ def test_once_a_token_exists_pages_lead_to_sign_in_and_back(browser: Browser) ->
     cookie = done.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
-    browser.cookies.set(COOKIE, secret)
+    session = done.cookies[COOKIE]
+    assert secret not in cookie, "the token itself stays out of the browser's store"
+    browser.cookies.set(COOKIE, session)
     assert "Sign out admin" in browser.page("/")
     assert "Max-Age=0" in browser("POST", "/logout").headers["set-cookie"]
+    browser.cookies.set(COOKIE, session)
+    assert browser("GET", "/", headers=HTML).status_code == 303, "a cookie that was kept opens nothing after sign-out"
+    assert browser("GET", wire.routes.JOBS, headers={"Authorization": f"Bearer {secret}"}).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}])
+def test_another_site_cannot_sign_a_reader_in(browser: Browser, headers: dict[str, str]) -> None:
+    """Its reader would work in the account of someone else without knowing."""
+    answer = browser("POST", "/login", data={"token": token(browser, "admin")}, headers=headers)
+    assert answer.status_code == 401
+    assert "set-cookie" not in answer.headers
 
 
 @pytest.mark.parametrize("given", ["", "tula_wrong", "é", "x" * 600])

@@ -341,18 +341,18 @@ class TestAccess:
             assert tx.projects.by_name("blue") == made
             assert [project.name for project in tx.projects.list()] == ["blue", "default"]
 
-    def test_a_revoked_or_expired_token_is_not_usable(self, store: Store, clock: ManualClock) -> None:
+    def test_that_a_token_was_made_is_never_forgotten(self, store: Store, clock: ManualClock) -> None:
         from datetime import timedelta
 
         with store.transaction() as tx:
-            assert not tx.tokens.any_usable()
+            assert not tx.tokens.ever_made()
             revoked = tx.tokens.create(sha256="a", name="a", scope="admin")
             tx.tokens.create(sha256="b", name="b", scope="admin", expires_at=clock() + timedelta(seconds=5))
             tx.tokens.revoke(revoked.id)
-            assert tx.tokens.any_usable()
+            assert tx.tokens.ever_made()
         clock.advance(6)
         with store.reading() as tx:
-            assert not tx.tokens.any_usable()
+            assert tx.tokens.ever_made()
             assert tx.tokens.by_hash("a") is not None
             assert tx.tokens.by_hash("c") is None
 

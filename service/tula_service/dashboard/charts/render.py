@@ -1,7 +1,7 @@
 """Draws specifications as PNG or SVG, and builds the JavaScript that draws them in a browser; both with vl-convert.
 
 vl-convert holds the GIL for one to several seconds: in this process it would block every request, and a supervisor
-would restart the worker. It therefore runs in a separate process, at most two at a time.
+would restart the worker. It therefore runs in a separate process; callers limit how many at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tula_service.errors import Busy
 LONGEST_S: Final = 60.0
 _SCRIPT: Final = Path(__file__).with_name("_draw.py")
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
-_TURNS: Final = threading.BoundedSemaphore(2)
 _ONCE: Final = threading.Lock()
 
 
@@ -48,8 +47,6 @@ def _bundle() -> str:
 
 
 def _drawn(asked: dict[str, Any]) -> bytes:
-    if not _TURNS.acquire(timeout=LONGEST_S):
-        raise Busy("Too many charts are being drawn: ask again in a few seconds.", retry_after_s=5.0)
     try:
         # -I: neither the environment nor the working directory decides what is imported.
         done = subprocess.run(
@@ -63,8 +60,6 @@ def _drawn(asked: dict[str, Any]) -> bytes:
         raise Busy(
             "Drawing this chart takes too long: ask for it as JSON, or again later.", retry_after_s=5.0
         ) from None
-    finally:
-        _TURNS.release()
     return done.stdout
 
 

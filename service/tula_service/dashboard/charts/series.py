@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any, Final
 
 import altair as alt
@@ -150,10 +151,13 @@ def _unit(panel: Panel, found: Sequence[TelemetrySeries]) -> Unit:
 
 
 def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits."""
+    """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
+
+    A value beyond what a double holds in this unit is a gap: JSON has no infinity.
+    """
     size = unit.size
     return [
-        {"step": step, "value": None if value is None else float(f"{value / size:.6g}")}
+        {"step": step, "value": None if value is None or isinf(value / size) else float(f"{value / size:.6g}")}
         for step, value in zip(found.steps, found.values, strict=True)
     ]
 

@@ -1,0 +1,144 @@
+"""Whatever was accepted as a sample or as telemetry leaves every page and route of its job usable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tests.service.api.conftest import SPEC, Service
+from tests.service.api.test_ingest import batch, chunk, packed
+from tula_service.dashboard import charts
+from tula_wire import routes
+
+ROWS = 6
+NO_SHRINKING = (Phase.explicit, Phase.generate)  # an example takes a second
+COUNTS = st.sampled_from([0, 1, 2**20, 2**31 - 1, 2**53])
+BATCHES = st.sampled_from([1, 3, 32, 2**31 - 1])
+SECONDS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 0.1, 1e6])
+STEP_TIMES = st.sampled_from([5e-324, 1e-300, 1e-9, 0.1, 1e6])
+BYTES = st.sampled_from([0, 1, 2**34, 2**60])
+FLOATS = st.sampled_from([0.0, -0.0, 5e-324, -1.0, 1e-300, 1.0, 1e38, 1.7e308, -1.7e308])
+
+
+def column(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    """One value a row."""
+    return st.lists(values, min_size=ROWS, max_size=ROWS)
+
+
+maybe = {name: column(st.none() | SECONDS) for name in ("compute_time_s", "comm_time_s", "exposed_comm_time_s")}
+maybe |= {name: column(st.none() | SECONDS) for name in ("input_time_s", "skew_s")}
+parts = ("parameter", "gradient", "optimizer", "activation", "batch", "reserved", "context", "capacity")
+memory = st.fixed_dictionaries(
+    {"method": st.sampled_from(["cuda_allocator", "peak_rss", "estimate", "reported"]), "peak_bytes": BYTES},
+    optional={f"{part}_bytes": BYTES for part in parts},
+)
+batches = st.fixed_dictionaries(
+    {"step_time_s": column(STEP_TIMES)},
+    optional={
+        **maybe,
+        "straggler_rank": column(st.none() | COUNTS),
+        "step": column(COUNTS),
+        "memory": memory,
+        "world_size": BATCHES,
+        "local_batch_size": BATCHES,
+        "grad_accum_steps": BATCHES,
+        "epochs_before": st.sampled_from([0.0, 5e-324, 1e6]),
+        "warmup": st.booleans(),
+    },
+)
+COLUMNS = (
+    "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
+    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "delta", "small_batch_size", "scripted_s_min",
+    "scripted_s_max", "scripted_delta", "thresholds_version",
+)  # fmt: skip
+chunks = st.fixed_dictionaries(
+    {"columns": st.dictionaries(st.sampled_from(COLUMNS), column(st.none() | FLOATS), min_size=1)},
+    optional={"steps": column(COUNTS)},
+)
+
+
+def everything(job_id: str, run_ids: list[str]) -> list[str]:
+    """What is asked of a job and of its runs: every route and page that reads them."""
+    asked = [f"/jobs/{job_id}", f"/jobs/{job_id}/what-if", f"/jobs/{job_id}/quality", "/", routes.METRICS]
+    read = [routes.JOB, routes.JOB_RUNS, routes.JOB_SAMPLES, routes.JOB_RECOMMENDATION, routes.JOB_PREDICTIONS]
+    asked += [route.format(job_id=job_id) for route in (*read, routes.JOB_SCALING, routes.JOB_LEDGER)]
+    asked += [routes.JOB_CHART.format(job_id=job_id, name=name) for name in (*charts.JOB_CHARTS, "quality")]
+    for run_id in run_ids:
+        asked += [f"/runs/{run_id}", routes.RUN.format(run_id=run_id)]
+        asked += [routes.RUN_CHART.format(run_id=run_id, name=name) for name in charts.RUN_CHARTS]
+    return asked
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINKING)
+@given(profiled=batches, trained=batches, series=chunks, state=st.sampled_from(["succeeded", "out_of_memory"]))
+@example(
+    profiled={"step_time_s": [0.1] * ROWS, "straggler_rank": [2**53] * ROWS},
+    trained={"step_time_s": [0.1] * ROWS},
+    series={"columns": {"loss": [1.0] * ROWS}},
+    state="succeeded",
+)
+def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
+    service: Service, profiled: dict[str, Any], trained: dict[str, Any], series: dict[str, Any], state: str
+) -> None:
+    with service.client(service.token("admin"), Accept="text/html") as client:
+        key = {"Idempotency-Key": str(id(profiled)) + str(len(_jobs(client)))}
+        spec = SPEC.model_dump(mode="json") | {"name": f"job {len(_jobs(client))}"}
+        job_id = client.post(routes.JOBS, json=spec, headers=key).json()["job"]["id"]
+        claimed = client.post(routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h", "lease_s": 60}).json()["run"]
+        training = {"kind": "train", "configuration": claimed["configuration"], "holder": "h"}
+        train = client.post(routes.JOB_RUNS.format(job_id=job_id), json=training)
+        assert train.status_code == 201, train.text
+        runs = [claimed["id"], train.json()["id"]]
+        for run_id, sample in zip(runs, (profiled, trained), strict=True):
+            running = client.patch(routes.RUN.format(run_id=run_id), json={"state": "running"})
+            assert running.status_code == 200, running.text
+            answer = client.post(routes.RUN_SAMPLES.format(run_id=run_id), json=batch(ROWS, **sample))
+            assert answer.status_code in (202, 422), answer.text
+            answer = client.post(routes.RUN_TELEMETRY.format(run_id=run_id), json=chunk(ROWS) | series)
+            assert answer.status_code == 202, answer.text
+            asked = everything(job_id, runs)
+            for final in (None, state):
+                if final is not None:
+                    body = {"state": final, "dropped": 2**53}
+                    moved = client.patch(routes.RUN.format(run_id=run_id), json=body)
+                    assert moved.status_code == 200, moved.text
+                statuses = {path: client.get(path).status_code for path in asked}
+                assert set(statuses.values()) == {200}, statuses
+        changed = client.patch(routes.JOB.format(job_id=job_id), json={"objective": "time"})
+        assert changed.status_code == 200, changed.text
+
+
+def _jobs(client: httpx.Client) -> list[Any]:
+    found: list[Any] = client.get(routes.JOBS, params={"limit": 500}).json()["jobs"]
+    return found
+
+
+@pytest.mark.parametrize("number", [2**53, 3_000_000_000, 2**20, 1])
+def test_a_straggler_beyond_the_world_is_refused_by_name(service: Service, number: int) -> None:
+    """It would be counted into an array as long as the highest rank."""
+    red = service.tenant("red")
+    with service.client(red.agent) as client:
+        body = batch(4, straggler_rank=[0, None, number, 0])
+        answer = client.post(routes.RUN_SAMPLES.format(run_id=red.run_id), json=body)
+    assert answer.status_code == 422
+    assert answer.json()["field"].startswith("straggler_rank")
+
+
+def test_a_count_of_dropped_measurements_beyond_the_database_is_refused(service: Service) -> None:
+    red = service.tenant("red")
+    with service.client(red.agent) as client:
+        answer = client.patch(routes.RUN.format(run_id=red.run_id), json={"state": "running", "dropped": 10**30})
+    assert (answer.status_code, answer.json()["field"]) == (422, "dropped")
+
+
+def test_column_names_may_be_packed_as_bytes(service: Service) -> None:
+    red = service.tenant("red")
+    members = msgpack.unpackb(packed(), raw=False)
+    body = msgpack.packb(members | {"columns": {b"loss": members["columns"]["loss"]}})
+    with service.client(red.agent, **{"Content-Type": "application/msgpack"}) as client:
+        assert client.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), content=body).status_code == 202
