@@ -16,6 +16,9 @@ from tula_agent.guard import logger
 
 N = TypeVar("N", int, float)
 
+DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
+"""Of a profiling run whose environment does not give them; those of a job's specification."""
+
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
@@ -96,12 +99,17 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
+    kind = environ.get("TULA_KIND", "").strip()
+    if kind not in ("", "profile", "train"):
+        logger.warning("TULA_KIND is %r: give profile or train; it is ignored", kind)
     measure = _integer(environ, "TULA_MEASURE_STEPS", at_least=1)
-    if measure is None:
+    if measure is None and kind == "profile":
+        measure = DEFAULT_MEASURE_STEPS
+    if measure is None or kind == "train":
         return None
     warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
     precision = _number(environ, "TULA_PRECISION", float, lambda share: 0 <= share <= 1, "a share between 0 and 1")
-    return ProfilePlan(5 if warmup is None else warmup, measure, precision or 0.0)
+    return ProfilePlan(DEFAULT_WARMUP_STEPS if warmup is None else warmup, measure, precision or 0.0)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_least: int) -> int:

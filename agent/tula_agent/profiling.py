@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.step_timer import median_relative_error
 from tula_agent.rank_channel import Channel, RankRendezvous
-from tula_agent.ship.transport import Transport
 
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
@@ -87,8 +86,9 @@ class StopAgreement:
 class Profiling:
     """Decides whether this run profiles and when it has measured enough.
 
-    `plan` is None in a training run; it comes from the environment or, while the run goes on, from the service. `poll`
-    and `stop_soon` are called on the shipping thread and take effect at the next step that all ranks share.
+    `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
+    profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
+    ranks share.
     """
 
     def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
@@ -98,9 +98,7 @@ class Profiling:
         self.leads = leads
         self._agreement = StopAgreement(None, guard)
         self._times: list[float] = []
-        self._offered: ProfilePlan | None = None
         self._stop_requested = False
-        self._asked = plan is not None
 
     @property
     def measuring(self) -> bool:
@@ -112,57 +110,22 @@ class Profiling:
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
-    def poll(self, transport: Transport, path: str) -> None:
-        """Ask the service once what kind of run `path` is, unless the environment says it.
-
-        Raises KeyError or ValueError for a malformed answer.
-        """
-        if self._asked:
-            return
-        reply = transport.get(path)
-        if reply.verdict == "retry":
-            return
-        self._asked = True
-        instruction = (reply.body or {}).get("instruction")
-        if reply.body and reply.body.get("kind") == "profile" and isinstance(instruction, dict):
-            warmup, measure = int(instruction["profiling_warmup_steps"]), int(instruction["measuring_steps"])
-            self.offer(ProfilePlan(warmup, measure, float(instruction["precision"])))
-
-    def offer(self, plan: ProfilePlan) -> None:
-        """The service says that this is a profiling run."""
-        self._offered = plan
-        self.pending = True
-
     def stop_soon(self) -> None:
         """The service has enough samples."""
         self._stop_requested = True
 
-    def agree(self, step: int) -> None:
-        """Agree with the other ranks on whether and how to profile; `step`: the one that ended, or is to begin."""
+    def agree(self) -> None:
+        """Agree with the other ranks on whether and how to profile: as the first rank's environment says."""
         self.pending = False
-        before = self.plan
-        offered, self._offered = self._offered, None
-        if offered is not None and before is None:
-            if self._agreement.single_rank or not self._agreement.joined:
-                self.plan = offered
-            else:
-                # The others would train on, and wait for this rank in their next reduction.
-                logger.warning(
-                    "the service said that this run profiles when its ranks trained already, so it goes on to its end: "
-                    "start it by `tula tune`, or with TULA_MEASURE_STEPS"
-                )
         if not self._agreement.joined:
             self.plan = self._agreement.join(self.plan)
-        if before is None and self.plan is not None:
-            # The steps so far count as warm-up.
-            self.plan = replace(self.plan, warmup_steps=max(step, self.plan.warmup_steps))
 
-    def may_repeat(self, step: int) -> bool:
+    def may_repeat(self) -> bool:
         """True when a profiling run needs more steps than its loader has; the same on all ranks."""
         if not self.measuring:
             return False
         if not self._agreement.joined:
-            self.agree(step)
+            self.agree()
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None) -> bool:

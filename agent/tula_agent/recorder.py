@@ -138,7 +138,7 @@ class Recorder:
 
     def may_repeat(self) -> bool:
         """See `Profiling.may_repeat`."""
-        return not self.finished and self.profiling.may_repeat(self.timer.step)
+        return not self.finished and self.profiling.may_repeat()
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
         """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
@@ -334,7 +334,7 @@ class Recorder:
         """Let the profiling plan see a step after warm-up; True where that takes long."""
         pending = self.profiling.pending
         if pending:
-            self.profiling.agree(step)
+            self.profiling.agree()
         if self.plan is None:
             return pending
         if self.profiling.ends(step, step_time_s):
@@ -388,7 +388,6 @@ class Recorder:
         self._threshold_poller = ThresholdPoller(path, optimizer, self.config.run_id)
 
     def _poll(self, transport: Transport) -> None:
-        self.profiling.poll(transport, self._path)
         thresholds = self._threshold_poller  # `finish` clears it on another thread
         if thresholds is not None:
             thresholds.poll(transport)

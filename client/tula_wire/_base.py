@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+from tula_wire.bounds import MAX_COUNT, MAX_DURATION_S, MAX_USD_PER_HOUR
+from tula_wire.text import UNPRINTABLE, printable
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
+UsdPerHour = Annotated[float, Field(ge=0, le=MAX_USD_PER_HOUR)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
+"""An id that the service gives: a file name and a word of a shell as it stands, and never `..`."""
+Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
+"""A sentence, often of an exception: control characters in it are replaced, as refusing them would lose the report."""
 Timestamp = AwareDatetime
 
 

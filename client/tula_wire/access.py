@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tula_wire._base import Name, Positive, Timestamp, WireModel
+from tula_wire._base import Name, Seconds, Timestamp, WireModel
 
 Scope = Literal["agent", "user", "admin"]
 
@@ -38,7 +38,7 @@ class TokenCreate(WireModel):
     scope: Scope
     project: Name | None = None
     job_id: str | None = None
-    expires_in_s: Positive | None = None
+    expires_in_s: Seconds | None = None
 
 
 class Token(WireModel):

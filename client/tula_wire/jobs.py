@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
-from tula_wire._base import Bytes, Count, Name, Positive, Share, Timestamp, WireModel
+from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Timestamp, UsdPerHour, WireModel
+from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.recommendations import Recommendation
 from tula_wire.runs import Run
@@ -42,17 +43,17 @@ class DatasetSpec(WireModel):
 class SpotPrice(WireModel):
     """Price and interruptions of pre-emptible capacity."""
 
-    usd_per_node_hour: Positive
+    usd_per_node_hour: Annotated[UsdPerHour, Field(gt=0)]
     interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)]
-    restart_s: Annotated[float, Field(ge=0)] = 300.0
-    checkpoint_interval_s: Positive = 1800.0
+    restart_s: Annotated[float, Field(ge=0, le=MAX_DURATION_S)] = 300.0
+    checkpoint_interval_s: Seconds = 1800.0
 
 
 class Price(WireModel):
     """Price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
 
-    usd_per_node_hour: Annotated[float, Field(ge=0)] | None = None
-    usd_per_gb_hour: Annotated[float, Field(ge=0)] | None = None
+    usd_per_node_hour: UsdPerHour | None = None
+    usd_per_gb_hour: UsdPerHour | None = None
     spot: SpotPrice | None = None
 
 
@@ -94,7 +95,7 @@ class Limits(WireModel):
     """Limits of a recommendation; None means unlimited."""
 
     budget_usd: Positive | None = None
-    deadline_s: Positive | None = None
+    deadline_s: Seconds | None = None
     max_global_batch_size: Count | None = None
 
 
@@ -119,7 +120,7 @@ class JobSpec(WireModel):
     name: Name
     model: ModelSpec
     dataset: DatasetSpec
-    epochs: Annotated[float, Field(gt=0, le=1e6)] = 1
+    epochs: Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS)] = 1
     cluster: Annotated[list[ClusterSpec], BeforeValidator(_one_or_many), Field(min_length=1, max_length=16)]
     batch: BatchSpec = BatchSpec()
     objective: Objective = "knee"
@@ -154,7 +155,7 @@ class JobPatch(WireModel):
 class JobSummary(WireModel):
     """A job in a list."""
 
-    id: str
+    id: Id
     name: str
     model_name: str
     state: JobState

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tula_wire._base import Count, Name, Share, Timestamp, WireModel
+from tula_wire._base import Count, Id, Message, Name, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
@@ -26,8 +26,8 @@ class Instruction(WireModel):
 class Run(WireModel):
     """A run and its state."""
 
-    id: str
-    job_id: str
+    id: Id
+    job_id: Id
     kind: RunKind
     state: RunState
     configuration: Configuration
@@ -94,7 +94,7 @@ class RunPatch(WireModel):
     """A change of state. A repeated `running` renews the lease; a final state ends the run."""
 
     state: RunState
-    message: Annotated[str, Field(max_length=2000)] | None = None
+    message: Message | None = None
     failed_local_batch_size: Count | None = Field(None, description="The batch that ran out of memory.")
     holder: Name | None = Field(None, description="The holder of the lease; a patch of another holder is rejected.")
     lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = None

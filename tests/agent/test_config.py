@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.config import is_launched, read_config
+from tula_agent.config import ProfilePlan, is_launched, read_config
 
 BASE = {"TULA_URL": "http://service:8321/", "TULA_RUN_ID": "r1"}
 NAMES = [
-    "TULA_URL", "TULA_RUN_ID", "TULA_JOB_ID", "TULA_DISABLED", "TULA_MEASURE_STEPS", "TULA_WARMUP_STEPS",
+    "TULA_URL", "TULA_RUN_ID", "TULA_JOB_ID", "TULA_DISABLED", "TULA_KIND", "TULA_MEASURE_STEPS", "TULA_WARMUP_STEPS",
     "TULA_PRECISION", "TULA_LOCAL_BATCH_SIZE", "TULA_STACKS_AT", "RANK", "WORLD_SIZE", "SLURM_PROCID",
 ]  # fmt: skip
 
@@ -36,6 +36,17 @@ def test_a_profiling_plan_is_read_from_the_environment() -> None:
     assert config.url == "http://service:8321"
     assert config.plan is not None
     assert (config.plan.warmup_steps, config.plan.measure_steps, config.plan.precision) == (0, 30, 0.02)
+
+
+def test_the_kind_of_the_run_goes_before_the_number_of_steps() -> None:
+    def plan(**variables: str) -> ProfilePlan | None:
+        config = read_config({**BASE, **variables})
+        assert config is not None
+        return config.plan
+
+    assert plan(TULA_KIND="profile") == ProfilePlan(5, 30)
+    assert plan(TULA_KIND="train", TULA_MEASURE_STEPS="30") is None
+    assert plan(TULA_KIND="neither", TULA_MEASURE_STEPS="20") == ProfilePlan(5, 20)
 
 
 def test_ranks_come_from_torchrun_or_else_from_slurm() -> None:

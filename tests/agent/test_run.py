@@ -84,14 +84,17 @@ def test_the_service_can_end_a_profile_run(sink: Sink, launch: Launch) -> None:
     assert int(counts.pop()) < 1000
 
 
-def test_a_run_started_by_hand_learns_from_the_service_that_it_profiles(sink: Sink, launch: Launch) -> None:
+def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch: Launch) -> None:
+    """F4: such an answer ended a training early, with exit status 0 and weights of half the steps."""
+    sink.stop = True
     sink.run = {
         "kind": "profile",
         "instruction": {"profiling_warmup_steps": 2, "measuring_steps": 10, "precision": 0.0},
     }
-    done = launch("train.py", "--epochs", "40", "--pause", "0.02")
-    assert int(done.printed("micro-steps")[0].split()[2]) < 640
-    assert sink.states == ["running", "succeeded"]
+    done = launch("train.py", "--pause", "0.02", TULA_MEASURE_STEPS="12", TULA_KIND="train")
+    assert done.printed("micro-steps") == ["micro-steps 0 64"]
+    done = launch("train.py", "--pause", "0.02")
+    assert done.printed("micro-steps") == ["micro-steps 0 64"]
 
 
 def test_accumulation_is_observed_without_being_configured(sink: Sink, launch: Launch) -> None:

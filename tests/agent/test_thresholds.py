@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+
+import torch
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.scaling import ScalingThresholds
-from tula_agent.scaling.thresholds import ThresholdPoller
+from tula_agent.scaling.ranks import Ranks
+from tula_agent.scaling.thresholds import SyncedThresholds, ThresholdPoller
 from tula_agent.ship.transport import Transport
 
 
@@ -70,3 +74,17 @@ def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink
     assert sorted(done.printed("micro-steps")) == ["micro-steps 0 20", "micro-steps 1 20"]
     assert "the ranks could not agree" in done.stderr
     assert sink.states == ["running", "succeeded"]
+
+
+def test_a_vector_that_makes_no_sense_changes_nothing_on_any_rank() -> None:
+    """F1: what reaches the ranks is checked again before it is applied; an error would end the training in `step`."""
+    synced = SyncedThresholds(Ranks())
+    vector = [1.0, *ScalingThresholds(version=3, delta=0.25).to_vector()]
+    for slot in range(1, len(vector)):
+        for wrong in (math.nan, math.inf, -math.inf, -2.0, 1e300):
+            synced.load([*vector[:slot], wrong, *vector[slot + 1 :]])
+            found = synced.poll(1, torch.device("cpu"))
+            # Any other number than that of `element` stands for `tensor`.
+            assert found is None or (slot == 3 and found.granularity == "tensor"), (slot, wrong, found)
+    synced.load(vector)
+    assert synced.poll(1, torch.device("cpu")) == ScalingThresholds(version=3, delta=0.25)

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client, ServiceUnreachableError
-from tula_client.cli import commands, format, jobs, watch
+from tula_client.cli import commands, format, jobs, output, watch
 from tula_client.cli.app import run
 from tula_wire import Configuration, Event, Job, JobPage, JobSpec, RunCreate, RunPatch, TelemetryChunk
 
@@ -277,3 +277,32 @@ def test_help_needs_no_service_and_names_the_exit_codes(tula: Tula) -> None:
     code, out, _ = tula("--help")
     assert code == 0
     assert "3 service unreachable" in " ".join(out.split())
+
+
+def test_no_text_of_the_service_steers_the_terminal(tula: Tula, job: str, address: str) -> None:
+    """F16: a message that an agent had reported set the title of the operator's terminal, or reordered the line."""
+    with Client(address, token="") as client:
+        (made, *_) = client.runs(job).runs
+        made = client.create_run(job, RunCreate(kind="train", configuration=made.configuration, holder="me"))
+        evil = "\x1b]0;pwn\x07 \x00 \x9b31m \u202egnp.exe\u2066\n2 line"
+        client.patch_run(
+            made.id, RunPatch.model_construct({"state", "message", "holder"}, state="failed", message=evil, holder="me")
+        )
+        assert "pwn" in str(client.run(made.id).message)
+    for words in (["jobs", "show", job], ["jobs", "show", job, "--json"], ["watch", job, "--once"]):
+        code, out, err = tula(*words)
+        assert (code, err) == (0, "")
+        assert "pwn" in out
+        assert all(letter.isprintable() for letter in out.replace("\n", "")), words
+
+
+def test_the_console_writes_its_styles_and_no_control_character_of_a_text(capfd: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b]0;pwn\x07\x9b1m\u202eb"
+    output.emit({"x": evil}, output.table(["x"], [[evil]]), False)
+    output.emit({"x": evil}, evil, False)
+    text = capfd.readouterr().out
+    assert text.count("]0;pwn") == 2
+    assert all(letter.isprintable() for letter in text.replace("\n", ""))
+    output.emit({"x": evil}, "", True)
+    assert json.loads(text := capfd.readouterr().out) == {"x": evil}
+    assert all(letter.isprintable() for letter in text.replace("\n", ""))

@@ -6,7 +6,6 @@ The first rank pulls them with their ETag (`ThresholdPoller`). A reduction at a 
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Arrival, Ranks
+from tula_agent.ship.answers import thresholds_of
+from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS
 
 if TYPE_CHECKING:
     from tula_agent.scaling.optimizer import TulaOptimizer
@@ -31,7 +33,7 @@ POLL_EVERY_S = 10.0
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _GRANULARITIES: dict[Granularity, int] = {"tensor": 0, "element": 2}
 """By name their number in vectors and checkpoints; 1 stood for granularity by channel, which is by tensor now."""
-_INTEGERS = {"version", "policy", "granularity", "small_batch_size", "refresh_steps", "restore_step"}
+_INTEGERS = WHOLE_THRESHOLDS | {"policy", "granularity"}
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""
 
@@ -67,29 +69,28 @@ class ScalingThresholds:
             raise ValueError(f"policy is {self.policy!r}: choose one of {', '.join(_POLICIES)}")
         if self.granularity not in _GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}: choose one of {', '.join(_GRANULARITIES)}")
-        for name in ("delta", "static_scale", "s_min", "small_batch_size", "s_max", "refresh_steps"):
+        for name, (least, most) in THRESHOLDS.items():
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}: give a finite number above 0")
+            if value is None:
+                continue
+            if not least <= value <= most:
+                raise ValueError(f"{name} is {value:g}: give a number from {least:g} to {most:g}")
+            if name in WHOLE_THRESHOLDS and value != int(value):
+                raise ValueError(f"{name} is {value}: give a whole number")
         if self.policy == "static" and self.static_scale is None:
             raise ValueError("static_scale is missing: policy 'static' needs the factor of equation 8")
         if self.s_max is not None and self.s_max < self.s_min:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
-        if self.restore_step is not None and self.restore_step < 0:
-            raise ValueError(f"restore_step is {self.restore_step}: give a step, 0 or more")
 
     def updated(self, served: Mapping[str, Any], *, scripted: Collection[str]) -> ScalingThresholds:
-        """These with the values of the service's answer, except where null, unknown or named by `scripted`.
+        """These with the values that were `served` (`thresholds_of` an answer), except those named by `scripted`.
 
         An answer for another policy than the scripted one changes the version only.
         """
         known = {field.name for field in fields(self)} - set(scripted)
         if "policy" in scripted and served.get("policy", self.policy) != self.policy:
             known = {"version"}
-        values = {name: value for name, value in served.items() if name in known and value is not None}
-        if values.get("granularity") == "channel":  # an older service's
-            values["granularity"] = "tensor"
-        return replace(self, **values)
+        return replace(self, **{name: value for name, value in served.items() if name in known})
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
@@ -106,7 +107,7 @@ class ScalingThresholds:
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
         values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
-        values["policy"] = _POLICIES[values["policy"]]
+        values["policy"] = dict(enumerate(_POLICIES))[values["policy"]]
         values["granularity"] = "element" if values["granularity"] == _GRANULARITIES["element"] else "tensor"
         return cls(**values)
 
@@ -142,7 +143,7 @@ class SyncedThresholds:
             values = self._arrival.values()
             self._arrival = None
             if values[0] > 0.5:
-                agreed = ScalingThresholds.from_vector(values[1:])
+                agreed = _received(values[1:])
         if step % AGREE_EVERY == 0:
             proposed, self._proposed = self._proposed, None
             self._arrival = self._ranks.send(self._vector(proposed, device))
@@ -168,6 +169,15 @@ class SyncedThresholds:
         self._arrival = None if values is None else Arrival(torch.tensor(values, dtype=torch.float64))
 
 
+def _received(slots: Sequence[float]) -> ScalingThresholds | None:
+    """The thresholds in a vector that all ranks hold, None on all of them if it makes no sense."""
+    try:
+        return ScalingThresholds.from_vector(slots)
+    except (LookupError, ValueError, OverflowError) as error:
+        logger.warning("new thresholds of gradient scaling are ignored: %s", error)
+        return None
+
+
 class ThresholdPoller:
     """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header.
 
@@ -183,6 +193,7 @@ class ThresholdPoller:
         self._apply = weakref.WeakMethod(optimizer.apply_thresholds)
         self._every_s = POLL_EVERY_S if every_s is None else every_s
         self._etag: str | None = None
+        self._warned = False
         self._due = 0.0
 
     @property
@@ -191,7 +202,7 @@ class ThresholdPoller:
         return self._apply() is not None
 
     def poll(self, transport: Transport) -> None:
-        """Send one request if one is due. Raises ValueError when the answer is invalid."""
+        """Send one request if one is due; an invalid answer is ignored, the first one with a warning."""
         now = time.monotonic()
         if now < self._due or not self.wanted:
             return
@@ -199,7 +210,13 @@ class ThresholdPoller:
         reply = transport.get(self._path, self._etag)
         if reply.verdict != "delivered" or reply.body is None:
             return
-        thresholds = self._start.updated(reply.body, scripted=self._scripted)
+        try:
+            thresholds = self._start.updated(thresholds_of(reply.body), scripted=self._scripted)
+        except ValueError as error:
+            if not self._warned:
+                logger.warning("the service's thresholds of gradient scaling are ignored: %s", error)
+            self._warned = True
+            return
         if reply.body.get("restore_run_id", self._run_id) != self._run_id:
             thresholds = replace(thresholds, restore_step=None)
         self._etag = reply.etag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import struct
 import time
 import zlib
@@ -19,6 +20,9 @@ _MAX_RECORD = 16 * 2**20
 SUFFIX = ".spool"
 REJECTED = ".rejected"
 TAKEN = ".uploading"
+_RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
+_AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
+"""What `tula upload` sends with the token of its user: a job can write any record into its spool."""
 LOCK_WITHIN_S = 0.5
 """How long a write waits for another one; `tula upload` locks for longer, but renames a file before that."""
 
@@ -48,8 +52,8 @@ class SpooledRequest:
         head, _, body = payload.partition(b"\n")
         fields = json.loads(head)
         method, path = fields.get("method"), fields.get("path")
-        if method not in ("POST", "PATCH") or not isinstance(path, str) or not path.startswith("/v1/runs/"):
-            raise ValueError(f"a spool record asks for {method!r} {path!r}: only the routes of a run are allowed")
+        if not isinstance(path, str) or not _AGENTS_ROUTES.fullmatch(f"{method} {path}"):
+            raise ValueError(f"a spool record asks for {method!r} {path!r}: only what agents send is allowed")
         return cls(method, path, body, int(fields.get("values", 0)))
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
 
 import httpx
 
+from tula_agent.ship.answers import etag_of
 from tula_agent.ship.spool import SpooledRequest
 from tula_wire.retry import retry_after_s
+from tula_wire.text import printable
 
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
 MAX_RETRY_AFTER_S = 300.0
+MAX_ANSWER_BYTES = 64 * 2**10
+"""A longer answer is not read to its end: no Tula service gives an agent one."""
+_PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,16 @@ class Reply:
 
 
 class Transport:
-    """An HTTP client with a time-out on everything; belongs to one process and one thread.
+    """An HTTP client with one deadline for a whole exchange; belongs to one process and one thread.
 
-    `trust_env` stays on: clusters reach the outside through proxies. Redirects are not followed with a token in hand.
+    httpx limits each read and write separately, which a service that sends a byte a second never exceeds: `_limit`
+    gives each the rest of `timeout_s`. Answers are not decompressed. `trust_env` stays on: clusters reach the outside
+    through proxies. Redirects are not followed with a token in hand.
     """
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        headers = {"user-agent": "tula-agent", "content-type": "application/json"}
+        self._timeout_s, self._ends = timeout_s, 0.0
+        headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
@@ -56,22 +65,51 @@ class Transport:
         self._client.close()
 
     def _exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
+        self._ends = time.monotonic() + self._timeout_s
+        traced = {"trace": self._limit}
         try:
-            response = self._client.request(method, path, content=body, headers=headers)
+            with self._client.stream(method, path, content=body, headers=headers, extensions=traced) as response:
+                content = b""
+                for part in response.iter_raw():
+                    content += part
+                    if len(content) > MAX_ANSWER_BYTES:
+                        return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Reply("retry", detail=f"{type(error).__name__}: {error}")
+            return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
         status = response.status_code
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(timezone.utc))
-        parsed = _object(response.content)
+        parsed = _object(content)
         if status == 304 or status == 204:
             return Reply("delivered", status)
         if 200 <= status < 300:
             if parsed is None:  # a captive portal or a proxy's page
                 return Reply("retry", status, detail="the answer is not a JSON object")
-            return Reply("delivered", status, parsed, etag=response.headers.get("etag"))
-        detail = str((parsed or {}).get("detail", ""))[:500]
+            return Reply("delivered", status, parsed, etag=etag_of(response.headers.get("etag")))
+        detail = printable(str((parsed or {}).get("detail", ""))[:500])
         verdict: Verdict = "refused" if 400 <= status < 500 and status not in _RETRIED else "retry"
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
+
+    def _limit(self, event: str, info: dict[str, Any]) -> None:
+        """Let a new connection's stream (httpcore's trace extension passes it) read and write until the deadline."""
+        if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            return
+        stream = info["return_value"]
+        read, write = stream.read, stream.write
+
+        def read_in_time(max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG001
+            return bytes(read(max_bytes, timeout=self._left_s()))
+
+        def write_in_time(buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG001
+            for start in range(0, len(buffer), _PIECE_BYTES):
+                write(buffer[start : start + _PIECE_BYTES], timeout=self._left_s())
+
+        stream.read, stream.write = read_in_time, write_in_time
+
+    def _left_s(self) -> float:
+        left = self._ends - time.monotonic()
+        if left <= 0.0:
+            raise TimeoutError(f"no whole answer within {self._timeout_s:g} s")
+        return left
 
 
 def _object(content: bytes) -> dict[str, Any] | None:

@@ -58,6 +58,8 @@ def _usage(error: Exception) -> str:
 
 def _fail(sentence: str, code: int) -> int:
     """Print the message, if any, and return the exit code; after help was printed, there is none."""
+    from tula_wire.text import printable
+
     if sentence:
-        print(f"tula: {sentence}", file=sys.stderr)
+        print(f"tula: {printable(sentence)}", file=sys.stderr)
     return code

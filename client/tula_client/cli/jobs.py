@@ -19,6 +19,7 @@ from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
 from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
+from tula_wire.text import printable
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,7 +42,7 @@ def add(
         found = register(client, described)
         answer = client.recommendation(found.job.id)
     for text in found.notes:
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
     title = Text.assemble((found.job.name, "bold"), f"  {found.job.id}")
     emit(answer, Group(title, recommendation_view(answer)), as_json)
 
@@ -88,7 +89,7 @@ def delete(
         if not yes:
             if as_json:
                 raise UsageError("--json cannot ask: add --yes to delete")
-            question = f"Delete {found.name} ({found.id}) and its measurements?"
+            question = printable(f"Delete {found.name} ({found.id}) and its measurements?")
             if not typer.confirm(question, err=True):
                 raise typer.Exit(1)
         client.delete_job(found.id)

@@ -4,36 +4,56 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from tula_wire import Configuration
+from tula_wire.text import UNPRINTABLE, printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]
 
 
+_UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
+
+
+class _Terminal(Console):
+    """A console that writes no control character but its style codes: names and sentences come from elsewhere."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            clean = text if control or text.isprintable() else "\n".join(map(printable, text.split("\n")))
+            yield Segment(clean, style, control)
+
+
 def console() -> Console:
     """Standard output; 160 columns wide if it is no terminal, so that tables in a file are not cut."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(width=wide, highlight=False, soft_wrap=False)
+    return _Terminal(width=wide, highlight=False, soft_wrap=False)
 
 
 def emit(value: Any, human: RenderableType, as_json: bool) -> None:
     """Print `value` as one JSON document, or `human` as text."""
     if as_json:
-        print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_plain))
+        print(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_plain)))
     elif isinstance(human, str):
-        print(human)  # a sentence is one line, however long
+        print(printable(human))  # a sentence is one line, however long
     else:
         console().print(human)
+
+
+def escaped(document: str) -> str:
+    """The same JSON without characters that steer a terminal: they can only be within its strings."""
+    return _UNPRINTABLE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 def _plain(value: BaseModel | Configuration) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tula_client._client import Client
 from tula_client._errors import NotFoundError, ServiceUnavailableError, ServiceUnreachableError, TulaError
 from tula_client.cli import format
 from tula_client.cli.jobs import job_view
-from tula_client.cli.output import JobName, Json, console, emit
+from tula_client.cli.output import JobName, Json, console, emit, escaped
 from tula_client.handle import find_job
 from tula_wire import Event, Run, TelemetrySeries
 
@@ -49,7 +49,7 @@ def watch(
             emit(plain, view(client, job_id, ()), as_json)
         elif as_json:
             for event in client.events(job_id, last_id=0):
-                print(event.model_dump_json(), flush=True)
+                print(escaped(event.model_dump_json()), flush=True)
         else:
             live_view(client, job_id)
 

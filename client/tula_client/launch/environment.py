@@ -27,6 +27,7 @@ def run_variables(
         "TULA_URL": url,
         "TULA_RUN_ID": run.id,
         "TULA_JOB_ID": run.job_id,
+        "TULA_KIND": run.kind,
         "TULA_SPOOL_DIR": str(spool),
         "TULA_CHECKPOINT_DIR": str(checkpoints),
         "TULA_RESTART": str(restart),

@@ -25,7 +25,7 @@ from tula_client.launch.judge import Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import Process, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Job, Run, RunPatch
+from tula_wire import Job, Run, RunPatch, TokenCreate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,6 +44,8 @@ _UPLOAD_TIMEOUT_S: Final = 120.0
 _STOP_COMMAND_TIMEOUT_S: Final = 30.0
 _STACKS_BEFORE_S: Final = 5.0
 """Seconds before the time limit at which a rank that runs the agent prints its own stack, on whatever node it runs."""
+TOKEN_EXPIRES_S: Final = 30 * 86_400.0
+"""Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
 
 
@@ -119,6 +121,7 @@ class Runner:
         self._start_command = start_command
         self._clock = clock
         self._wall_clock = wall_clock
+        self._tokens: dict[str, str] = {}
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
@@ -157,7 +160,7 @@ class Runner:
         variables = run_variables(
             run,
             url=self.service.url,
-            token=self.options.inherited.get("TULA_TOKEN"),
+            token=self._agent_token(run.job_id),
             spool=spool,
             checkpoints=checkpoints,
             restart=restart,
@@ -265,18 +268,32 @@ class Runner:
         except TulaError:
             return
 
+    def _agent_token(self, job_id: str) -> str | None:
+        """A token that may report for this one job: the user's would give the job's code all that the user may do.
+
+        None where `tula` itself has none.
+        """
+        if not self.options.inherited.get("TULA_TOKEN"):
+            return None
+        if job_id not in self._tokens:
+            wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=TOKEN_EXPIRES_S)
+            self._tokens[job_id] = self.retrying(self.service.create_token, wanted).secret
+        return self._tokens[job_id]
+
     def _run_with_samples(self, run_id: str) -> Run:
         """The run as the service knows it, once the samples are uploaded that its agent could not send."""
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):
-            self._succeeds([sys.executable, "-m", "tula_client.cli", "upload", str(spool)], _UPLOAD_TIMEOUT_S)
+            token = self._agent_token(run.job_id) or ""
+            upload = [sys.executable, "-m", "tula_client.cli", "upload", str(spool)]
+            self._succeeds(upload, _UPLOAD_TIMEOUT_S, TULA_TOKEN=token)
             run = self.retrying(self.service.run, run_id)
         return run
 
-    def _succeeds(self, command: list[str], timeout_s: float) -> bool:
-        """Run a short command with the environment of this `tula`."""
-        environment = {**self.options.inherited, "TULA_URL": self.service.url}
+    def _succeeds(self, command: list[str], timeout_s: float, **variables: str) -> bool:
+        """Run a short command with the environment of this `tula` and `variables`."""
+        environment = {**self.options.inherited, "TULA_URL": self.service.url, **variables}
         try:
             done = subprocess.run(
                 command,

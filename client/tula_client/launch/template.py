@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,7 @@ PLACEHOLDERS: Final = {
     "local_batch_size": "examples per process and micro-step",
     "global_batch_size": "examples per optimizer step",
     "grad_accum_steps": "micro-steps per optimizer step",
-    "instance_type": "name of the instance type, as in the job's cluster",
+    "instance_type": "name of the instance type, as in the job's cluster; quoted for a shell where it needs that",
     "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
     "run_id": "id of this run; stays the same when an interrupted run is started again",
     "launch_id": "unique id of this start, for example as the name of a cluster job",
@@ -56,14 +57,20 @@ class Template:
         resume: str | None = None,
         env_file: str = "",
     ) -> list[str]:
-        """The command for one run; an argument that holds `{resume}` is left out while `resume` is None."""
-        of_start = {"resume": resume or "", "run_id": run_id, "launch_id": launch_id, "env_file": env_file}
+        """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
+
+        What the service gives is quoted, since the command may pass it to a shell (`bash -c "..."`).
+        """
+        of_start = {"resume": resume or "", "env_file": env_file}
+        ids = {"run_id": run_id, "launch_id": launch_id}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
             if name is None:
                 return match.group(0)[0]
-            return of_start[name] if name in of_start else str(getattr(configuration, name))
+            if name in of_start:
+                return of_start[name]
+            return shlex.quote(ids[name] if name in ids else str(getattr(configuration, name)))
 
         kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
         return [_TOKEN.sub(replace, word) for word in kept]

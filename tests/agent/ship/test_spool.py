@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from tula_agent.ship.spool import Spool, SpooledRequest, encode, lock, read_reco
 
 envelopes = st.builds(
     SpooledRequest,
-    method=st.sampled_from(["POST", "PATCH"]),
+    method=st.just("POST"),
     path=st.just("/v1/runs/r/samples"),
     body=st.binary(max_size=60),
     values=st.integers(0, 10_000),
@@ -91,8 +92,24 @@ def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
     assert not spool.path.exists()
 
 
-def test_a_record_may_only_address_a_run(tmp_path: Path) -> None:
-    bad = SpooledRequest("POST", "/v1/tokens", b"{}")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/tokens"),
+        ("POST", "/v1/runs/../tokens"),
+        ("PATCH", "/v1/runs/.."),
+        ("PATCH", "/v1/runs/r/../../jobs/j/scaling"),
+        ("POST", "/v1/runs/%2e%2e/tokens"),
+        ("PATCH", "/v1/runs/r?x=1"),
+        ("PATCH", "/v1/runs/r/samples"),
+        ("POST", "/v1/runs/r"),
+        ("DELETE", "/v1/runs/r"),
+        ("POST", "/v1/runs/r/samples\n"),
+    ],
+)
+def test_a_record_may_only_ask_for_what_agents_send(tmp_path: Path, method: str, path: str) -> None:
+    """F13: httpx resolves `..`, and an upload has the token of its user, so that a job's spool made an admin token."""
+    bad: Any = SpooledRequest(method, path, b"{}")  # type: ignore[arg-type]
     good = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     written(tmp_path / "a.spool", [bad, good])
     assert list(read_records(tmp_path / "a.spool")) == [good]

@@ -23,6 +23,8 @@ from tula_wire import (
     Recommendation,
     Run,
     RunClaimed,
+    Token,
+    TokenCreated,
 )
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -79,6 +81,11 @@ class FakeService:
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
             runs_planned=len(plan), spec=spec(), plan=plan, plan_reason="All is measured.",
         )  # fmt: skip
+
+    def create_token(self, wanted):
+        self._called("create_token", wanted)
+        token = Token(id="t", name=wanted.name, scope=wanted.scope, job_id=wanted.job_id, created_at=NOW)
+        return TokenCreated(token=token, secret=f"secret of {wanted.job_id}")
 
     def claim(self, job_id, claim):
         self._called("claim", claim.max_nodes)

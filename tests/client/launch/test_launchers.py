@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
 
 import pytest
 
-from tula_client._errors import UsageError
+from tests.client.launch.fakes import FakeService
+from tula_client import _calls as calls
+from tula_client._errors import UnexpectedAnswerError, UsageError
+from tula_client._request import Answer
 from tula_client.cli.launch import launchers
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.workdir import WorkDir
@@ -43,6 +48,28 @@ def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
     command, stop = filled("ray")
     assert "--runtime-env=/w/run-1.json" in command
     assert stop == ["ray", "job", "stop", "--no-wait", "tula-run-1-a"]
+
+
+@pytest.mark.parametrize("evil", ["$(touch pwned)", "x;touch pwned", "x' ;touch pwned; '", "`touch pwned`", "a b"])
+def test_what_the_service_gives_is_one_word_for_a_shell(tmp_path, evil):
+    """F14: the name of an instance type, or a run's id, ran as a command where the template starts a shell."""
+    template = Template(("bash", "-c", "printf '%s\n' {instance_type} {run_id} {launch_id}"))
+    command = template.fill(replace(CONFIGURATION, instance_type=evil), run_id=evil, launch_id=evil)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [evil] * 3
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("identity", ["../../../x", "..", ".hidden", "a/b", "a\\b", "x;touch y", "", "a" * 201])
+def test_an_id_that_could_leave_its_folder_is_no_answer_of_a_service(identity):
+    """F14: run ids are names of files and folders, which were written outside the working folder."""
+    run = FakeService().add("train", CONFIGURATION)
+    body = json.dumps({**run.model_dump(mode="json"), "id": identity}).encode()
+    with pytest.raises(UnexpectedAnswerError, match="id"):
+        calls.run("r").parse(Answer(200, {}, body))
+    body = json.dumps({**run.model_dump(mode="json"), "job_id": identity}).encode()
+    with pytest.raises(UnexpectedAnswerError, match="job_id"):
+        calls.run("r").parse(Answer(200, {}, body))
 
 
 def test_the_file_of_variables_is_for_the_user_alone(tmp_path):

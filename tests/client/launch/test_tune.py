@@ -44,6 +44,7 @@ def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
     environment = bench.started[1][1]
     assert environment["TULA_URL"] == "http://x"
     assert (environment["TULA_WARMUP_STEPS"], environment["TULA_MEASURE_STEPS"]) == ("1", "5")
+    assert environment["TULA_KIND"] == "profile"
     assert environment["PATH"] == "/bin"
 
 
@@ -65,6 +66,22 @@ def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_othe
     bench.runner.options.inherited.update(inherited)
     work_through(bench.runner, service.job("job-1"), Template(words), PlanOptions())
     assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
+
+
+def test_a_command_gets_a_token_for_its_job_that_expires_and_never_the_users(tmp_path):
+    """F15: every rank, and whatever it runs, had the token of the user or the administrator."""
+    service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    tune(bench, service)
+    assert all("TULA_TOKEN" not in environment for _, environment, _ in bench.started)  # a service without tokens
+    service = FakeService([configuration(1, 32), configuration(2, 32)])
+    bench = Bench(tmp_path, service, measured(service), notes)
+    bench.runner.options.inherited["TULA_TOKEN"] = "the user's"
+    tune(bench, service)
+    assert [environment["TULA_TOKEN"] for _, environment, _ in bench.started] == ["secret of job-1"] * 2
+    (wanted,) = [details[0] for name, *details in service.calls if name == "create_token"]
+    assert (wanted.scope, wanted.job_id) == ("agent", "job-1")
+    assert 0 < wanted.expires_in_s <= 31 * 86_400
 
 
 def test_runs_that_need_more_nodes_than_there_are_are_not_waited_for(tmp_path):

@@ -115,7 +115,7 @@ def test_limits_are_shaded_only_where_they_bind() -> None:
     assert shades(models.job()) == 0
     assert shades(models.job(deadline_s=500.0)) == 1
     assert shades(models.job(deadline_s=500.0, max_global_batch_size=512)) == 2
-    assert shades(models.job(deadline_s=1e9, max_global_batch_size=10**6)) == 0
+    assert shades(models.job(deadline_s=3e8, max_global_batch_size=10**6)) == 0
 
 
 def test_a_limit_outside_the_frame_shades_all_of_it_and_stretches_nothing() -> None:

@@ -18,7 +18,7 @@ from tula_service.usecases import jobs, runs
 from tula_service.usecases.access import ANONYMOUS
 
 count = st.one_of(st.integers(1, 64), st.sampled_from([1, 2**20, 2**31 - 1]))
-positive = st.one_of(st.floats(1e-3, 1e6), st.sampled_from([5e-324, 1e-30, 1e12, 1e24, 1.7e308]))
+positive = st.one_of(st.floats(1e-3, 1e6), st.sampled_from([5e-324, 1e-30, 3e8, 1e12, 1e24, 1.7e308]))
 maybe = st.none() | positive
 name = st.sampled_from(["job", "é", "\U0001f600", "a" * 200, "'; DROP TABLE jobs", "%_\\"])
 clusters = st.fixed_dictionaries(
@@ -46,7 +46,7 @@ specs = st.fixed_dictionaries(
         "cluster": clusters,
     },
     optional={
-        "epochs": st.sampled_from([5e-324, 0.5, 1e6]),
+        "epochs": st.sampled_from([1e-9, 0.5, 1e6]),
         "batch": st.fixed_dictionaries({}, optional={"min_local_batch_size": count, "global_batch_size": count}),
         "objective": st.sampled_from(["time", "cost", "knee", "time_to_quality"]),
         "limits": st.fixed_dictionaries({}, optional={"deadline_s": positive, "max_global_batch_size": count}),
@@ -57,7 +57,7 @@ HUGE = {
     "model": {"name": "net", "flops_per_sample": 1e24},
     "dataset": {"size": 2**31 - 1},
     "epochs": 1e6,
-    "cluster": {"max_nodes": 2, "price": {"usd_per_node_hour": 1e24}},
+    "cluster": {"max_nodes": 2, "price": {"usd_per_node_hour": 1e6}},
 }
 
 

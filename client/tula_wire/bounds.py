@@ -1,0 +1,33 @@
+"""Physical bounds of numbers on the wire: a value outside of them is a mistake or a lie, and both sides refuse it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_COUNT: Final = 2**31 - 1
+"""Nodes, ranks, steps between two refreshes, examples of a batch or of a data set."""
+MAX_NUMBER: Final = 2**53
+"""Steps, sequences and versions: the whole numbers that a double holds exactly."""
+MIN_FACTOR: Final = 1e-6
+MAX_FACTOR: Final = 1e3
+"""Factors of gradient scaling: a batch a million times larger asks for sqrt(10**6)."""
+MIN_DELTA: Final = 1e-12
+MAX_DELTA: Final = 1e12
+"""Gradient variability (equation 5) at which a step is sensitive."""
+MAX_USD_PER_HOUR: Final = 1e6
+MAX_DURATION_S: Final = 10 * 365 * 86_400.0
+MIN_EPOCHS: Final = 1e-9
+MAX_EPOCHS: Final = 1e6
+
+THRESHOLDS: Final[dict[str, tuple[float, float]]] = {
+    "version": (0, MAX_NUMBER),
+    "delta": (MIN_DELTA, MAX_DELTA),
+    "small_batch_size": (1, MAX_COUNT),
+    "static_scale": (MIN_FACTOR, MAX_FACTOR),
+    "s_min": (MIN_FACTOR, MAX_FACTOR),
+    "s_max": (MIN_FACTOR, MAX_FACTOR),
+    "refresh_steps": (1, MAX_COUNT),
+    "restore_step": (0, MAX_NUMBER),
+}
+"""Least and greatest value of each number among the thresholds of gradient scaling."""
+WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps", "restore_step"})

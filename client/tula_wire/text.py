@@ -1,0 +1,17 @@
+"""Text from outside: without characters that steer a terminal, forge a line of a log, or reorder what is read."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+UNPRINTABLE: Final = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""Control characters (C0, C1), line separators and bidirectional controls, for a class of a regular expression."""
+
+_SPACES = re.compile(r"[\t\n\r]+")
+_REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` on one line: a space for tabs and line breaks, U+FFFD for every other character that is not printable."""
+    return _REST.sub("\ufffd", _SPACES.sub(" ", text))

@@ -1,0 +1,117 @@
+"""A training per policy while the service lies, an answer before every step; prints what a lie could have changed.
+
+Every line but the last is the same without a service. The last holds the worst pause of this rank's training thread in
+seconds, and the most memory that the process had, in KiB.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tula_agent
+from benchmarks.support.gloo import leave_group
+from tula_agent import recorder
+from tula_agent.scaling import ScalingThresholds, thresholds
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, required=True, help="of each training")
+parser.add_argument("--answers", type=int, default=0, help="steps before each of which the agent asks the service once")
+parser.add_argument("--policies", default="gain,ags,static,measure,none")
+parser.add_argument("--apply", default="", help="thresholds that the script asks for itself, as JSON")
+PATIENCE_S = 20.0
+
+
+class Asking:
+    """Makes the agent ask before a step, and measures how long the training thread is held up meanwhile."""
+
+    answers = 0  # of all trainings
+
+    def __init__(self, run: Any) -> None:
+        self._exporter = run.recorder.exporter
+        self.worst_s = 0.0
+
+    def once(self) -> None:
+        before, ends = Asking.answers, time.monotonic() + PATIENCE_S
+        self._exporter.wake()
+        while Asking.answers == before:
+            began = time.monotonic()
+            assert began < ends, "the agent does not ask"
+            time.sleep(0.001)
+            self.worst_s = max(self.worst_s, time.monotonic() - began)
+
+
+def train(policy: str, arguments: argparse.Namespace) -> float:
+    """One training; the longest time that one step, or one short sleep beside the agent's work, took."""
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    scale = 2.0 if policy == "static" else None
+    optimizer = tula_agent.TulaOptimizer(inner, policy=policy, delta=0.9, static_scale=scale)
+    run = tula_agent.init()
+    run.watch(model, optimizer)
+    asking = Asking(run) if arguments.answers and os.environ.get("RANK", "0") == "0" else None
+    generator = torch.Generator().manual_seed(5 + int(os.environ.get("RANK", "0")))
+    batches = [(torch.randn(4, 16, generator=generator), torch.arange(4)) for _ in range(arguments.steps)]
+    worst_s, count = 0.0, 0
+    if arguments.apply:
+        optimizer.apply_thresholds(ScalingThresholds(**{"policy": policy, "delta": 0.9, **json.loads(arguments.apply)}))
+    for step, (inputs, labels) in enumerate(run.steps(batches)):
+        if asking is not None and step < arguments.answers:
+            asking.once()
+        before = time.monotonic()
+        for part in range(2):  # two micro-steps: one rank has a small batch, too
+            loss = nn.functional.cross_entropy(model(inputs[part::2]), labels[part::2]) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        worst_s = max(worst_s, time.monotonic() - before)
+        count += 1
+    run.finish()
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    version = optimizer.thresholds.version
+    sys.stdout.write(f"trained {policy} {count} {finite} {version} {digest}\n")
+    return worst_s if asking is None else max(worst_s, asking.worst_s)
+
+
+def main() -> None:
+    arguments = parser.parse_args()
+    recorder.REQUEST_TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.0
+    apply = tula_agent.TulaOptimizer.apply_thresholds
+
+    def record(optimizer: Any, wanted: ScalingThresholds) -> None:
+        sys.stdout.write(f"taken {wanted}\n")
+        apply(optimizer, wanted)
+
+    tula_agent.TulaOptimizer.apply_thresholds = record
+    ask = thresholds.ThresholdPoller.poll
+
+    def count(poller: Any, transport: Any) -> None:
+        try:
+            ask(poller, transport)
+        finally:
+            Asking.answers += 1
+
+    thresholds.ThresholdPoller.poll = count
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    worst_s = max(train(policy, arguments) for policy in arguments.policies.split(","))
+    sys.stdout.write(f"cost {worst_s:.4f} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n")
+    sys.stdout.flush()
+    if dist.is_initialized():
+        leave_group()
+
+
+if __name__ == "__main__":
+    main()

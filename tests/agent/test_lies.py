@@ -1,0 +1,85 @@
+"""A service that lies changes nothing of a training but what a true answer of those values would have changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.agent.conftest import Done, Launch
+from tests.agent.liar import Liar, Lie, deliveries, field_lies, lying
+
+SCRIPT = "lied_to.py"
+TRUTH = {
+    "version": 7, "policy": None, "granularity": "tensor", "delta": 0.5, "small_batch_size": 4, "static_scale": 1.5,
+    "s_min": 0.5, "s_max": 2.0, "refresh_steps": 50, "restore_step": 4, "restore_run_id": "run1",
+}  # fmt: skip
+POSSIBLE = {"version zero", "restore_step zero", *(f"{name} fraction" for name in ("delta", "static_scale", "s_min"))}
+"""Lies that a true answer could hold."""
+STEP_S, MEMORY_KIB = 0.3, 64 * 1024
+"""What a lie may add to the longest step, and to the most memory."""
+NOWHERE = "http://127.0.0.1:9"
+
+
+def impossible() -> list[Lie]:
+    """Answers of which a training must take nothing: one nonsense beside values that would change the training."""
+    fields = [lie for lie in field_lies(TRUTH) if not lie.name.endswith("missing") and lie.name not in POSSIBLE]
+    lies = [lie for lie in fields if not lie.name.startswith(("restore_run_id", "s_max fraction"))]
+    return [*lies, *deliveries(), Lie("crossing", '{"s_min": 2.0, "s_max": 0.5}')]
+
+
+def cost(done: Done) -> tuple[float, int]:
+    """Worst pause in seconds and most memory in KiB of any rank."""
+    pairs = [line.split()[1:] for line in done.printed("cost")]
+    return max(float(pause) for pause, _ in pairs), max(int(memory) for _, memory in pairs)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int) -> None:
+    """F1, F2, F3: every field x every nonsense, and every delivery, for all policies."""
+    lies = impossible()
+    count = str(len(lies))
+    with lying(Liar({}, truth={"version": 0})) as honest:
+        without = launch(SCRIPT, "--steps", count, ranks=ranks, TULA_URL=honest.url)
+    posts = field_lies({"stored": 1, "duplicates": 0, "stop": False, "reason": None})
+    told = {"/scaling": [*lies] * 5, "/samples": [*posts], "/telemetry": [*posts], "/run1": [*posts]}
+    with lying(Liar(told)) as liar:
+        done = launch(SCRIPT, "--steps", count, "--answers", count, ranks=ranks, TULA_URL=liar.url)
+    assert not told["/scaling"], "every lie was told"
+    assert not done.printed("taken")
+    assert done.printed("trained") == without.printed("trained")
+    assert len(done.printed("trained")) == 5 * max(1, ranks)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("thresholds of gradient scaling are ignored") == 5  # one warning per run
+    (pause, memory), (usual_pause, usual_memory) = cost(done), cost(without)
+    assert pause <= usual_pause + STEP_S
+    assert memory <= usual_memory + MEMORY_KIB
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch, ranks: int) -> None:
+    """From the same step on, on all ranks: answers that leave a field out hold the others."""
+    possible = [lie for lie in field_lies(TRUTH) if lie.name.endswith("missing")]
+    served = {"version": 7, "static_scale": 1.5, "s_max": 1.25, "refresh_steps": 50, "small_batch_size": 2}
+    arguments = ("--policies", "gain,ags,static", "--steps", "60")
+    wanted = launch(SCRIPT, *arguments, "--apply", json.dumps(served), ranks=ranks, TULA_URL=NOWHERE)
+    with lying(Liar({"/scaling": [Lie("possible", json.dumps(served))] * 120})) as liar:
+        done = launch(SCRIPT, *arguments, "--answers", "1", ranks=ranks, TULA_URL=liar.url)
+    assert done.printed("trained") == wanted.printed("trained")
+    assert " True 7 " in done.printed("trained")[0]
+    with lying(Liar({"/scaling": possible * 3})) as liar:
+        done = launch(SCRIPT, *arguments, "--answers", str(len(possible)), ranks=ranks, TULA_URL=liar.url)
+    assert {line.split()[2:4] == ["60", "True"] for line in done.printed("trained")} == {True}
+
+
+@pytest.mark.parametrize("delivery", ["endless", "bomb", "drip"])
+def test_answers_to_measurements_cost_neither_memory_nor_time(launch: Launch, delivery: str) -> None:
+    """F3: an endless answer took gigabytes, a compressed one stopped training for seconds, a slow one had no end."""
+    arguments = ("--policies", "none", "--steps", "400")
+    without = launch(SCRIPT, *arguments, TULA_URL=NOWHERE)
+    with lying(Liar({}, forever=delivery)) as liar:
+        done = launch(SCRIPT, *arguments, TULA_URL=liar.url)
+    assert done.printed("trained") == without.printed("trained")
+    (pause, memory), (usual_pause, usual_memory) = cost(done), cost(without)
+    assert pause <= usual_pause + STEP_S
+    assert memory <= usual_memory + MEMORY_KIB
