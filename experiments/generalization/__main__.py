@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--runs", type=Path, metavar="FILE", help="keep the result of each run here and skip the runs that it has"
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds in place of the mode's")
-    parser.add_argument("--only", metavar="METHODS", help="comma-separated methods; no report is made")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, in seconds: only shows that it works")
+    parser.add_argument("--only", metavar="METHODS", help="methods separated by |; no report is made")
+    parser.add_argument("--workers", type=int, default=1, help="runs that train at once, on one thread each")
+    parser.add_argument("--smoke", action="store_true", help="two tiny cases, in seconds: only shows that it works")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     mode = MODES[arguments.mode or "quick"]
     if arguments.smoke:
         mode = mode.smoke()
@@ -45,11 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if mode.device == "cuda" and not torch.cuda.is_available():
         parser.error("--gpu needs a CUDA device and there is none: use --quick or --full")
     began = time.monotonic()
-    campaign = Campaign(arguments.runs)
-    by_case = run_mode(mode, campaign, only=arguments.only.split(",") if arguments.only else None)
+    campaign = Campaign(arguments.runs, workers=arguments.workers)
+    by_case = run_mode(mode, campaign, only=arguments.only.split("|") if arguments.only else None)
     if arguments.only:
         return
     reports = [report_case(name, results) for name, results in by_case.items()]
+    upper = [report_case(name, found) for name, found in run_mode(mode, campaign, upper=True).items()]
     values = figures(reports)
     if mode.real_ddp is not None:
         from experiments.generalization.real_ddp import compare
@@ -58,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         values |= compare(mode.real_ddp, mode, rate)
     values["elapsed_s"] = time.monotonic() - began
     values["cpu_s"] = math.fsum(result.cpu_s for result in campaign.results)
-    text = markdown(reports, values, seeds=mode.seeds)
+    text = markdown(reports, upper, values, seeds=mode.seeds)
     print(text)
     document = {
         "mode": mode.name,
         "seeds": mode.seeds,
         "torch": torch.__version__,
-        **as_json(reports, values),
+        **as_json(reports, upper, values),
     } | provenance()
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")

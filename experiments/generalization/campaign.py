@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import statistics
+from collections.abc import Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from experiments.generalization.cases import BASE_BATCH_SIZE, Case, Mode
-from experiments.generalization.methods import METHODS, SMALL, Method, multiplier
+import torch
+
+from experiments.generalization.cases import Case, Mode
+from experiments.generalization.methods import Method, methods_for, multiplier, small_methods
 from experiments.generalization.train import Result, train
+
+FLAT = 1.0
+"""Points of validation accuracy below the best within which a base rate counts as good as the best."""
+_MOST_EXTENSIONS = 6
+
+
+class Job(NamedTuple):
+    """One training run."""
+
+    case: Case
+    method: Method
+    seed: int
+    learning_rate: float
+
+    @property
+    def key(self) -> tuple[str, str, int, float]:
+        """By which its result is kept."""
+        return self.case.name, self.method.name, self.seed, self.learning_rate
 
 
 class Campaign:
-    """Results by case, method, seed and rate; with a `path`, kept as one JSON object a line."""
+    """Results by case, method, seed and rate; with a `path`, kept as one JSON object a line.
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    `workers`: processes that train at once, each on one thread.
+    """
+
+    def __init__(self, path: Path | None = None, *, workers: int = 1) -> None:
+        self._path, self._workers = path, workers
         self._known: dict[tuple[str, str, int, float], Result] = {}
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
@@ -29,55 +55,95 @@ class Campaign:
         """All results known."""
         return list(self._known.values())
 
-    def run(self, case: Case, method: Method, mode: Mode, seed: int, learning_rate: float) -> Result:
-        """One result, trained unless it is known."""
-        key = case.name, method.name, seed, learning_rate
-        if key not in self._known:
-            result = train(case, method, mode, seed=seed, learning_rate=learning_rate)
-            self._keep(result)
-            if self._path is not None:
-                with self._path.open("a") as file:
-                    file.write(json.dumps(result.row()) + "\n")
-        return self._known[key]
+    def run(self, jobs: Sequence[Job], mode: Mode) -> list[Result]:
+        """One result for each job, trained unless it is known."""
+        wanted = list({job.key: job for job in jobs if job.key not in self._known}.values())
+        if self._workers > 1 and len(wanted) > 1:
+            with ProcessPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                for result in pool.map(_train, wanted, [mode] * len(wanted)):
+                    self._add(result)
+        else:
+            for job in wanted:
+                self._add(_train(job, mode))
+        return [self._known[job.key] for job in jobs]
+
+    def _add(self, result: Result) -> None:
+        self._keep(result)
+        print(f"{result.case:26s} {result.method:18s} seed {result.seed} test {result.test:5.1f}", flush=True)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(result.row()) + "\n")
 
 
-def base_case(case: Case) -> Case:
-    """The small batch that `case` is measured against."""
-    return Case(case.dataset, case.network, BASE_BATCH_SIZE, 1)
+def _train(job: Job, mode: Mode) -> Result:
+    return train(job.case, job.method, mode, seed=job.seed, learning_rate=job.learning_rate)
 
 
-def tune_base_rate(campaign: Campaign, case: Case, mode: Mode) -> float:
-    """The learning rate of the base batch with the best validation accuracy, one seed each, the same grid for all."""
-    small = base_case(case)
-    runs = [campaign.run(small, SMALL, mode, 0, rate) for rate in mode.learning_rates]
-    return max(runs, key=lambda result: result.validation).learning_rate
+class BaseRate(NamedTuple):
+    """The best base rate by validation, and the highest that is within FLAT of it."""
+
+    best: float
+    upper: float
 
 
-def run_mode(mode: Mode, campaign: Campaign, *, only: Iterable[str] | None = None) -> dict[str, list[Result]]:
+def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -> BaseRate:
+    """By mean validation accuracy of the small batch over the mode's tuning seeds; of equal rates the highest.
+
+    The grid is extended by factors of 2 while the best rate is at its edge, unless it has one rate only. Raises
+    RuntimeError when six extensions do not suffice.
+    """
+    grid = list(mode.adam_rates if case.adam else mode.lars_rates if method.kind == "lars" else mode.rates)
+    for _ in range(_MOST_EXTENSIONS):
+        jobs = [Job(case.at_base(), method, seed, rate) for rate in grid for seed in range(mode.tuning_seeds)]
+        runs = campaign.run(jobs, mode)
+        means = {
+            rate: statistics.fmean(run.validation for run in runs if run.learning_rate == rate) for rate in sorted(grid)
+        }
+        best = max(means, key=lambda rate: (means[rate], rate))
+        upper = max(rate for rate in means if means[rate] >= means[best] - FLAT)
+        if len(grid) == 1 or (best > min(grid) and upper < max(grid)):
+            return BaseRate(best, upper)
+        grid.append(min(grid) / 2 if best == min(grid) else max(grid) * 2)
+    raise RuntimeError(
+        f"the best base rate of {case.name} is still at the edge of {sorted(grid)}: start from another grid"
+    )
+
+
+def run_mode(
+    mode: Mode, campaign: Campaign, *, only: Collection[str] | None = None, upper: bool = False
+) -> dict[str, list[Result]]:
     """Results by case name, including the small batch; `only` names the methods to run (all by default).
 
+    upper: baselines and default with the upper end of the flat optimum as base rate, where that is not the best too.
     Seed by seed, so that an interrupted campaign has run all methods on the same seeds.
     """
-    wanted = None if only is None else set(only)
-    rates = {case.name: tune_base_rate(campaign, case, mode) for case in mode.cases}
-    by_case: dict[str, list[Result]] = {case.name: [] for case in mode.cases}
-    for seed in range(mode.seeds):
+    rates = {
+        (case.name, method.name): tune_base_rate(campaign, case, method, mode)
+        for case in mode.cases
+        for method in small_methods(case)
+        if only is None or any(m.tuned_as == method.name for m in methods_for(case) if m.name in only)
+    }
+    jobs: dict[str, list[Job]] = {}
+    for seed in range(mode.upper_seeds if upper else mode.seeds):
         for case in mode.cases:
-            rate = rates[case.name]
-            found = by_case[case.name]
-            found.append(campaign.run(base_case(case), SMALL, mode, seed, rate))
+            small = small_methods(case)[0]
+            base = rates.get((case.name, small.name))
+            if base is None or (upper and base.best == base.upper):
+                continue
+            found = jobs.setdefault(case.name, [])
+            found.append(Job(case.at_base(), small, seed, base.upper if upper else base.best))
             for method in methods_of(mode, case):
-                if wanted is None or method.name in wanted:
-                    found.append(campaign.run(case, method, mode, seed, rate))
-                    last = found[-1]
-                    print(
-                        f"{case.name:24s} {method.name:15s} seed {seed} test {last.test:5.1f} ({last.cpu_s:.1f} s)",
-                        flush=True,
-                    )
-    return by_case
+                wanted = only is None or method.name in only
+                if wanted and (not upper or method.role in ("reference", "baseline", "default")):
+                    rate = rates[case.name, method.tuned_as]
+                    found.append(Job(case, method, seed, rate.upper if upper else rate.best))
+    by_seed = sorted((job for found in jobs.values() for job in found), key=lambda job: job.seed)
+    campaign.run(by_seed, mode)
+    return {name: campaign.run(found, mode) for name, found in jobs.items()}
 
 
 def methods_of(mode: Mode, case: Case) -> list[Method]:
     """The mode's methods and the hand-tuned multipliers for this batch."""
-    methods = [method for method in METHODS if mode.ablations or method.role != "ablation"]
-    return methods + [multiplier(share * case.batch_size / BASE_BATCH_SIZE) for share in mode.shares]
+    methods = [method for method in methods_for(case) if mode.ablations or method.role != "ablation"]
+    kind = "adamw" if case.adam else "sgd"
+    return methods + [multiplier(share * case.batch_size / case.base_batch_size, kind) for share in mode.shares]

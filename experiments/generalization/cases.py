@@ -4,29 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-BASE_BATCH_SIZE = 64
+CHOSEN = "2026-11-23"
+"""The date on which the cases, grids and methods below were fixed, before any of them had been run in this form."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the report: `world_size` ranks share a batch, each with its own batch statistics, as under DDP."""
+    """One row of the report: `world_size` ranks share a batch, each with its own batch statistics, as under DDP.
+
+    `num_train`: training examples, where the mode's number is not meant.
+    """
 
     dataset: str
     network: str
     batch_size: int
     world_size: int
+    num_train: int | None = None
 
     @property
     def name(self) -> str:
         """For tables and files."""
-        return f"{self.dataset}/{self.network}/{self.batch_size}"
+        data = "" if self.num_train is None else f"@{self.num_train}"
+        return f"{self.dataset}/{self.network}/{self.batch_size}{data}"
+
+    @property
+    def adam(self) -> bool:
+        """Trained by AdamW; else by SGD."""
+        return self.network == "transformer"
+
+    @property
+    def base_batch_size(self) -> int:
+        """At which the learning rate is picked."""
+        return 16 if self.adam else 64
+
+    def at_base(self) -> Case:
+        """The small batch that this case is measured against."""
+        return replace(self, batch_size=self.base_batch_size, world_size=1)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How much is run. The default rule was chosen on the `development` cases, which are never reported as its result.
+    """How much is run. Rules are developed on the `development` cases, which are never reported as their result.
 
-    `shares`: hand-tuned learning-rate multipliers to try, as shares of B / 64, besides 1 and its root.
+    `rates`, `adam_rates`: grids of base learning rates, extended while the best is at an edge. `tuning_seeds`: over
+    which validation accuracy is averaged to pick one. `upper_seeds`: of the second table, whose base rate is the
+    highest that is as good as the best. `shares`: learning-rate multipliers tried by hand, as shares of B / base.
     """
 
     name: str
@@ -34,24 +56,34 @@ class Mode:
     seeds: int
     epochs: int
     num_train: int
-    learning_rates: tuple[float, ...]
+    rates: tuple[float, ...]
     shares: tuple[float, ...]
+    adam_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    lars_rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    tuning_seeds: int = 3
+    upper_seeds: int = 0
     ablations: bool = False
     device: str = "cpu"
     real_ddp: Case | None = None
     real_ddp_seeds: int = 3
 
     def smoke(self) -> Mode:
-        """The same steps in seconds: the first case, one short epoch, one seed. Its figures mean nothing."""
+        """The same steps in seconds: one short epoch of a case of SGD and of one of AdamW; figures mean nothing."""
+        adam = [case for case in self.cases if case.adam][:1]
+        tiny = [replace(c, batch_size=2 * c.base_batch_size, world_size=2) for c in (self.cases[0], *adam)]
         return replace(
             self,
-            cases=(replace(self.cases[0], batch_size=128, world_size=2),),
-            seeds=1,
+            cases=tuple(tiny),
+            seeds=2,
             epochs=1,
             num_train=256,
-            learning_rates=self.learning_rates[:1],
+            rates=self.rates[:1],
+            adam_rates=self.adam_rates[:1],
+            lars_rates=self.lars_rates[:1],
+            tuning_seeds=1,
+            upper_seeds=min(1, self.upper_seeds),
             shares=self.shares[:1],
-            real_ddp=None if self.real_ddp is None else replace(self.cases[0], batch_size=128, world_size=2),
+            real_ddp=None if self.real_ddp is None else tiny[0],
             real_ddp_seeds=1,
         )
 
@@ -59,15 +91,16 @@ class Mode:
 _RATES = (0.02, 0.05, 0.1, 0.2)
 _QUICK = (
     Case("glyphs", "vgg", 512, 4),
-    Case("glyphs", "residual", 1024, 8),
+    Case("glyphs", "resnet20", 512, 4, num_train=2048),
     Case("digits", "vgg", 256, 4),
     Case("digits", "residual", 256, 4),
     Case("digits", "depthwise", 256, 4),
+    Case("stdlib", "transformer", 256, 8, num_train=1024),
 )
 _DDP = Case("digits", "vgg", 256, 4)
 
 MODES = {
-    "quick": Mode("quick", _QUICK, 5, 30, 6144, _RATES, (0.5, 1.0), real_ddp=_DDP),
+    "quick": Mode("quick", _QUICK, 5, 30, 6144, _RATES, (0.5, 1.0), upper_seeds=3, real_ddp=_DDP),
     "full": Mode(
         "full",
         (
@@ -75,17 +108,21 @@ MODES = {
             Case("glyphs", "vgg", 256, 4),
             Case("glyphs", "vgg", 1024, 8),
             Case("glyphs", "residual", 512, 4),
+            Case("glyphs", "residual", 1024, 8),
             Case("glyphs", "residual", 2048, 8),
-            Case("glyphs", "depthwise", 512, 4),
+            Case("glyphs", "resnet20", 1024, 8),
+            Case("glyphs", "resnet20", 2048, 8),
             Case("glyphs", "depthwise", 1024, 8),
             Case("digits", "vgg", 128, 2),
             Case("digits", "residual", 512, 4),
+            *(Case("stdlib", "transformer", 16 * ratio, min(ratio, 8)) for ratio in (2, 4, 8, 32)),
         ),
         10,
         30,
         6144,
-        (0.01, *_RATES),
+        _RATES,
         (0.25, 0.5, 1.0, 2.0),
+        upper_seeds=10,
         ablations=True,
         real_ddp=_DDP,
     ),
@@ -95,6 +132,7 @@ MODES = {
             Case("shapes", "vgg", 512, 4),
             Case("shapes", "vgg", 1024, 8),
             Case("shapes", "residual", 1024, 8),
+            Case("shapes", "residual", 2048, 8),
             Case("shapes", "depthwise", 1024, 8),
         ),
         3,
@@ -110,6 +148,7 @@ MODES = {
             Case("shapes32", "resnet18", 512, 4),
             Case("shapes32", "resnet18", 2048, 8),
             Case("shapes32", "resnet50", 1024, 8),
+            Case("stdlib", "transformer", 512, 8, num_train=16384),
         ),
         5,
         30,

@@ -1,9 +1,12 @@
-"""Image sets that need no download: scikit-learn's digits, glyphs drawn with Pillow, textured shapes."""
+"""Data sets that need no download: scikit-learn's digits, glyphs drawn with Pillow, textured shapes, and the sources of
+Python's standard library, byte by byte."""
 
 from __future__ import annotations
 
+import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,12 +15,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"  # the 47 balanced classes of EMNIST
-DATASETS = ("digits", "glyphs", "shapes", "shapes32")
+DATASETS = ("digits", "glyphs", "shapes", "shapes32", "stdlib")
+WINDOW = 32  # bytes that the transformer sees
 
 
 @dataclass(frozen=True)
 class Split:
-    """`images` float32 (n, 1, side, side), standardised; `labels` int64 (n,)."""
+    """`images` float32 (n, 1, side, side), standardised, with `labels` int64 (n,); or bytes and the bytes that follow
+    them, both int64 (n, WINDOW)."""
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -53,6 +58,8 @@ def load(name: str, *, num_train: int = 4096) -> ImageSet:
         return _split(name, *_shapes(num_train + 1024 + 2048, side=16), num_train)
     if name == "shapes32":
         return _split(name, *_shapes(num_train + 2048 + 4096, side=32), num_train)
+    if name == "stdlib":
+        return _stdlib(num_train)
     raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join(DATASETS)}")
 
 
@@ -63,6 +70,20 @@ def _split(name: str, images: torch.Tensor, labels: torch.Tensor, num_train: int
     images = ((images - mean) / std).contiguous(memory_format=torch.channels_last)
     parts = [Split(images[a:b], labels[a:b]) for a, b in ((0, cuts[0]), cuts, (cuts[1], len(labels)))]
     return ImageSet(name, int(labels.max()) + 1, int(images.shape[-1]), *parts)
+
+
+def _stdlib(num_train: int) -> ImageSet:
+    """Windows of the sources of this Python's standard library; training, validation and test in different modules."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts = []
+    for offset, (count, quarters) in enumerate(((num_train, (0, 3)), (512, (1,)), (1024, (2,)))):
+        chosen = [path for index, path in enumerate(paths) if index % 4 in quarters]
+        text = np.frombuffer(b"".join(path.read_bytes() for path in chosen), dtype=np.uint8)
+        windows = np.lib.stride_tricks.sliding_window_view(text, WINDOW + 1)
+        starts = np.random.default_rng(offset).integers(0, len(windows), count)
+        drawn = torch.from_numpy(windows[starts].astype(np.int64))
+        parts.append(Split(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()))
+    return ImageSet("stdlib", 256, WINDOW, *parts)
 
 
 def _digits() -> ImageSet:

@@ -1,4 +1,4 @@
-"""The methods compared: each turns plain SGD at the base learning rate into what trains at the large batch."""
+"""The methods compared: each turns SGD or AdamW at the base learning rate into what trains at the large batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.generalization.cases import BASE_BATCH_SIZE, Case
+from experiments.generalization.cases import Case
 from tula_agent.scaling import GainRule, TulaOptimizer
+from tula_agent.scaling.gain import SpikeClip
 
-PAPER_BASE_BATCH_SIZE = 128  # of the linear scaling rule in the paper's Table I
 WARMUP_EPOCHS = 5
-WEIGHT_DECAY = 5e-4
-POST_LOCAL_AFTER_EPOCHS = 5
+WEIGHT_DECAY = 5e-4  # of SGD
+ADAM_WEIGHT_DECAY = 0.01
+ADAM_BETAS = (0.9, 0.999)
 POST_LOCAL_SYNCS_PER_EPOCH = 4
 
 
@@ -25,11 +26,14 @@ POST_LOCAL_SYNCS_PER_EPOCH = 4
 class Method:
     """One way to train at the large batch.
 
-    `kind`: `sgd`, `lars`, `lamb`, `tula` or `post_local` (SGD, then local steps: see train.py).
+    `kind`: `sgd`, `adamw`, `lars`, `tula` (SGD or AdamW within, as the case says) or `post_local` (SGD, then local
+    steps from the first decay on: see train.py).
     `role`: `reference`, `paper`, `baseline`, `tuned`, `default` or `ablation`.
-    `options`: keyword arguments of the optimizer.
+    `options`: keyword arguments of the optimizer. `tuned_as`: the small-batch method whose base rate it takes.
     `rate_factor`: the learning rate's factor once warm-up is over, or the rule that gives it: `linear` is B / base
     (Goyal et al. 2017), `root` its square root (Krizhevsky 2014).
+    `malladi`: betas of Adam follow the batch, 1 - beta times B / base (Malladi et al. 2022).
+    `cut`: gradients longer than twice the usual are clipped to that, by the product's own `SpikeClip`.
     """
 
     name: str
@@ -37,81 +41,97 @@ class Method:
     role: str
     options: dict[str, Any] = field(default_factory=dict)
     rate_factor: float | Literal["linear", "root"] = 1.0
-    base_batch_size: int = BASE_BATCH_SIZE
     warmup_epochs: int = 0
+    malladi: bool = False
+    cut: bool = False
+    tuned_as: str = "small batch"
 
 
-def multiplier(value: float) -> Method:
-    """Large batch with a constant factor on the learning rate."""
-    return Method(f"x{value:g}", "sgd", "tuned", rate_factor=value)
+def multiplier(value: float, kind: str = "sgd") -> Method:
+    """Large batch with a constant factor on the learning rate, reached by a warm-up, and the cut: tuned by hand."""
+    return Method(f"x{value:g}", kind, "tuned", rate_factor=value, warmup_epochs=WARMUP_EPOCHS, cut=True)
 
 
 SMALL = Method("small batch", "sgd", "reference")
+SMALL_LARS = Method("small batch, LARS", "lars", "reference", tuned_as="small batch, LARS")
+SMALL_ADAM = Method("small batch", "adamw", "reference")
+
+_TULA = (
+    Method("AGS", "tula", "paper", {"policy": "ags"}),
+    Method("AGS by tensor", "tula", "ablation", {"policy": "ags", "granularity": "tensor"}),
+    Method("Tula default", "tula", "default", {"policy": "gain"}),
+    Method("gain c=1", "tula", "ablation", {"rule": GainRule(noise_weight=1.0)}),
+    Method("gain c=2", "tula", "ablation", {"rule": GainRule(noise_weight=2.0)}),
+    Method("gain, spikes", "tula", "ablation", {"rule": GainRule(spike_limit=None)}),
+    Method("AdaScale gain", "tula", "ablation", {"rule": GainRule(noise_weight=1.0, growth=None, spike_limit=None)}),
+)
+_LINEAR: dict[str, Any] = {"rate_factor": "linear", "warmup_epochs": WARMUP_EPOCHS}
 METHODS = (
     Method("LBT", "sgd", "reference"),
-    Method(
-        "LRS",
-        "sgd",
-        "baseline",
-        rate_factor="linear",
-        base_batch_size=PAPER_BASE_BATCH_SIZE,
-        warmup_epochs=WARMUP_EPOCHS,
-    ),
-    Method("sqrt LR", "sgd", "baseline", rate_factor="root"),
-    Method(
-        "LARS",
-        "lars",
-        "baseline",
-        {"trust_coefficient": 0.02},
-        rate_factor="linear",
-        warmup_epochs=WARMUP_EPOCHS,
-    ),
-    Method("post-local SGD", "post_local", "baseline"),
-    Method("AGS tensor", "tula", "paper", {"policy": "ags", "granularity": "tensor"}),
-    Method("AGS element", "tula", "paper", {"policy": "ags"}),
-    Method("Tula default", "tula", "default", {"policy": "gain"}),
-    Method("AdaScale gain", "tula", "ablation", {"rule": GainRule(noise_weight=1.0, growth=None, spike_limit=None)}),
-    Method("gain c=2", "tula", "ablation", {"rule": GainRule(noise_weight=2.0)}),
-    Method("gain c=8", "tula", "ablation", {"rule": GainRule(noise_weight=8.0)}),
-    Method("gain, spikes", "tula", "ablation", {"rule": GainRule(spike_limit=None)}),
-    Method("gain, no limits", "tula", "ablation", {"rule": GainRule(growth=None, spike_limit=None)}),
-    Method("LAMB", "lamb", "ablation", rate_factor="root", warmup_epochs=WARMUP_EPOCHS),
+    Method("linear", "sgd", "baseline", **_LINEAR),
+    Method("linear, cut", "sgd", "baseline", cut=True, **_LINEAR),
+    Method("root", "sgd", "baseline", rate_factor="root"),
+    Method("LARS", "lars", "baseline", tuned_as=SMALL_LARS.name, **_LINEAR),
+    Method("post-local SGD", "post_local", "baseline", **_LINEAR),
+    *_TULA,
 )
+ADAM_METHODS = (
+    Method("LBT", "adamw", "reference"),
+    Method("linear", "adamw", "baseline", malladi=True, **_LINEAR),
+    Method("linear, cut", "adamw", "baseline", malladi=True, cut=True, **_LINEAR),
+    Method("root", "adamw", "baseline", rate_factor="root", warmup_epochs=WARMUP_EPOCHS, malladi=True),
+    *_TULA,
+)
+
+
+def methods_for(case: Case) -> tuple[Method, ...]:
+    """What is compared on `case`."""
+    return ADAM_METHODS if case.adam else METHODS
+
+
+def small_methods(case: Case) -> tuple[Method, ...]:
+    """The methods whose learning rates are picked at the small batch."""
+    return (SMALL_ADAM,) if case.adam else (SMALL, SMALL_LARS)
 
 
 @dataclass
 class Prepared:
-    """An optimizer and, per step, its learning rate before the common decay."""
+    """An optimizer, its learning rate of each step before the common decay, and what clips before each step."""
 
     optimizer: torch.optim.Optimizer
     rates: Iterator[float]
+    clip: SpikeClip | None = None
 
 
 def prepare(method: Method, case: Case, network: nn.Module, *, learning_rate: float, steps_per_epoch: int) -> Prepared:
-    """Build `method` over `network`; momentum 0.9 and weight decay 5e-4 everywhere."""
+    """Build `method` over `network`: SGD with momentum 0.9 and weight decay 5e-4, or AdamW with 0.01."""
     optimizer = _optimizer(method, case, network, learning_rate, steps_per_epoch)
-    warmup_steps = steps_per_epoch * method.warmup_epochs
-    return Prepared(optimizer, _ramp(learning_rate, _rate_factor(method, case), warmup_steps))
+    factor = _rate_factor(method, case)
+    return Prepared(
+        optimizer,
+        _ramp(learning_rate, factor, steps_per_epoch * method.warmup_epochs),
+        SpikeClip(2.0) if method.cut else None,
+    )
 
 
 def _optimizer(
     method: Method, case: Case, network: nn.Module, learning_rate: float, steps_per_epoch: int
 ) -> torch.optim.Optimizer:
-    if method.kind in ("lars", "lamb"):
+    if method.kind == "lars":
         import pytorch_optimizer  # here, since it takes seconds to import and one method needs it
 
-        kind = pytorch_optimizer.LARS if method.kind == "lars" else pytorch_optimizer.Lamb
-        layerwise: torch.optim.Optimizer = kind(
+        # Its published trust coefficient, 0.001 (You et al. 2017), is the library's default.
+        layerwise: torch.optim.Optimizer = pytorch_optimizer.LARS(
             network.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY, **method.options
         )
         return layerwise
-    sgd = torch.optim.SGD(network.parameters(), lr=learning_rate, momentum=0.9, weight_decay=WEIGHT_DECAY)
+    inner = _inner(method, case, network, learning_rate)
     if method.kind != "tula":
-        return sgd
+        return inner
     return TulaOptimizer(
-        sgd,
+        inner,
         global_batch_size=case.batch_size,
-        small_batch_size=BASE_BATCH_SIZE,
+        small_batch_size=case.base_batch_size,
         steps_per_epoch=steps_per_epoch,
         model=network,
         loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
@@ -119,8 +139,21 @@ def _optimizer(
     )
 
 
+def _inner(method: Method, case: Case, network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    if not case.adam:
+        return torch.optim.SGD(network.parameters(), lr=learning_rate, momentum=0.9, weight_decay=WEIGHT_DECAY)
+    betas, eps = ADAM_BETAS, 1e-8
+    if method.malladi:
+        ratio = case.batch_size / case.base_batch_size
+        betas = max(0.0, 1.0 - ratio * (1.0 - betas[0])), max(0.0, 1.0 - ratio * (1.0 - betas[1]))
+        eps /= math.sqrt(ratio)
+    return torch.optim.AdamW(
+        network.parameters(), lr=learning_rate, betas=betas, eps=eps, weight_decay=ADAM_WEIGHT_DECAY
+    )
+
+
 def _rate_factor(method: Method, case: Case) -> float:
-    ratio = case.batch_size / method.base_batch_size
+    ratio = case.batch_size / case.base_batch_size
     if method.rate_factor == "linear":
         return ratio
     return math.sqrt(ratio) if method.rate_factor == "root" else method.rate_factor

@@ -1,4 +1,4 @@
-"""Small networks with and without batch normalization and with depthwise layers."""
+"""Small networks with and without batch normalization, with depthwise layers, and a transformer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.support.resnet import resnet
 
-NETWORKS = ("vgg", "residual", "depthwise", "resnet18", "resnet50")
+NETWORKS = ("vgg", "residual", "depthwise", "resnet20", "resnet18", "resnet50", "transformer")
 
 
 class Vgg(nn.Sequential):
@@ -65,6 +65,53 @@ class Depthwise(nn.Module):
         return cast(torch.Tensor, self.head(F.adaptive_avg_pool2d(x, 4).flatten(1)))
 
 
+class ResNet20(nn.Module):
+    """The residual network of 20 layers (He et al. 2016) with 16, 32 and 64 channels: 270 000 parameters and more."""
+
+    def __init__(self, num_classes: int, side: int) -> None:
+        super().__init__()
+        self.stem = _conv_bn(1, 16, stride=2 if side >= 16 else 1)
+        plan = [(16, 1), (16, 1), (16, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1)]
+        self.first, self.second, self.shortcuts = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        width = 16
+        for channels, stride in plan:
+            self.first.append(_conv_bn(width, channels, stride=stride))
+            self.second.append(_conv_bn(channels, channels))
+            same = width == channels
+            self.shortcuts.append(nn.Identity() if same else _conv_bn(width, channels, kernel=1, stride=stride))
+            width = channels
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits (n, classes) of images (n, 1, side, side)."""
+        x = F.relu(self.stem(images))
+        for first, second, shortcut in zip(self.first, self.second, self.shortcuts, strict=True):
+            x = F.relu(shortcut(x) + second(F.relu(first(x))))
+        return cast(torch.Tensor, self.head(x.mean((2, 3))))
+
+
+class Transformer(nn.Module):
+    """A causal transformer over bytes: two layers of width 64 with layer normalization before each part."""
+
+    def __init__(self, num_classes: int, side: int, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(num_classes, width), nn.Parameter(torch.randn(side, width) * 0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Logits (n, bytes, length) of the byte after each of `text` (n, length)."""
+        length = text.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=text.device).triu(1)
+        x = self.tokens(text) + self.positions[:length]
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return cast(torch.Tensor, self.head(self.norm(x)).transpose(1, 2))
+
+
 def _conv_bn(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
@@ -79,7 +126,9 @@ def build(name: str, *, num_classes: int, side: int) -> nn.Module:
     """A freshly initialised network; seed torch before for a repeatable one."""
     if name in ("resnet18", "resnet50"):
         return _channels_last(resnet(int(name.removeprefix("resnet")), channels=1, num_classes=num_classes))
-    kinds = {"vgg": Vgg, "residual": Residual, "depthwise": Depthwise}
+    if name == "transformer":
+        return Transformer(num_classes, side)
+    kinds = {"vgg": Vgg, "residual": Residual, "depthwise": Depthwise, "resnet20": ResNet20}
     if name not in kinds:
         raise ValueError(f"network {name!r} is unknown: choose one of {', '.join(NETWORKS)}")
     return _channels_last(kinds[name](num_classes, side))

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.generalization.train import Result
 
-_PLOTTED = ("small batch", "LBT", "LRS", "sqrt LR", "AGS tensor", "Tula default")
+_PLOTTED = ("small batch", "LBT", "linear, cut", "LARS", "AGS", "Tula default")
 
 
 def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> list[Path]:
@@ -19,7 +19,7 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
     for result in results:
         if result.method in _PLOTTED:
             dataset, network, batch = result.case.split("/")
-            rows.append({**result.row(), "net": f"{dataset}/{network}", "batch": int(batch)})
+            rows.append({**result.row(), "net": f"{dataset}/{network}", "batch": int(batch.partition("@")[0])})
     data = alt.Data(values=rows)
     colour = alt.Color("method:N", sort=list(_PLOTTED), title=None)
     by_batch = (

@@ -20,7 +20,7 @@ from experiments.generalization.methods import METHODS, prepare
 from experiments.generalization.networks import build
 from experiments.generalization.train import accuracy, decay
 
-_METHODS = ("LBT", "AGS tensor", "Tula default")
+_METHODS = ("LBT", "AGS", "Tula default")
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from experiments.generalization.methods import METHODS, SMALL
+from scipy.stats import t as student
+
+from experiments.generalization.cases import CHOSEN
+from experiments.generalization.methods import ADAM_METHODS, METHODS, SMALL
 from experiments.generalization.train import Result
 
-WIDE_GAP = 8.0  # points by which the small batch must lead before a method is judged by the gap it closes
-ANY_GAP = 2.0  # for the share over all cases; below it that is a ratio of two noises
+WIDE_GAP = 8.0  # points by which the small batch leads
+ANY_GAP = 2.0  # below it, a share of the gap is a ratio of two noises
+DEFAULT = "Tula default"
+NAMES = tuple(dict.fromkeys([SMALL.name, *(m.name for m in (*METHODS, *ADAM_METHODS)), "tuned"]))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and standard deviation over seeds, percent; `chosen`: the tuned multiplier that validation selected."""
+    """Over seeds, percent. `tests`: by seed. `chosen`: the tuned multiplier that validation selected."""
 
+    tests: Mapping[int, float]
     mean: float
     sd: float
     validation: float
     diverged: int
     chosen: str = ""
+
+
+class Interval(NamedTuple):
+    """A mean difference and half the width of its 95 % interval, points; NaN with one seed."""
+
+    mean: float
+    half: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,11 @@ class CaseReport:
     learning_rate: float
     cells: Mapping[str, Cell]
 
+    @property
+    def adam(self) -> bool:
+        """Trained by AdamW."""
+        return "/transformer/" in self.name
+
     def test(self, method: str) -> float:
         """Mean test accuracy of `method`, percent."""
         return self.cells[method].mean
@@ -43,19 +61,29 @@ class CaseReport:
         """Small batch over LBT, points."""
         return self.test(SMALL.name) - self.test("LBT")
 
+    def paired(self, method: str, other: str) -> Interval:
+        """`method` minus `other`, paired by seed, with Student's 95 % interval."""
+        ours, theirs = self.cells[method].tests, self.cells[other].tests
+        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        count = len(differences)
+        if count < 2:
+            return Interval(_mean(differences), math.nan)
+        half = float(student.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
+        return Interval(_mean(differences), half)
+
 
 def report_case(name: str, results: Sequence[Result]) -> CaseReport:
-    """Summarise one case; the tuned multiplier (1 included) is the one of best mean validation accuracy."""
+    """Summarise one case; `tuned` is the multiplier (1 included) of best mean validation accuracy."""
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
     cells = {method: _cell(runs) for method, runs in by_method.items()}
-    # The root is a constant multiplier too, so its runs count for hand tuning as well.
-    candidates = {m: c for m, c in cells.items() if m in ("LBT", "sqrt LR") or (m.startswith("x") and m[1:2].isdigit())}
+    # The root and the linear rule are constant multipliers too, so their runs count for tuning by hand as well.
+    constant = {"LBT", "root", "linear", "linear, cut"}
+    candidates = {m: c for m, c in cells.items() if m in constant or (m.startswith("x") and m[1:2].isdigit())}
     if len(candidates) > 1:
         best = max(candidates, key=lambda method: candidates[method].validation)
-        chosen = candidates[best]
-        cells["tuned"] = Cell(chosen.mean, chosen.sd, chosen.validation, chosen.diverged, best)
+        cells["tuned"] = replace(candidates[best], chosen=best)
     return CaseReport(name, results[0].learning_rate, cells)
 
 
@@ -63,56 +91,81 @@ def _cell(runs: Sequence[Result]) -> Cell:
     tests = [run.test for run in runs]
     sd = statistics.stdev(tests) if len(tests) > 1 else 0.0
     validation = statistics.fmean(run.validation for run in runs)
-    return Cell(statistics.fmean(tests), sd, validation, sum(run.diverged for run in runs))
+    by_seed = {run.seed: run.test for run in runs}
+    return Cell(by_seed, statistics.fmean(tests), sd, validation, sum(run.diverged for run in runs))
 
 
-def figures(reports: Sequence[CaseReport], *, default: str = "Tula default") -> dict[str, float]:
-    """The figures of merit, points of test accuracy except `gap_recovered` (a share); NaN where no case qualifies."""
-    baselines = [method.name for method in METHODS if method.role == "baseline"]
-    wide = [report for report in reports if report.gap >= WIDE_GAP]
-    gapped = [report for report in reports if report.gap >= ANY_GAP]
-    over_best = [report.test(default) - max(report.test(name) for name in baselines) for report in reports]
-    values = {
-        "default.gap_recovered.mean": _mean([_recovered(report, default) for report in wide]),
-        "default.gap_recovered_any.mean": _mean([_recovered(report, default) for report in gapped]),
-        "default.over_best_baseline.mean": _mean(over_best),
-        "default.over_best_baseline.min": min(over_best, default=math.nan),
-        "default.over_tuned.mean": _mean([r.test(default) - r.test("tuned") for r in reports]),
-        "default.diverged": float(sum(report.cells[default].diverged for report in reports)),
-        "cases": float(len(reports)),
-        "cases.wide_gap": float(len(wide)),
-    }
-    for key, name in (("faithful", "AGS tensor"), ("faithful_element", "AGS element")):
-        over = [report.test(name) - report.test("LBT") for report in wide]
-        values[f"{key}.over_lbt.mean"] = _mean(over)
-        values[f"{key}.over_lbt.min"] = min(over, default=math.nan)
+def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
+    """The figures of merit over cases with a gap of at least ANY_GAP, points of test accuracy.
+
+    `gap_recovered` is a share, `.wide` of cases with a gap of at least WIDE_GAP; `adam.` is of the cases with AdamW,
+    the others are of SGD; NaN where no case qualifies.
+    """
+    values: dict[str, float] = {}
+    for prefix, adam in (("", False), ("adam.", True)):
+        of_kind = [report for report in reports if report.adam == adam]
+        gapped = [report for report in of_kind if report.gap >= ANY_GAP]
+        over_best = [over_best_baseline(report).mean for report in gapped]
+        wide = [_recovered(report) for report in gapped if report.gap >= WIDE_GAP]
+        values |= {
+            f"{prefix}default.gap_recovered.mean": _mean([_recovered(report) for report in gapped]),
+            f"{prefix}default.gap_recovered.wide": _mean(wide),
+            f"{prefix}default.over_best_baseline.mean": _mean(over_best),
+            f"{prefix}default.over_best_baseline.min": min(over_best, default=math.nan),
+            f"{prefix}default.over_tuned.mean": _mean([r.paired(DEFAULT, "tuned").mean for r in gapped]),
+            f"{prefix}default.diverged": float(sum(report.cells[DEFAULT].diverged for report in of_kind)),
+            f"{prefix}ags.over_lbt.mean": _mean([r.paired("AGS", "LBT").mean for r in gapped]),
+            f"{prefix}ags.over_lbt.min": min([r.paired("AGS", "LBT").mean for r in gapped], default=math.nan),
+            f"{prefix}cases": float(len(of_kind)),
+            f"{prefix}cases.gap": float(len(gapped)),
+        }
     return values
 
 
-def _recovered(report: CaseReport, method: str) -> float:
-    return (report.test(method) - report.test("LBT")) / report.gap
+def over_best_baseline(report: CaseReport) -> Interval:
+    """The default over the baseline of best mean test accuracy, which no user could have picked."""
+    baselines = {m.name for m in (ADAM_METHODS if report.adam else METHODS) if m.role == "baseline"}
+    best = max(baselines & report.cells.keys(), key=report.test)
+    return report.paired(DEFAULT, best)
+
+
+def _recovered(report: CaseReport) -> float:
+    return (report.test(DEFAULT) - report.test("LBT")) / report.gap
 
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def markdown(reports: Sequence[CaseReport], values: Mapping[str, float], *, seeds: int) -> str:
-    """The paper's Table I in our setting: test accuracy in percent, mean and standard deviation over seeds."""
-    present = {name for report in reports for name in report.cells}
-    columns = [name for name in (SMALL.name, *(method.name for method in METHODS), "tuned") if name in present]
-    lines = [
-        f"Test accuracy, %, mean ± standard deviation of {seeds} seeds; `!` marks a divergence.",
-        "",
-        "| case | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for report in reports:
-        cells = [_cell_text(report.cells.get(column)) for column in columns]
-        lines.append(f"| {report.name} | " + " | ".join(cells) + " |")
-    lines += ["", "| figure | value |", "|---|---|"]
+def markdown(
+    reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float], *, seeds: int
+) -> str:
+    """The paper's Table I in our setting, the default's paired differences, and both at the upper base rates."""
+    lines = [f"Cases, grids and methods were fixed on {CHOSEN}, before any of them had been run in this form.", ""]
+    lines += _tables(reports, f"{seeds} seeds, base rate of best validation accuracy")
+    if upper:
+        lines += _tables(upper, "base rate at the upper end of its flat optimum, where that is another")
+    lines += ["| figure | value |", "|---|---|"]
     lines += [f"| `{key}` | {value:.2f} |" for key, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+def _tables(reports: Sequence[CaseReport], title: str) -> list[str]:
+    present = {name for report in reports for name in report.cells}
+    columns = [name for name in NAMES if name in present]
+    others = [name for name in columns if name != DEFAULT]
+    lines = [f"Test accuracy, %, mean ± standard deviation ({title}); `!` marks a divergence.", ""]
+    lines += ["| case (base rate) | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for report in reports:
+        cells = [_cell_text(report.cells.get(column)) for column in columns]
+        lines.append(f"| {report.name} ({report.learning_rate:g}) | " + " | ".join(cells) + " |")
+    lines += ["", f"{DEFAULT} minus each, points, paired by seed, ± half of the 95 % interval.", ""]
+    lines += ["| case | " + " | ".join(others) + " |", "|---" * (len(others) + 1) + "|"]
+    for report in reports:
+        found = [report.paired(DEFAULT, name) if name in report.cells else None for name in others]
+        row = ["-" if x is None else f"{x.mean:+.1f}±{x.half:.1f}" for x in found]
+        lines.append(f"| {report.name} | " + " | ".join(row) + " |")
+    return [*lines, ""]
 
 
 def _cell_text(cell: Cell | None) -> str:
@@ -123,14 +176,21 @@ def _cell_text(cell: Cell | None) -> str:
     )
 
 
-def as_json(reports: Sequence[CaseReport], values: Mapping[str, float]) -> dict[str, Any]:
+def as_json(reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float]) -> dict[str, Any]:
     """All of the report, for a file."""
-    rows = [
+    known = {key: None if math.isnan(value) else value for key, value in values.items()}
+    return {**known, "chosen": CHOSEN, "rows": _rows(reports), "rows_at_upper_rate": _rows(upper)}
+
+
+def _rows(reports: Sequence[CaseReport]) -> list[dict[str, Any]]:
+    return [
         {
             "case": report.name,
             "learning_rate": report.learning_rate,
             "methods": {name: vars(cell) for name, cell in report.cells.items()},
+            "default_minus": {
+                name: [None if math.isnan(x) else x for x in report.paired(DEFAULT, name)] for name in report.cells
+            },
         }
         for report in reports
     ]
-    return {**{key: None if math.isnan(value) else value for key, value in values.items()}, "rows": rows}

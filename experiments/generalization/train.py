@@ -15,7 +15,7 @@ from torch import nn
 
 from experiments.generalization.cases import Case, Mode
 from experiments.generalization.data import ImageSet, Split, load
-from experiments.generalization.methods import POST_LOCAL_AFTER_EPOCHS, POST_LOCAL_SYNCS_PER_EPOCH, Method, prepare
+from experiments.generalization.methods import POST_LOCAL_SYNCS_PER_EPOCH, Method, prepare
 from experiments.generalization.networks import build
 from tula_agent.scaling import TulaOptimizer
 
@@ -40,9 +40,12 @@ class Result:
         return asdict(self)
 
 
+FIRST_DECAY = 0.5
+
+
 def decay(epoch: int, epochs: int) -> float:
     """1, then a tenth from half-way, a hundredth from three quarters."""
-    return 1.0 if epoch < epochs * 0.5 else 0.1 if epoch < epochs * 0.75 else 0.01
+    return 1.0 if epoch < epochs * FIRST_DECAY else 0.1 if epoch < epochs * 0.75 else 0.01
 
 
 def accuracy(network: nn.Module, split: Split) -> float:
@@ -54,13 +57,13 @@ def accuracy(network: nn.Module, split: Split) -> float:
             for images, labels in zip(torch.split(split.images, 1024), torch.split(split.labels, 1024), strict=True)
         )
     network.train()
-    return 100.0 * right / len(split)
+    return 100.0 * right / split.labels.numel()
 
 
 def train(case: Case, method: Method, mode: Mode, *, seed: int, learning_rate: float) -> Result:
     """Train `method` on `case` and measure it; `seed` draws the weights, the order and dropout, not the data."""
     device = torch.device(mode.device)
-    images = load(case.dataset, num_train=mode.num_train)
+    images = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     images = replace(images, train=images.train.to(device), val=images.val.to(device), test=images.test.to(device))
     torch.manual_seed(seed)
     network = build(case.network, num_classes=images.num_classes, side=images.side).to(device)
@@ -92,7 +95,8 @@ class _Run:
         self.prepared = prepare(
             method, case, network, learning_rate=learning_rate, steps_per_epoch=self.steps_per_epoch
         )
-        self.local_after = POST_LOCAL_AFTER_EPOCHS if method.kind == "post_local" else mode.epochs
+        # Local steps begin with the first decay of the learning rate (Lin et al. 2020).
+        self.local_after = math.ceil(mode.epochs * FIRST_DECAY) if method.kind == "post_local" else mode.epochs
         self._last_norm_sq = 0.0
         self.variability: list[float] = []
         self.scales: list[float] = []
@@ -125,6 +129,8 @@ class _Run:
             loss = F.cross_entropy(self.network(train.images[shard]), train.labels[shard])
             (loss / self.case.world_size).backward()
         self._record(optimizer)
+        if self.prepared.clip is not None:
+            self.prepared.clip([p.grad for p in self.network.parameters()], clip=True)
         optimizer.step()
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
