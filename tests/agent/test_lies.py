@@ -42,10 +42,10 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int) -> 
     with lying(Liar({}, truth={"version": 0})) as honest:
         without = launch(SCRIPT, "--steps", count, ranks=ranks, TULA_URL=honest.url)
     posts = field_lies({"stored": 1, "duplicates": 0, "stop": False, "reason": None})
-    told = {"/scaling": [*lies] * 5, "/samples": [*posts], "/telemetry": [*posts], "/run1": [*posts]}
-    with lying(Liar(told)) as liar:
+    lies_by_path = {"/scaling": [*lies] * 5, "/samples": [*posts], "/telemetry": [*posts], "/run1": [*posts]}
+    with lying(Liar(lies_by_path)) as liar:
         done = launch(SCRIPT, "--steps", count, "--answers", count, ranks=ranks, TULA_URL=liar.url)
-    assert not told["/scaling"], "every lie was told"
+    assert not lies_by_path["/scaling"], "not every lie was sent"
     assert not done.printed("taken")
     assert done.printed("trained") == without.printed("trained")
     assert len(done.printed("trained")) == 5 * max(1, ranks)

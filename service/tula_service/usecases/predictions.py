@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from tula_service.store import Store
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.recommendations import load_job_data
 from tula_wire import Configuration
+from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
 
 MOST_CONFIGURATIONS = 1024
 
@@ -54,10 +54,10 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
 
 def _at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
     """The specification with the price and the deadline of the question."""
-    for name in ("usd_per_node_hour", "deadline_s"):
+    for name, most in (("usd_per_node_hour", MAX_USD_PER_HOUR), ("deadline_s", MAX_DURATION_S)):
         value = getattr(question, name)
-        if value is not None and (not math.isfinite(value) or value <= 0):
-            raise InvalidInput(f"{name} must be positive and finite; send a larger value.", field=name)
+        if value is not None and not 0 < value <= most:
+            raise InvalidInput(f"{name} is {value:g}: send a number above 0 and at most {most:g}.", field=name)
     changed: dict[str, object] = {}
     if question.deadline_s is not None:
         changed["limits"] = spec.limits.model_copy(update={"deadline_s": question.deadline_s})

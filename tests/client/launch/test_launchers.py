@@ -51,7 +51,7 @@ def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
 
 
 @pytest.mark.parametrize("evil", ["$(touch pwned)", "x;touch pwned", "x' ;touch pwned; '", "`touch pwned`", "a b"])
-def test_what_the_service_gives_is_one_word_for_a_shell(tmp_path, evil):
+def test_a_value_of_the_service_is_one_word_for_a_shell(tmp_path, evil):
     """F14: the name of an instance type, or a run's id, ran as a command where the template starts a shell."""
     template = Template(("bash", "-c", "printf '%s\n' {instance_type} {run_id} {launch_id}"))
     command = template.fill(replace(CONFIGURATION, instance_type=evil), run_id=evil, launch_id=evil)

@@ -54,6 +54,8 @@ def test_a_what_if_grid_price_and_deadline_replace_the_jobs_own(profiled: tuple[
         ({"num_nodes": [3], "global_batch_size": [7]}, "global_batch_size"),
         ({"instance_type": ["p4d"]}, "instance_type"),
         ({"usd_per_node_hour": float("nan")}, "usd_per_node_hour"),
+        ({"usd_per_node_hour": 1e7}, "usd_per_node_hour"),
+        ({"deadline_s": 1e12}, "deadline_s"),
         ({"deadline_s": float("inf")}, "deadline_s"),
         ({"global_batch_size": [256, 200_000]}, "global_batch_size"),
         ({"local_batch_size": [100_001]}, "local_batch_size"),
