@@ -31,8 +31,9 @@ def get_health() -> Status:
 
 @open_router.get(routes.READY)
 def get_ready(services: AppServices) -> Status:
-    """Ready: the database answers and its schema is the one this version needs; 503 otherwise."""
+    """Ready: the database answers, has the schema of this version and a disk with room, and takes telemetry; or 503."""
     check_ready(services.store)
+    services.telemetry.check()
     return Status(status="ready")
 
 

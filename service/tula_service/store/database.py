@@ -11,7 +11,8 @@
 3. `Store.writer_lock`, in this process, SQLite only: threads queue here, fairly, instead of polling the file's write
    lock, which decides between processes. SQLite takes that at BEGIN, so no transaction upgrades a read lock.
 4. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
-   hold it. A transaction that changes a job and its runs takes the job's row first.
+   hold it. A transaction that changes a job and its runs takes the job's row first, then runs by key; one that stores
+   samples takes the job's FOR KEY SHARE, which only a deletion waits for.
 5. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
    grow in commit order.
 
@@ -20,7 +21,10 @@ Transactions from `reading()` take no lock and see one snapshot (REPEATABLE READ
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -51,6 +55,10 @@ WRITES: Final = "tula_writes"
 """Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
 
 BUSY_TIMEOUT_S: Final = 15.0
+LEAST_FREE_BYTES: Final = 2**20
+_FULL: Final = "The disk of the database is full; nothing was stored: free some space."
+LONGEST_STATEMENT_S: Final = 60.0
+"""Of a statement, and of a pause within a transaction, on Postgres; migrations are exempt."""
 POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
 
@@ -112,6 +120,13 @@ class Store:
         """The store behind a database URL or a SQLite file's path, with at most so many connections."""
         return cls(open_engine(url, pool_size=connections), now=now)
 
+    def check_disk(self) -> None:
+        """Raise StoreUnavailable if the disk of a SQLite file has no room left; a database server watches its own."""
+        file = self.engine.url.database
+        folder = Path(file or ".").expanduser().parent
+        if is_sqlite(self.engine) and shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
+            raise StoreUnavailable(_FULL)
+
     def close(self) -> None:
         """Give all connections back."""
         self.engine.dispose()
@@ -157,9 +172,15 @@ class Store:
                 "A value in the request does not fit its column: check its texts and numbers."
             ) from error
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
-            raise StoreUnavailable(
-                "The database cannot be reached or is locked; nothing was stored: try again in a second."
-            ) from error
+            raise StoreUnavailable(why_unavailable(error)) from error
+
+
+def why_unavailable(error: Exception) -> str:
+    """One sentence on a driver's error, which says that nothing was stored."""
+    text = str(error).lower()
+    if "disk is full" in text or "no space left" in text:
+        return _FULL
+    return "The database cannot be reached or is locked; nothing was stored: try again in a second."
 
 
 @contextmanager
@@ -194,12 +215,13 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
             connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
         )
         sa.event.listen(engine, "connect", _require_utf8)
+        sa.event.listen(engine, "connect", _limit_waits)
         return engine
     if backend != "sqlite":
         raise InvalidInput(f"Database {backend!r} is not supported: use SQLite or postgresql+psycopg://...")
     if not parsed.database or parsed.database == ":memory:":
         raise InvalidInput("SQLite needs a file, since every worker and thread opens its own connection: give a path.")
-    Path(parsed.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    _make_private(Path(parsed.database))
     engine = sa.create_engine(
         parsed,
         json_serializer=_encode,
@@ -210,6 +232,13 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     sa.event.listen(engine, "connect", _prepare_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _make_private(file: Path) -> None:
+    """Create the file, and a missing folder of it, for their owner alone; SQLite gives its journals the same mode."""
+    file.parent.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot be opened
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def is_sqlite(engine: sa.Engine) -> bool:
@@ -224,6 +253,16 @@ def _require_utf8(connection: Any, _record: Any) -> None:
             f"The database is encoded as {encoding}, which cannot hold every text: create another with "
             "CREATE DATABASE name ENCODING 'UTF8' LOCALE 'C' TEMPLATE template0, and use that."
         )
+
+
+def _limit_waits(connection: Any, _record: Any) -> None:
+    """A statement that waits for ever, or a transaction whose client has gone, would hold its locks for ever.
+
+    Statements, not start-up options, which a connection pooler may refuse.
+    """
+    for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
+        connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")
+    connection.commit()
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:

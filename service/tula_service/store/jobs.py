@@ -194,6 +194,11 @@ class Jobs(Repository):
 
     def delete(self, job_id: str) -> None:
         """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
+        if self._postgres:
+            # The job, then its runs by key: writers of samples and of telemetry lock them in this order.
+            self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
+            of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)
+            self._connection.execute(of_job.with_for_update())
         self._connection.execute(sa.delete(jobs).where(jobs.c.id == job_id))
 
     def _counts(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -19,6 +19,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
     try:
         with engine.begin() as connection:
             if not is_sqlite(engine):
+                connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             _refuse_newer(_current(connection))
             _run_migrations(connection)

@@ -13,7 +13,7 @@ from tula_service.domain import MemoryReading, RunState, RunSummary
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
-from tula_service.store.tables import memory_readings, run_summaries, runs, sample_sources, step_samples
+from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
@@ -45,6 +45,10 @@ class Samples(Repository):
 
         New rows move the run's sample count, and they or another memory reading the job's data version.
         """
+        if self._postgres:
+            # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
+            job = sa.select(jobs.c.key).where(jobs.c.id == job_id)
+            self._connection.execute(job.with_for_update(read=True, key_share=True))
         source = self._source(run_key, batch)
         columns = batch.columns
         optional = [getattr(columns, name) for name in _FLOATS]
@@ -73,8 +77,7 @@ class Samples(Repository):
             stored = self._connection.exec_driver_sql(_SQLITE, list(rows)).rowcount
         memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
         if stored or memory_changed:
-            # The job's row before its run's: see the order of locks in store/database.py.
-            self._bump(job_id)
+            self._bump(job_id)  # before the run's row is changed
             self._connection.execute(
                 sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
             )

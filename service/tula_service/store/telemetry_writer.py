@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from tula_service.errors import Busy, NotFound, ServiceError, StoreUnavailable
-from tula_service.store.database import Store, is_sqlite
+from tula_service.store.database import Store, is_sqlite, why_unavailable
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
 
 if TYPE_CHECKING:
@@ -28,13 +31,15 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 64
 MOST_WAITING_BYTES: Final = 64 * 2**20
 
+STUCK_S: Final = 90.0
+"""Time in one transaction after which the writer counts as stuck: longer than the database lets a statement take."""
+
 _LOG = logging.getLogger("tula.store")
 
 _Row: TypeAlias = tuple[object, ...]
 _Chunk: TypeAlias = tuple[str, _Row]
 _Outcome: TypeAlias = bool | ServiceError
 _GONE: Final = "The run of this chunk was deleted: stop sending for it."
-_UNAVAILABLE: Final = "The database cannot be reached or is locked; nothing was stored: try again in a second."
 
 
 class TelemetryWriter:
@@ -49,12 +54,15 @@ class TelemetryWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._connection: Any = None
+        self._began: float | None = None
 
     async def add(self, run_id: str, row: _Row) -> bool:
         """Store a row of the run `run_id` durably; False when it was stored before.
 
         Raises NotFound if its run was deleted, Busy if too many chunks wait, StoreUnavailable.
         """
+        if self._is_stuck():
+            self._interrupt()
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[bool] = loop.create_future()
         with self._changed:
@@ -70,6 +78,32 @@ class TelemetryWriter:
             self._waiting_bytes += _size(row)
         loop.call_soon(self._notify)  # after the event loop has read all requests that arrived with this one
         return await stored
+
+    def check(self) -> None:
+        """Raise StoreUnavailable if the writer is stuck in a transaction; its connection is then cut off."""
+        if self._is_stuck():
+            self._interrupt()
+            raise StoreUnavailable("The writer of telemetry waits for the database: check the database's locks.")
+
+    def _is_stuck(self) -> bool:
+        return (began := self._began) is not None and time.monotonic() - began > STUCK_S
+
+    def _interrupt(self) -> None:
+        """Shut the socket of a Postgres connection down, which ends the thread's wait as if the server had gone.
+
+        The driver's own cancelling and closing are for the thread that uses the connection.
+        """
+        if is_sqlite(self._store.engine):
+            return
+        failures = (
+            OSError,
+            AttributeError,
+            self._store.engine.dialect.loaded_dbapi.Error,
+        )  # it has just ended by itself
+        with contextlib.suppress(*failures):
+            wire = socket.socket(fileno=os.dup(self._connection.driver_connection.fileno()))
+            with wire:
+                wire.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Store all waiting chunks, then end the thread."""
@@ -94,12 +128,14 @@ class TelemetryWriter:
                 group = [self._waiting.popleft() for _ in range(min(MOST_ROWS, len(self._waiting)))]
                 self._waiting_bytes -= sum(_size(row) for (_, row), _ in group)
             outcomes: Sequence[_Outcome]
+            self._began = time.monotonic()
             try:
                 outcomes = self._write([chunk for chunk, _ in group])
-            except Exception:
+            except Exception as error:
                 _LOG.warning("telemetry was not stored", exc_info=True)
                 self._drop_connection()
-                outcomes = [StoreUnavailable(_UNAVAILABLE) for _ in group]
+                outcomes = [StoreUnavailable(why_unavailable(error)) for _ in group]
+            self._began = None
             _resolve_all([stored for _, stored in group], outcomes)
 
     def _write_sqlite(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:

@@ -76,7 +76,8 @@ def overview(store: Store) -> Overview:
 
 
 def check_ready(store: Store) -> None:
-    """Raise StoreUnavailable when the database does not answer, SchemaMismatch when its schema is another."""
+    """Raise StoreUnavailable when the database does not answer or has no room, SchemaMismatch for another schema."""
+    store.check_disk()
     try:
         check_schema(store.engine)
     except sa.exc.SQLAlchemyError as error:

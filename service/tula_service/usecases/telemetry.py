@@ -19,7 +19,7 @@ from pydantic import Field
 from tsdownsample import MinMaxDownsampler
 
 from tula_service.domain import MemoryReading
-from tula_service.errors import InvalidInput, NotFound
+from tula_service.errors import InvalidInput, NotFound, ServiceError
 from tula_service.store import NewChunk, Store
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
@@ -62,13 +62,17 @@ class TelemetryIngest:
             await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
         return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
 
+    def check(self) -> None:
+        """Raise StoreUnavailable if the writer has been in one transaction for too long."""
+        self._writer.check()
+
     def close(self) -> None:
         """Store chunks that wait, then end the writer's thread."""
         self._writer.close()
 
     def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
-        # The job may have been deleted meanwhile.
-        with contextlib.suppress(sa.exc.IntegrityError), self._store.transaction() as tx:
+        # The chunk is stored: whether others hear of it at once must not make its sender repeat it.
+        with contextlib.suppress(sa.exc.SQLAlchemyError, ServiceError), self._store.transaction() as tx:
             tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": last_step})
 
 

@@ -15,7 +15,6 @@ from starlette.types import Message, Scope
 
 from tests.service.api.conftest import HOST, Service
 from tests.service.api.test_ingest import batch
-from tula_service.api import charts as chart_routes
 from tula_service.api import errors
 from tula_service.api.instruments import Metrics
 from tula_service.api.middleware import RequestMiddleware
@@ -140,7 +139,6 @@ def test_images_of_one_token_leave_threads_and_turns_for_others(
     assert sorted(ours) == [200, 200] + [503] * 18
     assert others == [200, 200]
     assert service.app.state.services.drawings == []
-    assert chart_routes._MOST_DRAWINGS > chart_routes._DRAWINGS_OF_ONE
 
 
 def test_one_token_takes_a_quarter_of_the_event_streams(sqlite_url: str, start: Callable[..., Service]) -> None:
