@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 read -ra COMPOSE <<<"${COMPOSE:-docker compose}"
 URL=http://127.0.0.1:8321
 folder=$(mktemp -d)
-export POSTGRES_PASSWORD=$(od -An -N12 -tx1 /dev/urandom | tr -d " ") TULA_METRICS_TOKEN_FILE=$folder/metrics-token
+export POSTGRES_PASSWORD=$(od -An -N12 -tx1 /dev/urandom | tr -d " ") TULA_METRICS_TOKEN_FILE=$folder/metrics-token GRAFANA_PASSWORD_FILE=$folder/grafana-password
 stack=("${COMPOSE[@]}" --project-name "tula-try-$$")
 
 finish() { "${stack[@]}" --profile monitoring down --volumes >/dev/null 2>&1 || true; rm -r "$folder"; }
@@ -22,12 +22,13 @@ start() {
 }
 
 touch "$folder/metrics-token"
+od -An -N12 -tx1 /dev/urandom | tr -d " " >"$folder/grafana-password"
 # depends_on says so; not every engine waits for a health check.
 "${stack[@]}" up --detach postgres >/dev/null
 for _ in $(seq 60); do "${stack[@]}" exec -T postgres pg_isready --username tula --dbname tula >/dev/null 2>&1 && break; sleep 1; done
 TOKEN=$(token me --scope admin)
 token prometheus --scope user >"$folder/metrics-token"
-chmod 0644 "$folder/metrics-token"
+chmod 0644 "$folder/metrics-token" "$folder/grafana-password"
 "${stack[@]}" down >/dev/null
 echo "tokens: made in the migrated Postgres before the service listens"
 start

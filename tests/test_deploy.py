@@ -129,6 +129,25 @@ def test_compose_migrates_before_it_serves_with_two_workers_on_a_read_only_file_
     assert "postgres:/var/lib/postgresql/data" in services["postgres"]["volumes"]
 
 
+def test_no_container_keeps_capabilities_or_has_a_default_password() -> None:
+    """An empty variable would have left Grafana's own, which everyone knows."""
+    services = compose()["services"]
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        for variable, value in service.get("environment", {}).items():
+            if "PASSWORD" in variable and not variable.endswith("__FILE"):
+                assert ":?" in value, f"{name}: {variable} may be empty"
+    assert "grafana-password" in services["grafana"]["secrets"]
+
+
+def test_the_network_policy_names_who_may_come_in_and_where_requests_may_go() -> None:
+    spec = documents(ROOT / "deploy/kubernetes/base/network-policy.yaml")[0]["spec"]
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    assert all(rule["from"] for rule in spec["ingress"])
+    assert {port["port"] for rule in spec["egress"] for port in rule["ports"]} == {53, 5432}
+
+
 @pytest.mark.parametrize("name", ["docker-compose.yml", "deploy/prometheus/prometheus.yml"])
 def test_no_secret_stands_in_a_file(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
