@@ -165,8 +165,8 @@ def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
 
 
 RUNTIME = ("agent", "cli", "service", "postgres", "otel", "notebook")
-FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow"}
-"""Loaded by name: uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet."""
+FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow", "fastapi-offline"}
+"""Loaded by name: by uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet, and files of a page."""
 
 
 def test_a_module_imports_every_required_distribution() -> None:

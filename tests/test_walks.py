@@ -5,7 +5,7 @@ A walk is a heading that begins with "Walk: " and, below it, a list in which eac
     ## Walk: sample to recommendation
 
     1. `tula_agent.recorder:Recorder.step`: hands a step's times to the exporter
-    2. `tula_service.api.samples:post_samples` via HTTP: reads the body
+    2. `tula_service.api.samples:send_samples` via HTTP: reads the body
 
 "via" and a few words stand where one process, thread or framework hands over to another, so that no function before it
 names the next one.

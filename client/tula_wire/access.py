@@ -14,55 +14,59 @@ Scope = Literal["agent", "user", "admin"]
 class ProjectCreate(WireModel):
     """A new project."""
 
-    name: Name
+    name: Name = Field(description="Name of the project, unique in this service.")
 
 
 class Project(WireModel):
     """A project; each job and each user token belongs to exactly one."""
 
-    id: str
-    name: str
-    created_at: Timestamp
+    id: str = Field(description="Identifier that the service assigned.")
+    name: str = Field(description="Name of the project.")
+    created_at: Timestamp = Field(description="When it was created (RFC 3339, with time zone).")
 
 
 class ProjectList(WireModel):
     """Projects that the caller may see."""
 
-    projects: list[Project]
+    projects: list[Project] = Field(description="The projects, by name.")
 
 
 class TokenCreate(WireModel):
     """A new token. `agent` needs `job_id`; `user` needs `project`; `admin` needs neither."""
 
-    name: Name
-    scope: Scope
-    project: Name | None = None
-    job_id: str | None = None
-    expires_in_s: Seconds | None = None
+    name: Name = Field(description="What the token is for, as people will read it in a list.")
+    scope: Scope = Field(
+        description="`agent` measures for one job, `user` works in one project, `admin` may do everything."
+    )
+    project: Name | None = Field(None, description="Name of the project that a `user` token belongs to.")
+    job_id: str | None = Field(None, description="Job that an `agent` token is bound to.")
+    expires_in_s: Seconds | None = Field(None, description="Seconds until the token expires; null: never.")
 
 
 class Token(WireModel):
     """A token without its secret."""
 
-    id: str
-    name: str
-    scope: Scope
-    project: str | None = None
-    job_id: str | None = None
-    created_at: Timestamp
-    expires_at: Timestamp | None = None
-    last_used_at: Timestamp | None = None
-    revoked_at: Timestamp | None = None
+    id: str = Field(description="Identifier that the service assigned; revokes the token.")
+    name: str = Field(description="What the token is for.")
+    scope: Scope = Field(description="What the token may do.")
+    project: str | None = Field(
+        None, description="Id of the project that the token belongs to; null for administrators."
+    )
+    job_id: str | None = Field(None, description="Job that an `agent` token is bound to.")
+    created_at: Timestamp = Field(description="When it was created (RFC 3339, with time zone).")
+    expires_at: Timestamp | None = Field(None, description="When it expires; null: never.")
+    last_used_at: Timestamp | None = Field(None, description="When it was last used, to the minute; null: never.")
+    revoked_at: Timestamp | None = Field(None, description="When it was revoked; null: it is valid.")
 
 
 class TokenCreated(WireModel):
     """A created token; only this answer holds its secret."""
 
-    token: Token
+    token: Token = Field(description="The token without its secret.")
     secret: str = Field(description="The service stores only its SHA-256 hash.")
 
 
 class TokenList(WireModel):
     """Tokens, newest first."""
 
-    tokens: list[Token]
+    tokens: list[Token] = Field(description="The tokens, newest first.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import deprecated
 
 from tula_wire._base import Count, Name
@@ -23,11 +23,13 @@ class Configuration:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
 
-    num_nodes: Count
-    ranks_per_node: Count = 1
-    local_batch_size: Count
-    grad_accum_steps: Count = 1
-    instance_type: Name = DEFAULT_INSTANCE_TYPE
+    num_nodes: Annotated[Count, Field(description="Number of nodes.")]
+    ranks_per_node: Annotated[Count, Field(description="Processes (accelerators) per node.")] = 1
+    local_batch_size: Annotated[Count, Field(description="Examples per rank and micro-step.")]
+    grad_accum_steps: Annotated[Count, Field(description="Micro-steps per optimizer step.")] = 1
+    instance_type: Annotated[Name, Field(description="Name of the instance type, as in the job's `cluster`.")] = (
+        DEFAULT_INSTANCE_TYPE
+    )
 
     @property
     def world_size(self) -> int:

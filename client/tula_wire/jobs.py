@@ -26,48 +26,66 @@ EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift
 class ModelSpec(WireModel):
     """The network; every field but the name improves the first prediction."""
 
-    name: Name
-    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = None
+    name: Name = Field(description="Name of the network; jobs with the same name and device share what was learnt.")
+    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
+        None, description="Number of trainable parameters."
+    )
     flops_per_sample: Positive | None = Field(None, description="Forward and backward, floating point operations.")
-    activation_bytes_per_sample: Bytes | None = None
-    optimizer: Literal["sgd", "momentum", "adam", "other"] = "momentum"
+    activation_bytes_per_sample: Bytes | None = Field(
+        None, description="Bytes of activations that one example adds to a rank's memory."
+    )
+    optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
+        "momentum", description="Optimizer, for the bytes of its state per parameter."
+    )
 
 
 class DatasetSpec(WireModel):
     """The data set."""
 
     size: Count = Field(description="Examples per epoch.")
-    name: Name | None = None
+    name: Name | None = Field(None, description="Name of the data set, for people.")
 
 
 class SpotPrice(WireModel):
     """Price and interruptions of pre-emptible capacity."""
 
-    usd_per_node_hour: Annotated[UsdPerHour, Field(gt=0)]
-    interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)]
-    restart_s: Annotated[float, Field(ge=0, le=MAX_DURATION_S)] = 300.0
-    checkpoint_interval_s: Seconds = 1800.0
+    usd_per_node_hour: Annotated[UsdPerHour, Field(gt=0)] = Field(description="US dollars per hour of one node.")
+    interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)] = Field(
+        description="Expected interruptions per hour of one node."
+    )
+    restart_s: Annotated[float, Field(ge=0, le=MAX_DURATION_S)] = Field(
+        300.0, description="Seconds from an interruption until training runs again."
+    )
+    checkpoint_interval_s: Seconds = Field(1800.0, description="Seconds of training between two checkpoints.")
 
 
 class Price(WireModel):
     """Price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
 
-    usd_per_node_hour: UsdPerHour | None = None
-    usd_per_gb_hour: UsdPerHour | None = None
-    spot: SpotPrice | None = None
+    usd_per_node_hour: UsdPerHour | None = Field(None, description="US dollars per hour of one node.")
+    usd_per_gb_hour: UsdPerHour | None = Field(
+        None, description="US dollars per hour of one gigabyte (1e9 bytes) of accelerator memory."
+    )
+    spot: SpotPrice | None = Field(
+        None, description="The same instance type as pre-emptible capacity; null: on demand only."
+    )
 
 
 class ClusterSpec(WireModel):
     """Nodes of one instance type that the job may use."""
 
-    instance_type: Name = DEFAULT_INSTANCE_TYPE
-    min_nodes: Count = 1
-    max_nodes: Count
-    ranks_per_node: Count = 1
-    memory_bytes_per_rank: Bytes | None = None
+    instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="Name of the instance type, unique in the job.")
+    min_nodes: Count = Field(1, description="Fewest nodes to consider.")
+    max_nodes: Count = Field(description="Most nodes to consider.")
+    ranks_per_node: Count = Field(1, description="Processes (accelerators) per node.")
+    memory_bytes_per_rank: Bytes | None = Field(
+        None, description="Bytes of memory that one rank may use; null: read from the device."
+    )
     accelerator: Name | None = Field(None, description="For example V100-16GB; used only before the first measurement.")
-    network_gbps: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
-    price: Price = Price()
+    network_gbps: Annotated[float, Field(ge=1e-6, le=1e9)] | None = Field(
+        None, description="Bandwidth between nodes in gigabits per second; used only before the first measurement."
+    )
+    price: Price = Field(Price(), description="Price of one node; without any, costs are null.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -79,10 +97,14 @@ class ClusterSpec(WireModel):
 class BatchSpec(WireModel):
     """Batches to consider; `global_batch_size` fixes the global batch."""
 
-    min_local_batch_size: Count = 32
+    min_local_batch_size: Count = Field(32, description="Fewest examples per rank and micro-step.")
     max_local_batch_size: Count | None = Field(None, description="Default: bounded by memory.")
-    global_batch_size: Count | None = None
-    max_grad_accum_steps: Count = 1
+    global_batch_size: Count | None = Field(
+        None, description="Examples per optimizer step, if it is fixed; null: it is chosen."
+    )
+    max_grad_accum_steps: Count = Field(
+        1, description="Most micro-steps per optimizer step; used with a fixed `global_batch_size`."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -94,19 +116,25 @@ class BatchSpec(WireModel):
 class Limits(WireModel):
     """Limits of a recommendation; None means unlimited."""
 
-    budget_usd: Positive | None = None
-    deadline_s: Seconds | None = None
-    max_global_batch_size: Count | None = None
+    budget_usd: Positive | None = Field(None, description="US dollars that the whole training may cost.")
+    deadline_s: Seconds | None = Field(None, description="Seconds that the whole training may take.")
+    max_global_batch_size: Count | None = Field(None, description="Most examples per optimizer step.")
 
 
 class ProfilingSpec(WireModel):
     """Limits and precision of profiling."""
 
-    profiling_warmup_steps: Annotated[int, Field(ge=0, le=10_000)] = 5
-    measuring_steps: Annotated[int, Field(ge=2, le=100_000)] = 30
+    profiling_warmup_steps: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        5, description="Steps that a profiling run discards first."
+    )
+    measuring_steps: Annotated[int, Field(ge=2, le=100_000)] = Field(
+        30, description="Steps that a profiling run measures at most."
+    )
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
-    max_runs: Count | None = None
-    max_gpu_seconds: Positive | None = None
+    max_runs: Count | None = Field(None, description="Most profiling runs; null: the planner decides.")
+    max_gpu_seconds: Positive | None = Field(
+        None, description="Seconds of all ranks together that profiling may take; null: unlimited."
+    )
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
 
 
@@ -117,14 +145,21 @@ def _one_or_many(value: Any) -> Any:
 class JobSpec(WireModel):
     """The specification of a job: the body of `POST /v1/jobs` and the content of `job.toml`."""
 
-    name: Name
-    model: ModelSpec
-    dataset: DatasetSpec
-    epochs: Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS)] = 1
-    cluster: Annotated[list[ClusterSpec], BeforeValidator(_one_or_many), Field(min_length=1, max_length=16)]
-    batch: BatchSpec = BatchSpec()
-    objective: Objective = "knee"
-    search: Search = "adaptive"
+    name: Name = Field(description="Name of the job, for people.")
+    model: ModelSpec = Field(description="The network.")
+    dataset: DatasetSpec = Field(description="The data that an epoch consists of.")
+    epochs: Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS)] = Field(
+        1, description="Epochs of the whole training."
+    )
+    cluster: Annotated[list[ClusterSpec], BeforeValidator(_one_or_many), Field(min_length=1, max_length=16)] = Field(
+        description="The instance types that the job may use; a single one may be given without a list."
+    )
+    batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
+    objective: Objective = Field("knee", description="What to optimize; limits hold for each.")
+    search: Search = Field(
+        "adaptive",
+        description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative.",
+    )
     step_time_model: StepTimeModel = Field(
         "overlap",
         description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
@@ -132,8 +167,8 @@ class JobSpec(WireModel):
     collective: Literal["ring", "tree", "parameter_server", "hierarchical"] | None = Field(
         None, deprecated=True, description="Ignored, and refused from the next release on; see step_time_model."
     )
-    limits: Limits = Limits()
-    profiling: ProfilingSpec = ProfilingSpec()
+    limits: Limits = Field(Limits(), description="What a recommendation must keep within.")
+    profiling: ProfilingSpec = Field(ProfilingSpec(), description="How runs are measured, and how many.")
 
     @model_validator(mode="after")
     def _distinct_types(self) -> Self:
@@ -146,63 +181,69 @@ class JobSpec(WireModel):
 class JobPatch(WireModel):
     """Changes of a registered job; omitted fields do not change."""
 
-    objective: Objective | None = None
-    limits: Limits | None = None
+    objective: Objective | None = Field(None, description="What to optimize from now on.")
+    limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
     prices: dict[str, Price] | None = Field(None, description="By instance type.")
-    archived: bool | None = None
+    archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")
 
 
 class JobSummary(WireModel):
     """A job in a list."""
 
-    id: Id
-    name: str
-    model_name: str
-    state: JobState
-    objective: Objective
-    created_at: Timestamp
-    runs_done: int
-    runs_planned: int
-    recommended: Configuration | None = None
-    predicted_time_s: float | None = None
-    predicted_cost_usd: float | None = None
+    id: Id = Field(description="Identifier that the service assigned.")
+    name: str = Field(description="Name of the job.")
+    model_name: str = Field(description="Name of the network.")
+    state: JobState = Field(description="Where the job stands.")
+    objective: Objective = Field(description="What is optimized.")
+    created_at: Timestamp = Field(description="When it was registered (RFC 3339, with time zone).")
+    runs_done: int = Field(description="Number of profiling runs that ended.")
+    runs_planned: int = Field(description="Number of profiling runs that are planned or ended.")
+    recommended: Configuration | None = Field(
+        None, description="The recommended configuration; null: no candidate is within the limits."
+    )
+    predicted_time_s: float | None = Field(None, description="Predicted seconds of the whole training.")
+    predicted_cost_usd: float | None = Field(
+        None, description="Predicted US dollars of the whole training; null without a price."
+    )
     saving_vs_smallest_batch: float | None = Field(None, description="Fraction of time saved, on as many nodes.")
-    saving_vs_largest_batch: float | None = None
+    saving_vs_largest_batch: float | None = Field(
+        None, description="Fraction of time saved against the largest batch, on as many nodes."
+    )
     prediction_error: float | None = Field(None, description="Measured over predicted step time, minus one.")
 
 
 class JobPage(WireModel):
     """One page of jobs; `next_cursor` is None on the last."""
 
-    jobs: list[JobSummary]
+    jobs: list[JobSummary] = Field(description="Jobs, newest first.")
     total: int = Field(
         description=f"Number of matching jobs, counted up to {JOBS_COUNTED:,}: that number means at least as many."
     )
-    next_cursor: str | None = None
+    next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
 
 
 class Job(JobSummary):
     """A job with its specification and plan."""
 
-    spec: JobSpec
-    plan: list[Run]
+    spec: JobSpec = Field(description="The specification as registered and changed since.")
+    plan: list[Run] = Field(description="The profiling runs, those that ended included.")
     plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
 
 
 class JobCreated(WireModel):
     """Answer to a registration."""
 
-    job: Job
-    recommendation: Recommendation
+    job: Job = Field(description="The job, registered or found.")
+    recommendation: Recommendation = Field(description="The recommendation as of now.")
     runs: list[Run] = Field(description="To be profiled next.")
 
 
 class Event(WireModel):
     """A change of a job. Ids increase, so that a reader resumes after the last event it received."""
 
-    id: int
-    kind: EventKind
-    job_id: str
-    run_id: str | None = None
-    at: Timestamp
-    data: dict[str, Any] = {}
+    id: int = Field(description="Position in the job's stream; increases.")
+    kind: EventKind = Field(description="What changed.")
+    job_id: str = Field(description="The job.")
+    run_id: str | None = Field(None, description="The run that changed, if one did.")
+    at: Timestamp = Field(description="When it happened (RFC 3339, with time zone).")
+    data: dict[str, Any] = Field({}, description="Details, by kind.")

@@ -29,17 +29,17 @@ class ProblemType:
 class FieldError(WireModel):
     """An invalid field, in dotted notation, with the remedy."""
 
-    field: str
-    message: str
+    field: str = Field(description="The invalid field, in dotted notation.")
+    message: str = Field(description="What is wrong with it and how to fix it.")
 
 
 class Problem(WireModel):
     """The body of every error; `detail` contains the remedy."""
 
-    type: str
-    title: str
-    status: int
-    detail: str
+    type: str = Field(description="Stable name of the kind of error (URN): branch on this.")
+    title: str = Field(description="The kind of error, for people.")
+    status: int = Field(description="HTTP status code.")
+    detail: str = Field(description="What was wrong and how to fix it.")
     field: str | None = Field(None, description="The first invalid field.")
-    errors: list[FieldError] = []
-    request_id: str | None = None
+    errors: list[FieldError] = Field([], description="Every invalid field, at most 20.")
+    request_id: str | None = Field(None, description="Identifier of the request, as in the service's log.")

@@ -15,110 +15,126 @@ Basis = Literal["prior", "transfer", "profiled"]
 class Estimate(WireModel):
     """A predicted quantity with its 90 % prediction interval."""
 
-    value: float
-    low: float
-    high: float
+    value: float = Field(description="The median, in the unit of the field's name.")
+    low: float = Field(description="Lower end of the interval (5th percentile).")
+    high: float = Field(description="Upper end of the interval (95th percentile).")
 
 
 class Terms(WireModel):
     """Parts of the predicted step time, in seconds; they add up to it."""
 
-    compute_time_s: float
-    exposed_comm_time_s: float
-    input_time_s: float = 0.0
-    skew_s: float = 0.0
+    compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
+    exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
+    input_time_s: float = Field(0.0, description="Seconds of waiting for data.")
+    skew_s: float = Field(0.0, description="Seconds of waiting for the slowest rank.")
 
 
 class Candidate(WireModel):
     """One configuration with its predictions."""
 
-    configuration: Configuration
-    global_batch_size: int
-    step_time_s: Estimate
-    epoch_time_s: Estimate
-    total_time_s: Estimate
-    cost_usd: Estimate | None = None
-    memory_bytes: Estimate | None = None
+    configuration: Configuration = Field(description="The configuration.")
+    global_batch_size: int = Field(description="Examples per optimizer step.")
+    step_time_s: Estimate = Field(description="Seconds per optimizer step.")
+    epoch_time_s: Estimate = Field(description="Seconds per epoch.")
+    total_time_s: Estimate = Field(description="Seconds of the whole training.")
+    cost_usd: Estimate | None = Field(None, description="US dollars of the whole training; null without a price.")
+    memory_bytes: Estimate | None = Field(
+        None, description="Peak bytes of one rank; null before anything is known of memory."
+    )
     memory_fits: float | None = Field(None, description="Probability that it fits in memory.")
-    terms: Terms | None = None
-    spot: bool = False
-    profiled: bool = False
-    extrapolated: bool = False
-    dominated: bool = False
+    terms: Terms | None = Field(None, description="Parts of the step time.")
+    spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
+    profiled: bool = Field(False, description="True: it was measured.")
+    extrapolated: bool = Field(False, description="True: it lies outside what was measured.")
+    dominated: bool = Field(
+        False, description="True: another candidate is neither slower nor dearer, and better in one."
+    )
     excluded_by: str | None = Field(None, description="The limit that excludes it, in one sentence.")
-    statistical_efficiency: float | None = None
-    measured_step_time_s: float | None = None
+    statistical_efficiency: float | None = Field(
+        None, description="Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
+    )
+    measured_step_time_s: float | None = Field(
+        None, description="Measured seconds per optimizer step; null when not profiled."
+    )
 
 
 class Knee(WireModel):
     """The knee of time against batch size, or why there is none."""
 
-    found: bool
-    configuration: Configuration | None = None
+    found: bool = Field(description="True: the curve has a knee.")
+    configuration: Configuration | None = Field(None, description="The candidate nearest the knee.")
     global_batch_size: float | None = Field(None, description="On the fitted curve, before rounding to a candidate.")
-    reason: str
+    reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
 
 
 class ModelReport(WireModel):
     """The model behind the predictions, its data and its error."""
 
-    form: str
-    version: str
-    num_runs: int
-    num_samples: int
-    cross_validated_error: float | None = None
-    warnings: list[str] = []
+    form: str = Field(description="Name of the step-time model.")
+    version: str = Field(description="Version of the fit; changes with the data.")
+    num_runs: int = Field(description="Number of runs that were fitted.")
+    num_samples: int = Field(description="Number of samples that were fitted.")
+    cross_validated_error: float | None = Field(
+        None, description="Median relative error with one run left out (0.05 is 5 %); null with too few runs."
+    )
+    warnings: list[str] = Field([], description="What to know before trusting the predictions, one sentence each.")
 
 
 class Recommendation(WireModel):
     """The recommended configuration with all candidates and reasons."""
 
-    id: str
-    job_id: str
-    created_at: Timestamp
-    basis: Basis
-    objective: str
-    chosen: Candidate | None = None
-    runner_up: Candidate | None = None
-    least_time: Candidate | None = None
-    least_cost: Candidate | None = None
-    knee: Knee
+    id: str = Field(description="Identifier of this recommendation, as in the ledger.")
+    job_id: str = Field(description="The job.")
+    created_at: Timestamp = Field(description="When it was computed (RFC 3339, with time zone).")
+    basis: Basis = Field(
+        description="What it rests on: `prior` the specification, `transfer` earlier jobs, `profiled` this job's runs."
+    )
+    objective: str = Field(description="What was optimized.")
+    chosen: Candidate | None = Field(None, description="The recommended candidate; null: none is within the limits.")
+    runner_up: Candidate | None = Field(None, description="The next best candidate.")
+    least_time: Candidate | None = Field(None, description="The candidate of least expected time.")
+    least_cost: Candidate | None = Field(
+        None, description="The candidate of least expected cost; null without a price."
+    )
+    knee: Knee = Field(description="The knee of time against batch size.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
-    candidates: list[Candidate]
+    candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
     max_local_batch_size: dict[str, int] = Field({}, description="By instance type, from the memory model.")
     max_sensible_batch_size: int | None = Field(None, description="A larger batch hardly improves a step.")
-    model: ModelReport
+    model: ModelReport = Field(description="The model behind the predictions.")
 
 
 class Predictions(WireModel):
     """Predictions for a what-if."""
 
-    job_id: str
-    basis: Basis
-    candidates: list[Candidate]
-    model: ModelReport
+    job_id: str = Field(description="The job.")
+    basis: Basis = Field(description="What the predictions rest on.")
+    candidates: list[Candidate] = Field(description="One prediction per combination asked for.")
+    model: ModelReport = Field(description="The model behind the predictions.")
 
 
 class LedgerEntry(WireModel):
     """A past recommendation with the prices of that time, and the measurement that followed."""
 
-    recommendation_id: str
-    created_at: Timestamp
-    objective: str
-    basis: Basis
-    configuration: Configuration | None
-    prices: dict[str, object]
-    model_version: str
-    predicted_step_time_s: Estimate | None
-    predicted_cost_usd: Estimate | None = None
-    run_id: str | None = None
-    measured_step_time_s: float | None = None
+    recommendation_id: str = Field(description="The recommendation.")
+    created_at: Timestamp = Field(description="When it was made (RFC 3339, with time zone).")
+    objective: str = Field(description="What was optimized.")
+    basis: Basis = Field(description="What it rested on.")
+    configuration: Configuration | None = Field(
+        description="What was recommended; null: nothing was within the limits."
+    )
+    prices: dict[str, object] = Field(description="Prices of that time, by instance type (US dollars).")
+    model_version: str = Field(description="Version of the fit.")
+    predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
+    predicted_cost_usd: Estimate | None = Field(None, description="Predicted US dollars of the whole training.")
+    run_id: str | None = Field(None, description="The training run that followed; null: none did.")
+    measured_step_time_s: float | None = Field(None, description="Measured seconds per optimizer step of that run.")
     error: float | None = Field(None, description="Measured over predicted, minus one.")
-    within_interval: bool | None = None
+    within_interval: bool | None = Field(None, description="True: the measurement lies inside the prediction interval.")
 
 
 class Ledger(WireModel):
     """Recommendations with their measurements, newest first."""
 
-    entries: list[LedgerEntry]
+    entries: list[LedgerEntry] = Field(description="The entries, newest first.")

@@ -18,19 +18,19 @@ RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory"
 class Instruction(WireModel):
     """How many steps the agent of a profiling run discards and measures, and its precision."""
 
-    profiling_warmup_steps: int
-    measuring_steps: int
-    precision: Share
+    profiling_warmup_steps: int = Field(description="Steps to discard first.")
+    measuring_steps: int = Field(description="Steps to measure at most.")
+    precision: Share = Field(description="Relative error of the step time at which the run may end early.")
 
 
 class Run(WireModel):
     """A run and its state."""
 
-    id: Id
-    job_id: Id
-    kind: RunKind
-    state: RunState
-    configuration: Configuration
+    id: Id = Field(description="Identifier that the service assigned.")
+    job_id: Id = Field(description="The job.")
+    kind: RunKind = Field(description="`profile` measures a configuration, `train` is a training.")
+    state: RunState = Field(description="Where the run stands.")
+    configuration: Configuration = Field(description="The configuration that it is to run.")
     origin: RunOrigin = Field("plan", description="Who asked for it: the profiling plan or the user.")
     purpose: str = Field("", description="Why the plan contains it.")
     instruction: Instruction | None = Field(None, description="Only for profiling runs.")
@@ -44,58 +44,70 @@ class Run(WireModel):
         None, description="One sentence, if the run's process saw another configuration than `configuration`."
     )
     method: str | None = Field(None, description="Quality method: lbt, lrs, lars, post_local_sgd, ags, gain...")
-    created_at: Timestamp
-    started_at: Timestamp | None = None
-    finished_at: Timestamp | None = None
-    lease_expires_at: Timestamp | None = None
-    num_samples: int = 0
-    step_time_s: float | None = Field(None, description="Robust mean over the measuring steps.")
-    predicted_step_time_s: float | None = None
+    created_at: Timestamp = Field(description="When it was planned or registered (RFC 3339, with time zone).")
+    started_at: Timestamp | None = Field(None, description="When it first reported `running`.")
+    finished_at: Timestamp | None = Field(None, description="When it reached a final state.")
+    lease_expires_at: Timestamp | None = Field(None, description="When its lease expires, unless it is renewed.")
+    num_samples: int = Field(0, description="Number of samples stored.")
+    step_time_s: float | None = Field(
+        None, description="Seconds per optimizer step: robust mean over the measuring steps."
+    )
+    predicted_step_time_s: float | None = Field(
+        None, description="Seconds per optimizer step, as predicted before the run."
+    )
     dropped: int = Field(0, description="Measurements that the agent had to drop.")
-    straggler_rank: int | None = None
-    drifted: bool = False
+    straggler_rank: int | None = Field(None, description="The rank that the others wait for; null: none stands out.")
+    drifted: bool = Field(False, description="True: its step time changed while it ran.")
 
 
 class RunList(WireModel):
     """Runs of a job, newest first."""
 
-    runs: list[Run]
-    next_cursor: str | None = None
+    runs: list[Run] = Field(description="The runs, newest first.")
+    next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
 
 
 class ClaimRequest(WireModel):
     """A request to lease the next run of the plan for `lease_s`."""
 
-    holder: Name
-    lease_s: Annotated[float, Field(ge=5, le=86_400)] = 120.0
+    holder: Name = Field(description="Who leases the run, for example host and process id.")
+    lease_s: Annotated[float, Field(ge=5, le=86_400)] = Field(
+        120.0, description="Seconds until the lease expires, unless it is renewed."
+    )
     max_nodes: Count | None = Field(None, description="Claim only runs that need at most this many nodes.")
 
 
 class RunClaimed(WireModel):
     """The leased run, or None with the reason: all runs are done, or leased by others."""
 
-    run: Run | None
-    reason: str
-    retry_after_s: float | None = None
+    run: Run | None = Field(description="The leased run; null: see `reason`.")
+    reason: str = Field(description="Why this run, or why none, in one sentence.")
+    retry_after_s: float | None = Field(None, description="Seconds after which to ask again; null: do not.")
 
 
 class RunCreate(WireModel):
     """A run outside the plan: a training, or a profiling run of a chosen configuration."""
 
-    kind: RunKind
-    configuration: Configuration
-    method: Name | None = None
+    kind: RunKind = Field(description="`profile` or `train`.")
+    configuration: Configuration = Field(description="The configuration that it runs.")
+    method: Name | None = Field(None, description="Quality method, for comparison on the quality page.")
     continues: Name | None = Field(None, description="The training run that this one resumes.")
-    holder: Name | None = None
-    lease_s: Annotated[float, Field(ge=5, le=86_400)] = 120.0
+    holder: Name | None = Field(None, description="Who holds the run's lease; null: no lease.")
+    lease_s: Annotated[float, Field(ge=5, le=86_400)] = Field(
+        120.0, description="Seconds until the lease expires, unless it is renewed."
+    )
 
 
 class RunPatch(WireModel):
     """A change of state. A repeated `running` renews the lease; a final state ends the run."""
 
-    state: RunState
-    message: Message | None = None
+    state: RunState = Field(description="The new state.")
+    message: Message | None = Field(None, description="Why it failed, in one sentence.")
     failed_local_batch_size: Count | None = Field(None, description="The batch that ran out of memory.")
     holder: Name | None = Field(None, description="The holder of the lease; a patch of another holder is rejected.")
-    lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = None
-    dropped: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = Field(
+        None, description="Seconds from now until the lease expires."
+    )
+    dropped: Annotated[int, Field(ge=0, le=2**53)] | None = Field(
+        None, description="Number of measurements that the agent had to drop so far."
+    )

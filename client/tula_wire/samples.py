@@ -28,41 +28,47 @@ body."""
 class MemoryBreakdown(WireModel):
     """Memory of one rank by component (equation 3 of the paper); `method` says how it was read."""
 
-    method: MemoryMethod
-    peak_bytes: Bytes
-    parameter_bytes: Bytes | None = None
-    gradient_bytes: Bytes | None = None
-    optimizer_bytes: Bytes | None = None
-    activation_bytes: Bytes | None = None
-    batch_bytes: Bytes | None = None
-    reserved_bytes: Bytes | None = None
-    context_bytes: Bytes | None = None
-    capacity_bytes: Bytes | None = None
+    method: MemoryMethod = Field(description="How memory was read.")
+    peak_bytes: Bytes = Field(description="Largest number of bytes in use at one time.")
+    parameter_bytes: Bytes | None = Field(None, description="Bytes of parameters.")
+    gradient_bytes: Bytes | None = Field(None, description="Bytes of gradients.")
+    optimizer_bytes: Bytes | None = Field(None, description="Bytes of optimizer state.")
+    activation_bytes: Bytes | None = Field(None, description="Bytes of activations.")
+    batch_bytes: Bytes | None = Field(None, description="Bytes of the input batch.")
+    reserved_bytes: Bytes | None = Field(None, description="Bytes that the allocator reserved.")
+    context_bytes: Bytes | None = Field(None, description="Bytes of the device's context.")
+    capacity_bytes: Bytes | None = Field(None, description="Bytes of the device.")
 
 
 class SampleBatch(WireModel):
     """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
 
-    rank: Rank
+    rank: Rank = Field(description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
     world_size: Count | None = Field(None, description="As the process saw it.")
     local_batch_size: Count | None = Field(None, description="As the process saw it, which may ignore the plan.")
-    grad_accum_steps: Count | None = None
-    timing_method: TimingMethod = "wall"
-    memory: MemoryBreakdown | None = None
+    grad_accum_steps: Count | None = Field(None, description="Micro-steps per optimizer step, as the process saw them.")
+    timing_method: TimingMethod = Field("wall", description="How step times were split.")
+    memory: MemoryBreakdown | None = Field(None, description="Memory of this rank.")
     warmup: bool = Field(False, description="True: discarded by the fit.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
         None, description="Epochs that the training had finished when this process started; null: unknown."
     )
-    sequence: Annotated[Column[Number], Field(min_length=1)]
-    step: Column[Number]
-    step_time_s: Column[StepTime]
-    compute_time_s: Column[Seconds | None] | None = None
-    comm_time_s: Column[Seconds | None] | None = None
-    exposed_comm_time_s: Column[Seconds | None] | None = None
-    input_time_s: Column[Seconds | None] | None = None
-    skew_s: Column[Seconds | None] | None = None
-    straggler_rank: Column[Rank | None] | None = None
+    sequence: Annotated[Column[Number], Field(min_length=1)] = Field(
+        description="Number of each sample of this process, increasing; identifies it when resent."
+    )
+    step: Column[Number] = Field(description="Optimizer step of each sample.")
+    step_time_s: Column[StepTime] = Field(description="Wall-clock seconds of each step.")
+    compute_time_s: Column[Seconds | None] | None = Field(
+        None, description="Seconds of forward, backward and optimizer."
+    )
+    comm_time_s: Column[Seconds | None] | None = Field(None, description="Seconds of collectives.")
+    exposed_comm_time_s: Column[Seconds | None] | None = Field(
+        None, description="Seconds of communication not hidden behind compute."
+    )
+    input_time_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for data.")
+    skew_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for the slowest rank.")
+    straggler_rank: Column[Rank | None] | None = Field(None, description="The slowest rank, if one stands out.")
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -76,32 +82,32 @@ class SampleBatch(WireModel):
 class SamplesAccepted(WireModel):
     """What was stored; a resend counts as duplicates."""
 
-    stored: int
-    duplicates: int
+    stored: int = Field(description="Number of samples stored.")
+    duplicates: int = Field(description="Number of samples that were stored before.")
     stop: bool = Field(False, description="True: the run is known precisely enough, or was cancelled; end it.")
-    reason: str | None = None
+    reason: str | None = Field(None, description="Why to stop, in one sentence.")
 
 
 class StepSample(WireModel):
     """One step of one rank as it is stored; None where nothing was measured."""
 
-    run_id: str
-    rank: int
-    boot_id: str
-    sequence: int
-    step: int
-    warmup: bool
-    step_time_s: float
-    compute_time_s: float | None = None
-    comm_time_s: float | None = None
-    exposed_comm_time_s: float | None = None
-    input_time_s: float | None = None
-    skew_s: float | None = None
-    straggler_rank: int | None = None
+    run_id: str = Field(description="The run.")
+    rank: int = Field(description="Global rank of the process.")
+    boot_id: str = Field(description="The process that measured it.")
+    sequence: int = Field(description="Number of the sample of that process.")
+    step: int = Field(description="Optimizer step.")
+    warmup: bool = Field(description="True: discarded by the fit.")
+    step_time_s: float = Field(description="Wall-clock seconds of the step.")
+    compute_time_s: float | None = Field(None, description="Seconds of forward, backward and optimizer.")
+    comm_time_s: float | None = Field(None, description="Seconds of collectives.")
+    exposed_comm_time_s: float | None = Field(None, description="Seconds of communication not hidden behind compute.")
+    input_time_s: float | None = Field(None, description="Seconds of waiting for data.")
+    skew_s: float | None = Field(None, description="Seconds of waiting for the slowest rank.")
+    straggler_rank: int | None = Field(None, description="The slowest rank, if one stands out.")
 
 
 class SamplePage(WireModel):
     """Samples of a job, process after process; `next_cursor` is None on the last page."""
 
-    samples: list[StepSample]
-    next_cursor: str | None = None
+    samples: list[StepSample] = Field(description="The samples, ordered by process, then by sequence.")
+    next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")

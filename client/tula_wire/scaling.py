@@ -25,36 +25,38 @@ class ScalingThresholds(WireModel):
     """How the optimizer wrapper scales; the training script decides what is null here or what it passed explicitly."""
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
-    policy: ScalingPolicy = "gain"
-    granularity: Granularity | None = None
+    policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
+    granularity: Granularity | None = Field(None, description="One factor per `tensor` or per `element`.")
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
-    static_scale: Factor | None = None
-    s_min: Factor | None = None
-    s_max: Factor | None = None
-    refresh_steps: Count | None = None
+    static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
+    s_min: Factor | None = Field(None, description="Smallest factor.")
+    s_max: Factor | None = Field(None, description="Largest factor.")
+    refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")
     restore_step: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = Field(
         None, description="A setting was withdrawn: restore the weights of a checkpoint at or before this step."
     )
     restore_run_id: str | None = Field(None, description="The run that `restore_step` is a step of.")
-    gradient_noise_scale: float | None = None
-    gradient_noise_scale_error: float | None = None
-    critical_batch_size: float | None = None
-    reason: str = ""
+    gradient_noise_scale: float | None = Field(None, description="Estimated gradient noise scale, in examples.")
+    gradient_noise_scale_error: float | None = Field(None, description="Standard error of it, in examples.")
+    critical_batch_size: float | None = Field(
+        None, description="Examples per step beyond which a larger batch hardly improves a step."
+    )
+    reason: str = Field("", description="Why the values are what they are, in one sentence.")
 
 
 class ScalingPatch(WireModel):
     """A user's change to a job's scaling; omitted fields stay, null returns a field to tuning and the script.
 
     Agents apply what their scripts did not pass explicitly. `policy` is the job's; the other fields belong to one
-    policy: the one named in the query, else `policy`, else the job's.
+    policy: the one named in the query, else `policy`, else the job's. = Field(description="The job's policy.")
     """
 
-    policy: ScalingPolicy | None = None
-    granularity: Granularity | None = None
-    delta: Delta | None = None
-    small_batch_size: Count | None = None
-    static_scale: Factor | None = None
-    s_min: Factor | None = None
-    s_max: Factor | None = None
-    refresh_steps: Count | None = None
+    policy: ScalingPolicy | None = Field(None, description="The job's policy.")
+    granularity: Granularity | None = Field(None, description="One factor per `tensor` or per `element`.")
+    delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
+    small_batch_size: Count | None = Field(None, description="b_small, in examples.")
+    static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
+    s_min: Factor | None = Field(None, description="Smallest factor.")
+    s_max: Factor | None = Field(None, description="Largest factor.")
+    refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")

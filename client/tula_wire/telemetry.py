@@ -22,16 +22,18 @@ COLUMNS = (
 class ChunkIdentity(WireModel):
     """Which chunk of which process: a chunk with an identity that is stored already counts as a resend."""
 
-    rank: Rank = 0
-    boot_id: Name
-    sequence: Number
+    rank: Rank = Field(0, description="Global rank of the process.")
+    boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
+    sequence: Number = Field(description="Number of the chunk of this process; identifies it when resent.")
 
 
 class TelemetryChunk(ChunkIdentity):
     """Steps and named float columns of one rank; a missing value is null."""
 
-    steps: Annotated[Column[Number], Field(min_length=1)]
-    columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)]
+    steps: Annotated[Column[Number], Field(min_length=1)] = Field(description="Optimizer step of each row.")
+    columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)] = Field(
+        description="Values by name of the metric, one per step; units are in the names."
+    )
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -46,18 +48,18 @@ class TelemetryChunk(ChunkIdentity):
 class TelemetryAccepted(WireModel):
     """Step values stored (one number of one column of one step), or 0 for a resend."""
 
-    stored: int
-    duplicate: bool = False
+    stored: int = Field(description="Number of step values stored.")
+    duplicate: bool = Field(False, description="True: the chunk was stored before.")
 
 
 class TelemetrySeries(WireModel):
     """One column, down-sampled if it is longer than requested."""
 
-    run_id: str
-    column: str
-    rank: int
-    steps: list[int]
-    values: list[float | None]
-    total_points: int
-    downsampled: bool
-    available: list[str] = []
+    run_id: str = Field(description="The run.")
+    column: str = Field(description="Name of the metric.")
+    rank: int = Field(description="Global rank of the process.")
+    steps: list[int] = Field(description="Optimizer step of each point.")
+    values: list[float | None] = Field(description="Value of each point, in the unit of the column's name.")
+    total_points: int = Field(description="Number of points before downsampling.")
+    downsampled: bool = Field(description="True: points were left out.")
+    available: list[str] = Field([], description="Names of all metrics of the run.")

@@ -32,7 +32,7 @@ from tula_service.api import (
     telemetry,
     tracing,
 )
-from tula_service.api.deps import Services, authenticate, error_answers
+from tula_service.api.deps import Services, authenticate
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
 from tula_service.api.middleware import RequestMiddleware
@@ -105,6 +105,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,  # a redirect would name whatever host the request did, before it is authorised
+        generate_unique_id_function=lambda route: route.name,  # operation ids make names in generated clients
         telemetry={"tracing": False, "metrics": False, "logs": False},  # `TULA_TRACE` alone enables tracing
     )
     app.state.services = services
@@ -112,7 +113,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     app.add_middleware(dashboard.BrowserSession)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=counters)
     for part in _PARTS:
-        app.include_router(part.router, dependencies=[Depends(authenticate)], responses=error_answers())
+        app.include_router(part.router, dependencies=[Depends(authenticate)])
     app.include_router(operations.open_router)
     app.include_router(dashboard.open_router)
     if settings.trace:

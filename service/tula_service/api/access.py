@@ -6,16 +6,16 @@ from fastapi import APIRouter
 
 from tula_service.api.deps import AppServices, Caller
 from tula_service.store import TokenRecord
-from tula_service.usecases.access import create_project, issue_token, revoke_token, visible_projects, visible_tokens
+from tula_service.usecases import access
 from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
 
 router = APIRouter(tags=["access"])
 
 
 @router.post(routes.TOKENS, status_code=201)
-def post_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
+def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
     """Make a token; its secret is in this answer and nowhere else."""
-    issued = issue_token(
+    issued = access.issue_token(
         services.store,
         caller,
         name=wanted.name,
@@ -29,30 +29,30 @@ def post_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> To
 
 
 @router.get(routes.TOKENS)
-def get_tokens(caller: Caller, services: AppServices) -> TokenList:
+def list_tokens(caller: Caller, services: AppServices) -> TokenList:
     """Tokens without their secrets: all for an administrator, the project's for a user."""
-    return TokenList(tokens=[_wire(token) for token in visible_tokens(services.store, caller)])
+    return TokenList(tokens=[_wire(token) for token in access.visible_tokens(services.store, caller)])
 
 
 @router.delete(routes.TOKEN)
 def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
     """Revoke a token: at once in this worker, within a second in others."""
-    revoked = revoke_token(services.store, caller, token_id)
+    revoked = access.revoke_token(services.store, caller, token_id)
     services.access.forget()
     return _wire(revoked)
 
 
 @router.post(routes.PROJECTS, status_code=201)
-def post_project(wanted: ProjectCreate, caller: Caller, services: AppServices) -> Project:
+def create_project(wanted: ProjectCreate, caller: Caller, services: AppServices) -> Project:
     """Make a project; administrators only."""
-    made = create_project(services.store, caller, wanted.name)
+    made = access.create_project(services.store, caller, wanted.name)
     return Project(id=made.id, name=made.name, created_at=made.created_at)
 
 
 @router.get(routes.PROJECTS)
-def get_projects(caller: Caller, services: AppServices) -> ProjectList:
+def list_projects(caller: Caller, services: AppServices) -> ProjectList:
     """All projects for an administrator, their own for a user."""
-    found = visible_projects(services.store, caller)
+    found = access.visible_projects(services.store, caller)
     return ProjectList(projects=[Project(id=one.id, name=one.name, created_at=one.created_at) for one in found])
 
 

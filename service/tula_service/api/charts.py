@@ -25,7 +25,8 @@ router = APIRouter(tags=["charts"])
 
 Format = Annotated[Literal["json", "png", "svg"], Query(description="json is the Vega-Lite specification.")]
 Quantity = Literal["time", "cost"]
-Step = Annotated[int | None, Query(ge=0, le=2**53)]
+FirstStep = Annotated[int | None, Query(ge=0, le=2**53, description="First step to draw.")]
+LastStep = Annotated[int | None, Query(ge=0, le=2**53, description="Last step to draw.")]
 _ANSWER: Final[dict[int | str, dict[str, Any]]] = {
     200: {"content": {"application/json": {}, "image/png": {}, "image/svg+xml": {}}}
 }
@@ -42,7 +43,7 @@ async def get_job_chart(
     caller: Caller,
     services: AppServices,
     quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
-    objective: Objective | None = None,
+    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     format: Format = "json",
 ) -> Response:
     """A chart of a job: tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
@@ -72,10 +73,10 @@ async def get_run_chart(
     name: str,
     caller: Caller,
     services: AppServices,
-    rank: Annotated[int, Query(ge=0, le=2**20)] = 0,
-    max_points: Annotated[int, Query(ge=2, le=20_000)] = 1200,
-    first_step: Step = None,
-    last_step: Step = None,
+    rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
+    max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of a line.")] = 1200,
+    first_step: FirstStep = None,
+    last_step: LastStep = None,
     format: Format = "json",
 ) -> Response:
     """A chart of a run: step_time, memory, gradient, scale, loss or accuracy; `first_step` and `last_step` zoom in."""

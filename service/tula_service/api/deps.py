@@ -6,7 +6,7 @@ import base64
 import binascii
 import threading
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
@@ -145,12 +145,3 @@ AppServices = Annotated[Services, Depends(_services)]
 
 Caller = Annotated[Principal, Depends(authenticate)]
 """Who is calling, as an endpoint's parameter; resolved once per request."""
-
-
-def error_answers() -> dict[int | str, dict[str, Any]]:
-    """The error answers of every route, for the OpenAPI document."""
-    content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    return {
-        "4XX": {"description": "A problem document that says what to do.", "content": content},
-        "5XX": {"description": "A problem document; nothing was stored.", "content": content},
-    }

@@ -1,21 +1,97 @@
-"""`/openapi.json` and a page of routes at `/docs` that loads nothing from other hosts."""
+"""`/openapi.json`, and two pages that show it without loading from other hosts: `/docs` (Swagger UI) and `/redoc`."""
 
 from __future__ import annotations
 
-import html
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from tula_service.api.scopes import OPEN
-from tula_wire import Problem, SampleBatch, TelemetryChunk
+from tula_wire import MEDIA_TYPE, Problem, ProblemType, SampleBatch, TelemetryChunk
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
 _SCHEMAS = (Problem, SampleBatch, TelemetryChunk)
 _REFERENCE = "#/components/schemas/{model}"
+TAGS: Final = {
+    "jobs": "Register, list, read, change and delete jobs.",
+    "runs": "Lease profiling runs, register trainings, and report how they end.",
+    "samples": "Step times and memory of runs, one row per step and rank.",
+    "telemetry": "Series of any metric of a run, as columns.",
+    "recommendation": "Which configuration to run, predictions of others, and what became of past recommendations.",
+    "scaling": "Thresholds of gradient scaling.",
+    "events": "Changes of a job as server-sent events.",
+    "charts": "Charts as Vega-Lite, PNG or SVG.",
+    "access": "Tokens and projects.",
+    "operations": "Probes and metrics.",
+}
+"""What the routes of each tag are for."""
+
+_PATH_PARAMETERS: Final = {
+    "job_id": "Id of the job.",
+    "run_id": "Id of the run.",
+    "token_id": "Id of the token.",
+    "name": "Name of the chart.",
+}
+_PROBLEMS: Final = {
+    "401": (ProblemType.UNAUTHENTICATED, "The token is missing, expired, revoked or unknown."),
+    "403": (ProblemType.FORBIDDEN, "The token's scope does not cover this route."),
+    "404": (ProblemType.NOT_FOUND, "There is no such thing, or the caller may not see it."),
+    "409": (ProblemType.CONFLICT, "The state does not allow it; `detail` says which state does."),
+    "413": (ProblemType.TOO_LARGE, "The body is too large: send smaller batches."),
+    "415": (ProblemType.UNSUPPORTED_MEDIA, "The body has another media type or encoding than those listed."),
+    "422": (ProblemType.INVALID, "A field is invalid; `errors` names each with its remedy."),
+    "429": (ProblemType.TOO_MANY_REQUESTS, "Too many requests: wait for `Retry-After` seconds."),
+    "500": (ProblemType.INTERNAL, "The service failed and stored nothing: report the request id."),
+    "503": (ProblemType.UNAVAILABLE, "The service or its database is busy: wait for `Retry-After` seconds."),
+}
+"""Errors by status: `type` of the problem document, and when it is sent."""
+
+EXAMPLES: Final[dict[str, dict[str, Any]]] = {
+    "JobSpec": {
+        "name": "resnet",
+        "model": {"name": "resnet50"},
+        "dataset": {"size": 50_000},
+        "epochs": 90,
+        "cluster": [{"max_nodes": 4, "price": {"usd_per_node_hour": 3.06}}],
+        "batch": {"min_local_batch_size": 32, "max_local_batch_size": 256},
+    },
+    "JobPatch": {"objective": "cost", "limits": {"deadline_s": 86_400}},
+    "ClaimRequest": {"holder": "node-1:4711", "lease_s": 120},
+    "RunCreate": {"kind": "train", "configuration": {"num_nodes": 2, "local_batch_size": 64}},
+    "RunPatch": {"state": "succeeded"},
+    "SampleBatch": {
+        "rank": 0,
+        "boot_id": "5f2c",
+        "sequence": [0, 1, 2],
+        "step": [0, 1, 2],
+        "step_time_s": [0.114, 0.112, 0.113],
+    },
+    "TelemetryChunk": {
+        "rank": 0,
+        "boot_id": "5f2c",
+        "sequence": 0,
+        "steps": [0, 1, 2],
+        "columns": {"loss": [2.31, 2.28, 2.24]},
+    },
+    "ScalingPatch": {"policy": "gain"},
+    "TokenCreate": {"name": "laptop", "scope": "user", "project": "default"},
+    "ProjectCreate": {"name": "vision"},
+}
+"""One valid body for each model that a route reads."""
+
+_PAGE = "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
+_SWAGGER = (
+    f'{_PAGE}<link rel=stylesheet href="/static/swagger-ui.css"><div id=swagger-ui></div>'
+    '<script src="/static/swagger-ui-bundle.js"></script><script src="/static/docs.js"></script></html>'
+)
+_REDOC = (  # search would start a worker from a blob, which the content security policy refuses
+    f'{_PAGE}<redoc spec-url="/openapi.json" disable-search></redoc>'
+    '<script src="/static/redoc.standalone.js"></script></html>'
+)
 
 
 @router.get("/openapi.json")
@@ -25,27 +101,22 @@ def get_openapi_document(request: Request) -> dict[str, Any]:
 
 
 @router.get("/docs", response_class=HTMLResponse)
-def get_docs(request: Request) -> HTMLResponse:
-    """The routes as a table."""
-    rows = []
-    for path, operations in document(request.app)["paths"].items():
-        for method, operation in operations.items():
-            text = operation.get("description") or operation.get("summary", "")
-            cells = (f"<code>{method.upper()}</code>", f"<code>{html.escape(path)}</code>", html.escape(text))
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return HTMLResponse(
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
-        "<style>body{font:16px/1.5 system-ui;margin:2rem auto;max-width:70rem;padding:0 1rem}"
-        "td{padding:.3rem 1rem .3rem 0;vertical-align:top}</style>"
-        '<h1>Tula API</h1><p>Machine-readable: <a href="/openapi.json">openapi.json</a>.</p>'
-        f"<table>{''.join(rows)}</table></html>"
-    )
+def get_docs() -> HTMLResponse:
+    """The routes in Swagger UI, which also sends requests."""
+    return HTMLResponse(_SWAGGER)
+
+
+@router.get("/redoc", response_class=HTMLResponse)
+def get_redoc() -> HTMLResponse:
+    """The routes in ReDoc."""
+    return HTMLResponse(_REDOC)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
     """The document, with schemas of problem documents and of bodies that FastAPI does not parse."""
     if app.openapi_schema is None:
-        made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        tags = [{"name": name, "description": text} for name, text in TAGS.items()]
+        made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes, tags=tags)
         components = made.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         for model in _SCHEMAS:
@@ -54,12 +125,36 @@ def document(app: FastAPI) -> dict[str, Any]:
             schemas[model.__name__] = schema
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
+        for name, example in EXAMPLES.items():
+            schemas[name]["examples"] = [example]
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         made["security"] = [{"token": []}]
         for path, operations in made["paths"].items():
             for method, operation in operations.items():
-                operation["responses"].pop("422", None)
-                if (method.upper(), path) in OPEN:
+                if is_open := (method.upper(), path) in OPEN:
                     operation["security"] = []
+                operation["responses"].pop("422", None)
+                operation["responses"] |= dict(_error_answers(operation, is_open=is_open))
+                for parameter in operation.get("parameters", []):
+                    if parameter["in"] == "path":
+                        parameter["description"] = _PATH_PARAMETERS[parameter["name"]]
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The error answers of an operation by status; the ranges cover what a proxy or the HTTP parser answers."""
+    possible = {"500", "503"} if is_open else {"401", "403", "429", "500", "503"}
+    if "requestBody" in operation:
+        possible |= {"409", "413", "415", "422"}
+    if any(parameter["in"] == "path" for parameter in operation.get("parameters", [])):
+        possible |= {"404", "409"}
+    if operation.get("parameters"):
+        possible.add("422")
+    schema = {"$ref": "#/components/schemas/Problem"}
+    for status in sorted(possible):
+        kind, text = _PROBLEMS[status]
+        yield status, {"description": f"`{kind}`: {text}", "content": {MEDIA_TYPE: {"schema": schema}}}
+    for status in ("4XX", "5XX"):
+        text = "Another error, as a problem document."
+        yield status, {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}

@@ -34,7 +34,7 @@ router = APIRouter(tags=["events"])
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
-async def get_events(
+async def stream_events(
     job_id: str,
     caller: Caller,
     services: AppServices,

@@ -14,7 +14,7 @@ router = APIRouter(tags=["jobs"])
 
 
 @router.post(routes.JOBS, status_code=201)
-def post_job(
+def create_job(
     spec: JobSpec,
     caller: Caller,
     services: AppServices,
@@ -25,14 +25,17 @@ def post_job(
 
 
 @router.get(routes.JOBS)
-def get_jobs(
+def list_jobs(
     caller: Caller,
     services: AppServices,
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
-    state: JobState | None = None,
+    state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
-    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"})] = None,
-    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    cursor: Annotated[
+        str | None,
+        Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
 ) -> JobPage:
     """Jobs, newest first."""
     return jobs.list_jobs(
@@ -47,7 +50,7 @@ def get_job(job_id: str, caller: Caller, services: AppServices) -> Job:
 
 
 @router.patch(routes.JOB)
-def patch_job(job_id: str, patch: JobPatch, caller: Caller, services: AppServices) -> Job:
+def update_job(job_id: str, patch: JobPatch, caller: Caller, services: AppServices) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
     return jobs.change(services.store, caller, job_id, patch)
 

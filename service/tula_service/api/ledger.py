@@ -15,7 +15,10 @@ router = APIRouter(tags=["recommendation"])
 
 @router.get(routes.JOB_LEDGER)
 def get_ledger(
-    job_id: str, caller: Caller, services: AppServices, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+    job_id: str,
+    caller: Caller,
+    services: AppServices,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Most entries.")] = 200,
 ) -> Ledger:
     """Predicted against measured, newest first; entries are never changed."""
     return ledger.entries(services.store, caller, job_id, limit=limit)

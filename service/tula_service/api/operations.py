@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tula_service.api.deps import AppServices
 from tula_service.usecases.events import Overview, check_ready, overview
@@ -20,7 +20,7 @@ open_router = APIRouter(tags=["operations"])
 class Status(BaseModel):
     """A probe's answer."""
 
-    status: str
+    status: str = Field(description="`ok` or `ready`.")
 
 
 @open_router.get(routes.HEALTH)

@@ -12,7 +12,7 @@ from tula_wire import Predictions, routes
 
 router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
-Counts = Annotated[list[Annotated[int, Query(ge=1, le=2**31 - 1)]], Query(max_length=64)]
+Count = Annotated[int, Query(ge=1, le=2**31 - 1)]
 
 
 @router.get(routes.JOB_PREDICTIONS)
@@ -20,12 +20,16 @@ def get_predictions(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    num_nodes: Counts = [],  # noqa: B006 - FastAPI copies defaults
-    global_batch_size: Counts = [],  # noqa: B006
-    local_batch_size: Counts = [],  # noqa: B006
-    instance_type: Annotated[list[str], Query(max_length=16)] = [],  # noqa: B006
-    usd_per_node_hour: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
-    deadline_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+    num_nodes: Annotated[list[Count], Query(max_length=64, description="Numbers of nodes.")] = [],  # noqa: B006 - FastAPI copies defaults
+    global_batch_size: Annotated[list[Count], Query(max_length=64, description="Examples per step.")] = [],  # noqa: B006
+    local_batch_size: Annotated[list[Count], Query(max_length=64, description="Examples per rank.")] = [],  # noqa: B006
+    instance_type: Annotated[list[str], Query(max_length=16, description="Instance types of the job.")] = [],  # noqa: B006
+    usd_per_node_hour: Annotated[
+        float | None, Query(gt=0, allow_inf_nan=False, description="US dollars per node-hour, instead of the job's.")
+    ] = None,
+    deadline_s: Annotated[
+        float | None, Query(gt=0, allow_inf_nan=False, description="Seconds that the whole training may take.")
+    ] = None,
 ) -> Predictions:
     """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
     question = predictions.WhatIf(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import recommendations
@@ -15,7 +16,10 @@ router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown
 
 @router.get(routes.JOB_RECOMMENDATION, response_model=Recommendation)
 def get_recommendation(
-    job_id: str, caller: Caller, services: AppServices, objective: Objective | None = None
+    job_id: str,
+    caller: Caller,
+    services: AppServices,
+    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
 ) -> Response:
     """The recommendation as of now, for the job's own objective unless another is asked for."""
     missed: list[float] = []

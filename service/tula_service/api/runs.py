@@ -22,19 +22,22 @@ def claim_run(job_id: str, request: ClaimRequest, caller: Caller, services: AppS
 
 
 @router.post(routes.JOB_RUNS, status_code=201)
-def post_run(job_id: str, request: RunCreate, caller: Caller, services: AppServices) -> Run:
+def create_run(job_id: str, request: RunCreate, caller: Caller, services: AppServices) -> Run:
     """Register a run outside the plan: training, or a measurement of your own choice."""
     return runs.create(services.store, caller, job_id, request)
 
 
 @router.get(routes.JOB_RUNS)
-def get_runs(
+def list_runs(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    kind: RunKind | None = None,
-    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"})] = None,
-    limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    kind: Annotated[RunKind | None, Query(description="Only runs of this kind.")] = None,
+    cursor: Annotated[
+        str | None,
+        Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most runs on a page.")] = 100,
 ) -> RunList:
     """Runs of a job, newest first."""
     return runs.list_runs(services.store, caller, job_id, kind=kind, cursor=cursor, limit=limit)
@@ -47,7 +50,7 @@ async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
 
 
 @router.patch(routes.RUN)
-async def patch_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
+async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
 
     def ended(run: Run) -> None:

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Query, Request
 from tula_service.api.bodies import parse, read_body, request_body
 from tula_service.api.deps import AppServices, Caller
 from tula_service.store.sample_reader import SampleFilter
-from tula_service.usecases.samples import list_samples
+from tula_service.usecases import samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
 router = APIRouter(tags=["samples"])
 
 
 @router.post(routes.RUN_SAMPLES, status_code=202, openapi_extra=request_body(SampleBatch))
-async def post_samples(run_id: str, request: Request, caller: Caller, services: AppServices) -> SamplesAccepted:
+async def send_samples(run_id: str, request: Request, caller: Caller, services: AppServices) -> SamplesAccepted:
     """Store samples; they are committed before the answer, and rows stored before count as duplicates."""
     body = await read_body(request)
 
@@ -31,22 +31,27 @@ async def post_samples(run_id: str, request: Request, caller: Caller, services: 
 
 
 @router.get(routes.JOB_SAMPLES)
-def get_samples(
+def list_samples(
     job_id: str,
     caller: Caller,
     services: AppServices,
     run_id: Annotated[
         str | None, Query(max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
     ] = None,
-    rank: Annotated[int | None, Query(ge=0, le=2**20)] = None,
+    rank: Annotated[int | None, Query(ge=0, le=2**20, description="Only samples of this rank.")] = None,
     warmup: Annotated[
         bool | None, Query(description="Only warm-up samples, which fits discard, or only the others.")
     ] = None,
-    first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    cursor: Annotated[str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"})] = None,
-    limit: Annotated[int, Query(ge=1, le=5000)] = 500,
+    first_step: Annotated[int | None, Query(ge=0, le=2**53, description="Only this step and those after it.")] = None,
+    last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Only this step and those before it.")] = None,
+    cursor: Annotated[
+        str | None,
+        Query(
+            json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"}, description="`next_cursor` of the page before."
+        ),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=5000, description="Most samples on a page.")] = 500,
 ) -> SamplePage:
     """Samples of a job, ordered by process, then by sequence."""
     wanted = SampleFilter(run_id, rank, warmup, first_step, last_step)
-    return list_samples(services.store, caller, job_id, wanted, cursor=cursor, limit=limit)
+    return samples.list_samples(services.store, caller, job_id, wanted, cursor=cursor, limit=limit)

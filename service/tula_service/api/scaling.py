@@ -25,7 +25,7 @@ async def get_scaling(
     caller: Caller,
     services: AppServices,
     policy: Annotated[ScalingPolicy | None, Query(description="The script's own; the job's goes before it.")] = None,
-    if_none_match: Annotated[str | None, Header()] = None,
+    if_none_match: Annotated[str | None, Header(description="ETag of the thresholds at hand.")] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
     read = partial(scaling.current, services.store, caller, job_id, policy=policy, etag=if_none_match)
@@ -37,7 +37,7 @@ async def get_scaling(
 
 
 @router.patch(routes.JOB_SCALING)
-def patch_scaling(
+def update_scaling(
     job_id: str,
     patch: ScalingPatch,
     caller: Caller,

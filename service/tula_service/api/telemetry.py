@@ -28,7 +28,7 @@ hold more values than this outside packed columns, which takes milliseconds, a t
     response_model=TelemetryAccepted,
     openapi_extra=request_body(TelemetryChunk),
 )
-async def post_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
+async def send_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
     """Store a chunk; committed before the answer. MessagePack columns may be packed arrays, which is fastest."""
     body = await read_body(request)
     chunk = _small_chunk(body)
@@ -63,11 +63,11 @@ def get_telemetry(
     run_id: str,
     caller: Caller,
     services: AppServices,
-    column: Annotated[str, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
-    rank: Annotated[int, Query(ge=0, le=2**20)] = 0,
-    max_points: Annotated[int, Query(ge=2, le=20_000)] = 2000,
-    first_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    last_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    column: Annotated[str, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Name of the metric.")],
+    rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
+    max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of the answer.")] = 2000,
+    first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
+    last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
     """One column of one rank, downsampled to `max_points` so that every peak and dip stays."""
     return read_series(services.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))
