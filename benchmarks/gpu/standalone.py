@@ -7,6 +7,8 @@ import importlib.util
 import sys
 import types
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,10 @@ class _Options:
 
 class _Response:
     def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self.status_code, self.headers, self.content = answer.status, answer.headers, answer.read()
+        self.status_code, self.headers, self._content = answer.status, answer.headers, answer.read()
+
+    def iter_raw(self) -> Iterator[bytes]:
+        yield self._content
 
 
 class _Client:
@@ -49,15 +54,18 @@ class _Client:
         self._headers = headers
         self._connection = http.client.HTTPConnection(urllib.parse.urlsplit(base_url).netloc, timeout=timeout.seconds)
 
-    def request(
-        self, method: str, path: str, content: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> _Response:
+    @contextmanager
+    def stream(
+        self, method: str, path: str, *, content: bytes | None, headers: dict[str, str] | None, extensions: Any
+    ) -> Iterator[_Response]:
+        del extensions  # they limit a slow service; this one is in the same process
         try:
             self._connection.request(method, path, content, self._headers | (headers or {}))
-            return _Response(self._connection.getresponse())
+            response = _Response(self._connection.getresponse())
         except Exception:
             self._connection.close()  # the next request connects again
             raise
+        yield response
 
     def close(self) -> None:
         self._connection.close()

@@ -3,6 +3,7 @@
 from tula_wire import routes
 from tula_wire._base import WireModel, read
 from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, TokenCreate, TokenCreated, TokenList
+from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.jobs import (
     JOBS_COUNTED,
@@ -51,7 +52,7 @@ from tula_wire.runs import (
     RunState,
 )
 from tula_wire.samples import MAX_STEPS, MemoryBreakdown, SampleBatch, SamplePage, SamplesAccepted, StepSample
-from tula_wire.scaling import ScalingPatch, ScalingPolicy, ScalingThresholds
+from tula_wire.scaling import ScalingPatch, ScalingThresholds
 from tula_wire.telemetry import COLUMNS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 MAX_COUNT: Final = 2**31 - 1
 """Nodes, ranks, steps between two refreshes, examples of a batch or of a data set."""
@@ -31,3 +31,5 @@ THRESHOLDS: Final[dict[str, tuple[float, float]]] = {
 }
 """Least and greatest value of each number among the thresholds of gradient scaling."""
 WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps", "restore_step"})
+
+ScalingPolicy = Literal["gain", "ags", "static", "none", "measure"]

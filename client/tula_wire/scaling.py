@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from tula_wire._base import Count, WireModel
-from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR
+from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR, ScalingPolicy
 
 Delta = Annotated[float, Field(ge=MIN_DELTA, le=MAX_DELTA)]
 Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
-ScalingPolicy = Literal["gain", "ags", "static", "none", "measure"]
 Granularity = Annotated[
     Literal["tensor", "channel", "element"],
     AfterValidator(lambda value: "tensor" if value == "channel" else value),

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, get_args
 
-from tula_wire import ScalingPolicy
-from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS
+from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS, ScalingPolicy
 
 _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "policy": get_args(ScalingPolicy),
