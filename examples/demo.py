@@ -33,7 +33,7 @@ SCRIPT = [str(EXAMPLES / "digits_ddp.py"), "--batch-size", "{local_batch_size}"]
 SPEC = """\
 name = "digits"
 epochs = 20
-objective = "knee"
+objective = "balanced"
 search = "partial"                # profile the extremes, predict the rest
 
 [model]

@@ -16,7 +16,7 @@ from tula_wire.runs import Run
 JOBS_COUNTED: Final = 1000
 """The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
 
-Objective = Literal["time", "cost", "knee", "time_to_quality"]
+Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
@@ -155,7 +155,10 @@ class JobSpec(WireModel):
         description="The instance types that the job may use; a single one may be given without a list."
     )
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
-    objective: Objective = Field("knee", description="What to optimize; limits hold for each.")
+    objective: Objective = Field("balanced", description="What to optimize; limits hold for each.")
+    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
+        None, description="What an hour of the training's duration costs you; balanced then minimizes money with it."
+    )
     search: Search = Field(
         "adaptive",
         description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative.",
@@ -182,6 +185,9 @@ class JobPatch(WireModel):
     """Changes of a registered job; omitted fields do not change."""
 
     objective: Objective | None = Field(None, description="What to optimize from now on.")
+    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
+        None, description="From now on; null takes it out."
+    )
     limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
     prices: dict[str, Price] | None = Field(None, description="By instance type.")
     archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")

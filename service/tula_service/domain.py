@@ -16,6 +16,7 @@ from tula_wire.memory import MemoryReading as MemoryReading
 class Objective(str, Enum):
     """What a recommendation optimises."""
 
+    BALANCED = "balanced"
     TIME = "time"
     COST = "cost"
     KNEE = "knee"
@@ -28,17 +29,24 @@ class Objective(str, Enum):
             return Measure.COST
         if self is Objective.KNEE:
             return Measure.CURVE
+        if self is Objective.BALANCED:
+            return Measure.COMPROMISE
         if self is Objective.TIME or self is Objective.TIME_TO_QUALITY:
             return Measure.TIME
         assert_never(self)
 
 
 class Measure(Enum):
-    """What an objective ranks candidates by; CURVE is no property of one candidate but of time over global batch."""
+    """What an objective ranks candidates by.
+
+    COMPROMISE is of time and cost (see `perfmodel.choice.Preference`); CURVE is no property of one candidate but of
+    time over global batch.
+    """
 
     TIME = 1
     COST = 2
-    CURVE = 3
+    COMPROMISE = 3
+    CURVE = 4
 
 
 class Search(str, Enum):

@@ -45,7 +45,7 @@ def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(clie
     assert first.notes == ()
     measured = profile(client, first.job.id)
     dearer = [TWO_TYPES[1] | {"price": {"usd_per_node_hour": 5.0}}, TWO_TYPES[0]]
-    wanted = changed(spec, cluster=dearer, objective="cost", limits={"deadline_s": 86400})
+    wanted = changed(spec, cluster=dearer, objective="cost", limits={"deadline_s": 86400}, usd_per_hour_of_waiting=20)
     again = register(client, wanted)
     assert again.job.id == first.job.id
     assert again.job.runs_done == measured
@@ -56,8 +56,9 @@ def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(clie
     }
     (said,) = again.notes
     for change in (
-        "objective knee -> cost",
+        "objective balanced -> cost",
         "limits.deadline_s none -> 86400",
+        "usd_per_hour_of_waiting none -> 20",
         "cluster[large].price.usd_per_node_hour 3 -> 5",
     ):
         assert change in said
@@ -159,6 +160,6 @@ def test_jobs_add_registers_without_running_and_says_what_recommend_says(
     assert title.split() == [name, first["job_id"]]
     assert printed == tula("recommend", name)[1]
     code, out, err = tula("jobs", "add", spec_file(tmp_path, name, objective='"cost"'), "--json")
-    assert (code, "objective knee -> cost" in err) == (0, True)
+    assert (code, "objective balanced -> cost" in err) == (0, True)
     assert json.loads(out)["objective"] == "cost"
     assert tula("jobs", "add", str(tmp_path / "none.toml"))[0] == 2

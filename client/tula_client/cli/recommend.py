@@ -50,14 +50,15 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     if answer.chosen is None:
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
-        lines.append(Text.assemble(("Recommended: ", "bold"), format.configuration(answer.chosen.configuration)))
+        chosen = format.configuration(answer.chosen.configuration) + (", spot" if answer.chosen.spot else "")
+        lines.append(Text.assemble(("Recommended: ", "bold"), chosen))
         lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
     others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
-    chosen = answer.chosen.configuration if answer.chosen else None
+    recommended = answer.chosen.configuration if answer.chosen else None
     named: dict[tuple[Configuration, bool], tuple[list[str], Candidate]] = {}
     for name, one in others:
-        if one is not None and one.configuration != chosen:
+        if one is not None and one.configuration != recommended:
             named.setdefault((one.configuration, one.spot), ([], one))[0].append(name)
     rows = [
         [

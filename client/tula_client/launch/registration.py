@@ -21,8 +21,10 @@ _STATE: Final = "registered"
 _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
-_CHANGEABLE: Final = re.compile(r"objective|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL)
-"""Paths that `JobPatch` can change: objective, limits and prices."""
+_CHANGEABLE: Final = re.compile(
+    r"objective|usd_per_hour_of_waiting|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL
+)
+"""Paths that `JobPatch` can change: objective, price of waiting, limits and prices."""
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -71,7 +73,13 @@ def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Reg
     comparison = _compare(job, spec)
     if comparison.changes and not comparison.fixed:
         prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
-        job = client.patch_job(job.id, JobPatch(objective=spec.objective, limits=spec.limits, prices=prices))
+        wanted = JobPatch(
+            objective=spec.objective,
+            usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
+            limits=spec.limits,
+            prices=prices,
+        )
+        job = client.patch_job(job.id, wanted)
         changes = _format_changes(comparison.changes)
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")
     return Registered(job, tuple(notes), first_spec)

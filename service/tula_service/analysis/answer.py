@@ -15,7 +15,7 @@ from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_p
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import lessons_of, prior_of
 from tula_service.domain import Objective, StepTimeForm
-from tula_service.perfmodel.choice import Choice, Limits, choose
+from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
 from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
@@ -95,7 +95,7 @@ class Answer:
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
         estimates = self.estimate(configurations)
-        choice = choose(self.goal.objective, estimates, limits=self.goal.limits)
+        choice = self.goal.choose(estimates)
         recommendation = replace(self.recommendation, estimates=estimates, choice=choice, ineligible=frozenset())
         return replace(self, recommendation=recommendation, efficiency=None, doubtful=frozenset())
 
@@ -165,13 +165,22 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
 
 def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
     """What is to be chosen: the training, the prices and the limits of the specification."""
+    priced = job_data.has_prices(spec)
     limits = Limits(
         deadline_s=spec.limits.deadline_s,
-        budget_usd=spec.limits.budget_usd if job_data.has_prices(spec) else None,  # in USD, as costs are with prices
+        budget_usd=spec.limits.budget_usd if priced else None,  # in USD, as costs are with prices
         max_global_batch_size=spec.limits.max_global_batch_size,
     )
     training = Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs)
-    return Goal(objective, training, job_data.offers_of(spec), limits, spot_offers=job_data.spot_offers_of(spec))
+    return Goal(
+        objective,
+        training,
+        job_data.offers_of(spec),
+        limits,
+        spot_offers=job_data.spot_offers_of(spec),
+        priced=priced,
+        usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
+    )
 
 
 def _safe(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:

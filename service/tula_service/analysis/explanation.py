@@ -104,15 +104,16 @@ def why(answer: Answer) -> str:
     if chosen is None:
         parts.append(choice.reason)
     else:
-        parts.append(f"{name_of(chosen.configuration)}: {choice.reason[0].lower()}{choice.reason[1:]}")
+        parts.append(f"{_named(chosen)}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
-        if choice.objective is Objective.KNEE and chosen is choice.knee and choice.within_limits_is_likely:
-            parts.append(_knee(spec, chosen, choice))
+        if choice.objective in (Objective.BALANCED, Objective.KNEE) and choice.within_limits_is_likely:
+            parts.append(_smaller_batch(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
+    parts += _nearest_misses(choice)
     if choice.objective is Objective.TIME_TO_QUALITY:
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
@@ -122,7 +123,7 @@ def why(answer: Answer) -> str:
         )
     if _RESTS_ON[answer.model.basis]:
         parts.append(_RESTS_ON[answer.model.basis])
-    return " ".join(parts)
+    return " ".join(filter(None, parts))
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
@@ -148,6 +149,10 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 def name_of(c: Configuration) -> str:
     """A configuration in a few words."""
     return f"{job_data.cluster_name(c)} at a global batch of {c.global_batch_size}"
+
+
+def _named(estimate: Estimate) -> str:
+    return name_of(estimate.configuration) + (" on spot capacity" if estimate.spot else "")
 
 
 def _candidate(
@@ -210,15 +215,15 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     return found
 
 
-def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
-    """What the knee is for, and what the larger batch that it forgoes would save or cost."""
-    purpose = "The knee keeps the batch small, since larger ones tend to generalise worse"
+def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
+    """Why the batch was kept small, and what the fastest candidate, with a larger one, would save or cost."""
+    purpose = "Larger batches tend to generalise worse"
     quick = choice.least_time
     ratio = 1.0
     if quick is not None:
         ratio = quick.configuration.global_batch_size / chosen.configuration.global_batch_size
     if quick is None or ratio <= 1.0:
-        return f"{purpose}."
+        return ""
     remedy = "ask for time or cost where quality can bear it"
     if choice.runner_up is quick:
         return f"{purpose}: {remedy}."
@@ -226,7 +231,19 @@ def _knee(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
     if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
         cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
         effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
-    return f"{purpose}: {name_of(quick.configuration)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
+    return f"{purpose}: {_named(quick)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
+
+
+def _nearest_misses(choice: Choice) -> list[str]:
+    """For deadline and budget, the best of the candidates that break it, and by how much it does."""
+    found = []
+    for limit, name in (("deadline_s", "deadline"), ("budget_usd", "budget")):
+        missed = [each for each in choice.excluded if each.limit == limit and each.estimate is not choice.chosen]
+        if missed:
+            value = "time_s" if limit == "deadline_s" else "cost_usd"
+            nearest = min(missed, key=lambda each: getattr(each.estimate, value).high)
+            found.append(f"Nearest miss of the {name}: {_named(nearest.estimate)}; {nearest.sentence}")
+    return found
 
 
 def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
@@ -237,4 +254,4 @@ def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
         parts.append(f"{abs(cost):.1%} {'dearer' if cost >= 0 else 'cheaper'}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
     at = "" if ratio == 1 else f", at {ratio:.3g} times the batch"
-    return f"The runner-up, {name_of(other.configuration)}, is {' and '.join(parts)}{at}."
+    return f"The runner-up, {_named(other)}, is {' and '.join(parts)}{at}."

@@ -12,7 +12,7 @@ from scipy import special
 from tula_service.domain import Measure, Objective
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
-from tula_service.perfmodel.pricing import Estimate, Offer, spot_slowdown
+from tula_service.perfmodel.pricing import Offer, spot_slowdown
 from tula_service.perfmodel.recommend import Goal, Recommendation
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration
@@ -74,7 +74,7 @@ def expected_improvements(
     if choice.objective.measure is Measure.CURVE:
         return []
     forbidden = {f.estimate.key for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
-    best = None if choice.chosen is None else _value(choice.chosen, choice.objective).mean
+    best = None if choice.chosen is None else choice.preference.value(choice.chosen).mean
     if best is not None and best <= 0.0:
         return []
     found = []
@@ -84,15 +84,11 @@ def expected_improvements(
             continue
         chance = _probability_below(estimate.time_s, limits.deadline_s)
         chance = min(chance, _probability_below(estimate.cost_usd, limits.budget_usd))
-        value = _value(estimate, choice.objective)
+        value = choice.preference.value(estimate)
         if choice.within_limits_is_likely and best is not None and value.mean > 0.0:
             chance *= _improvement(math.log(value.mean / best), _log_sd(value), (doubts or {}).get(c))
         found.append((chance, c))
     return found
-
-
-def _value(estimate: Estimate, objective: Objective) -> Interval:
-    return estimate.cost_usd if objective.measure is Measure.COST else estimate.time_s
 
 
 def _log_sd(value: Interval) -> float:

@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tula_service.domain import Measure, Objective
+from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.knee import KneeFinding
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate
+
+_NEARLY_BEST = 1.1
+"""A compromise gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
 
 
 def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
@@ -37,6 +41,32 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """What makes one candidate better than another.
+
+    `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is what an hour of the training's
+    duration costs its owner.
+    """
+
+    objective: Objective
+    priced: bool = True
+    usd_per_hour_of_waiting: float | None = None
+
+    def value(self, estimate: Estimate) -> Interval:
+        """What is to be small. Of a compromise: money and waiting together where waiting has a price, else time x cost,
+        which needs no scale; time alone without prices."""
+        measure = self.objective.measure
+        if measure is Measure.COST:
+            return estimate.cost_usd
+        if measure is Measure.COMPROMISE and self.priced:
+            if self.usd_per_hour_of_waiting is not None:
+                waiting = estimate.time_s.scaled(self.usd_per_hour_of_waiting / SECONDS_PER_HOUR)
+                return estimate.cost_usd.plus(waiting)
+            return estimate.time_s.times(estimate.cost_usd)
+        return estimate.time_s
+
+
+@dataclass(frozen=True)
 class Exclusion:
     """A candidate that a limit took out; `certain` is False when only the interval's upper end breaks the limit."""
 
@@ -53,7 +83,7 @@ class Choice:
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     """
 
-    objective: Objective
+    preference: Preference
     chosen: Estimate | None
     runner_up: Estimate | None
     least_time: Estimate | None
@@ -65,6 +95,11 @@ class Choice:
     within_limits_is_likely: bool
     reason: str
 
+    @property
+    def objective(self) -> Objective:
+        """What was optimised."""
+        return self.preference.objective
+
 
 def choose(
     objective: Objective,
@@ -72,8 +107,10 @@ def choose(
     *,
     limits: Limits | None = None,
     knee: KneeFinding | None = None,
+    priced: bool = True,
+    usd_per_hour_of_waiting: float | None = None,
 ) -> Choice:
-    """The best candidate for the objective inside the limits.
+    """The best candidate for the objective inside the limits; see `Preference` for the last two arguments.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
@@ -83,6 +120,7 @@ def choose(
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")
     limits = limits or Limits()
+    preference = Preference(objective, priced, usd_per_hour_of_waiting)
     finding = knee or KneeFinding(None, "no knee: no trade-off curve was given.")
     excluded = tuple(found for estimate in estimates if (found := _excluded(estimate, limits)) is not None)
     out = {found.estimate.key for found in excluded}
@@ -92,30 +130,49 @@ def choose(
         hopeful = [found.estimate for found in excluded if not found.certain]
         allowed = sorted(hopeful, key=lambda e: (_margin(e, limits), _order(e)))[:1]
     if not allowed:
-        return Choice(objective, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded))
+        return Choice(preference, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded))
     by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
     by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
+    rows = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
+    frontier = tuple(allowed[row] for row in rows)
     at_knee = _nearest(finding, by_time)
-    ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
+    if objective.measure is Measure.COMPROMISE:
+        ranked, reason = _balanced(preference, frontier)
+    else:
+        ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
     if not likely:
         reason = (
             f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
             "candidates keeps them at the upper end of its interval."
         )
-    frontier = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
     return Choice(
-        objective=objective,
+        preference=preference,
         chosen=ranked[0],
         runner_up=ranked[1] if len(ranked) > 1 else None,
         least_time=by_time[0],
         least_cost=by_cost[0],
         knee=at_knee,
         knee_finding=finding,
-        frontier=tuple(allowed[row] for row in frontier),
+        frontier=frontier,
         excluded=excluded,
         within_limits_is_likely=likely,
         reason=reason,
     )
+
+
+def _balanced(preference: Preference, frontier: Sequence[Estimate]) -> tuple[list[Estimate], str]:
+    """The frontier by the value of the compromise, the chosen candidate first, and the reason."""
+    ranked = sorted(frontier, key=lambda e: (preference.value(e).expected, _order(e)))
+    if preference.priced and preference.usd_per_hour_of_waiting is not None:
+        return ranked, "It has the least expected cost with waiting counted in."
+    best = preference.value(ranked[0]).expected
+    near = [e for e in ranked if preference.value(e).expected <= _NEARLY_BEST * best]
+    chosen = min(near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e)))
+    what = "product of time and cost" if preference.priced else "time"
+    reason = f"It has the least {what} of the candidates that are not dominated."
+    if chosen is not ranked[0]:
+        reason = f"It has the smallest batch of the candidates within 10 % of the least {what}."
+    return [chosen, *(e for e in ranked if e is not chosen)], reason
 
 
 def _ranked(

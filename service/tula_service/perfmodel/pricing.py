@@ -10,7 +10,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
-_SECONDS_PER_HOUR = 3600.0
+SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 _HOPELESS_EXPONENT = 50.0
 
@@ -38,7 +38,7 @@ class Offer:
         """What a configuration costs in a second when each rank holds so many gigabytes of memory."""
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
-        return hourly / _SECONDS_PER_HOUR
+        return hourly / SECONDS_PER_HOUR
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     """
     if spot is None:
         return 1.0
-    rate = num_nodes * spot.interruptions_per_node_hour / _SECONDS_PER_HOUR
+    rate = num_nodes * spot.interruptions_per_node_hour / SECONDS_PER_HOUR
     expected = rate * spot.checkpoint_interval_s
     if expected > _HOPELESS_EXPONENT:
         return math.inf
@@ -116,7 +116,7 @@ def price(
     if offer.usd_per_gb_hour > 0.0:
         if peak_bytes is None:
             raise ObservationError("usd_per_gb_hour needs predicted memory; profile a run that reports its peak.")
-        gb_usd = configuration.world_size * offer.usd_per_gb_hour / _SECONDS_PER_HOUR / _BYTES_PER_GB
+        gb_usd = configuration.world_size * offer.usd_per_gb_hour / SECONDS_PER_HOUR / _BYTES_PER_GB
         cost = cost.plus(time_s.times(peak_bytes).scaled(gb_usd))
     return Estimate(
         configuration=configuration,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Choice, Limits, choose
-from tula_service.perfmodel.knee import dense_batches, find_knee
+from tula_service.perfmodel.knee import KneeFinding, dense_batches, find_knee
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
 from tula_service.perfmodel.pricing import Estimate, Offer, Training, price, spot_slowdown
@@ -23,7 +23,7 @@ class Goal:
 
     `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
     instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
-    quality, 1 where it is not given.
+    quality, 1 where it is not given. `priced` and `usd_per_hour_of_waiting`: see `choice.Preference`.
     """
 
     objective: Objective
@@ -32,6 +32,19 @@ class Goal:
     limits: Limits = field(default_factory=Limits)
     spot_offers: Mapping[str, Offer] = field(default_factory=dict)
     steps_factor: Mapping[Configuration, float] = field(default_factory=dict)
+    priced: bool = True
+    usd_per_hour_of_waiting: float | None = None
+
+    def choose(self, estimates: Sequence[Estimate], knee: KneeFinding | None = None) -> Choice:
+        """The best of the estimates for this goal."""
+        return choose(
+            self.objective,
+            estimates,
+            limits=self.limits,
+            knee=knee,
+            priced=self.priced,
+            usd_per_hour_of_waiting=self.usd_per_hour_of_waiting,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ def recommend(
     estimates = price_candidates(candidates, model, goal, memory=memory)
     knee = find_knee(*tradeoff_curve(candidates, model, goal))
     ineligible, eligible = _eligible(estimates, frozenset(unavailable), frozenset(doubtful))
-    choice = choose(goal.objective, eligible, limits=goal.limits, knee=knee)
+    choice = goal.choose(eligible, knee)
     return Recommendation(estimates, choice, ineligible)
 
 

@@ -129,7 +129,7 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, limits or prices, or archive; then compute the plan and the recommendation again.
+    """Change objective, price of waiting, limits or prices, or archive; then plan and recommend again.
 
     Raises InvalidInput for a price of an instance type that the job does not have.
     """
@@ -160,6 +160,8 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     changed: dict[str, Any] = {}
     if patch.objective is not None:
         changed["objective"] = patch.objective
+    if "usd_per_hour_of_waiting" in patch.model_fields_set:
+        changed["usd_per_hour_of_waiting"] = patch.usd_per_hour_of_waiting
     if patch.limits is not None:
         changed["limits"] = patch.limits
     if patch.prices is not None:
@@ -205,8 +207,14 @@ def _check(spec: wire.JobSpec) -> None:
             )
         if spec.objective == "cost":
             raise InvalidInput(
-                "Objective 'cost' needs prices: give cluster.price.usd_per_node_hour, or choose time or knee.",
+                "Objective 'cost' needs prices: give cluster.price.usd_per_node_hour, or choose balanced or time.",
                 field="cluster.0.price",
+            )
+        if spec.usd_per_hour_of_waiting is not None:
+            raise InvalidInput(
+                "A price of waiting needs prices of nodes beside it: give cluster.price.usd_per_node_hour, or leave "
+                "usd_per_hour_of_waiting out.",
+                field="usd_per_hour_of_waiting",
             )
     try:
         job_data.candidates_of(spec, {})

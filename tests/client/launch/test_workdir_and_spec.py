@@ -45,7 +45,7 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
         (("max_nodes = 4", "max_nodes = 0"), r"cluster\.max_nodes: must be at least 1; give a larger value\."),
         (("max_nodes = 4", "max_nodes = 4, min_nodes = 9"), "swap them"),
         (("size = 10", "size = nan"), r"dataset\.size"),
-        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'time', .*; choose one"),
+        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'balanced', .*; choose one"),
         (('name = "j"', 'name = "j"\nepochs = inf'), "epochs"),
         (('name = "j"', 'name = "j"\nepoch = 1'), r"epoch: is not known; did you mean epochs\?"),
         (

@@ -59,7 +59,7 @@ def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
     raise AssertionError("the plan did not end")
 
 
-@pytest.mark.parametrize("objective", ["time", "cost", "knee", "time_to_quality"])
+@pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee", "time_to_quality"])
 @pytest.mark.parametrize("price", [{"usd_per_node_hour": 3.0}, SPOT])
 def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     objective: str, price: dict[str, Any]
@@ -69,7 +69,7 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     chosen = answer_of(data).choice.chosen
     assert chosen is not None
     assert chosen.measured
-    assert chosen.spot is (objective == "cost" and "spot" in price)
+    assert chosen.spot is (objective in ("cost", "balanced") and "spot" in price)
     assert "stable" in decision.reason
 
 

@@ -224,3 +224,43 @@ def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
     assert "budget_usd" in choice.reason
     with pytest.raises(ObservationError, match="there are none"):
         choose(Objective.TIME, [])
+
+
+TABLES = st.lists(
+    st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([32, 64, 128, 256]), st.floats(0.01, 1.0)),
+    min_size=1,
+    max_size=16,
+    unique_by=lambda row: row[:2],
+)
+
+
+@settings(max_examples=100)
+@given(TABLES, st.booleans(), st.none() | st.floats(0.01, 1e4))
+def test_a_compromise_is_never_dominated_and_gives_up_at_most_a_tenth_for_a_smaller_batch(rows, priced, waiting):
+    found = estimates(rows)
+    choice = choose(Objective.BALANCED, found, priced=priced, usd_per_hour_of_waiting=waiting)
+    chosen, value = choice.chosen, choice.preference.value
+    assert chosen in choice.frontier
+    least = min(value(e).expected for e in choice.frontier)
+    assert value(chosen).expected <= (1.0 if priced and waiting else 1.1) * least * (1 + 1e-9)
+    if not (priced and waiting):
+        near = [e for e in choice.frontier if value(e).expected <= 1.1 * least]
+        assert chosen.configuration.global_batch_size == min(e.configuration.global_batch_size for e in near)
+
+
+@settings(max_examples=50)
+@given(TABLES, st.floats(0.1, 10.0), st.floats(0.1, 100.0))
+def test_the_product_of_time_and_cost_knows_no_unit(rows, slower, dearer):
+    plain = choose(Objective.BALANCED, estimates(rows))
+    scaled = estimates([(n, b, t * slower) for n, b, t in rows], Offer(usd_per_node_hour=3.6 * dearer))
+    other = choose(Objective.BALANCED, scaled)
+    products = sorted(plain.preference.value(e).expected for e in plain.frontier)
+    clear = all(abs(p / (1.1 * products[0]) - 1.0) > 1e-6 for p in products) and len(set(products)) == len(products)
+    if clear:  # else rounding decides
+        assert other.chosen.configuration == plain.chosen.configuration
+
+
+def test_without_prices_a_compromise_is_nearly_the_least_time():
+    fast, slow = estimates([(8, 64, 0.5), (1, 64, 0.1)])
+    assert choose(Objective.BALANCED, [fast, slow], priced=False).chosen is fast
+    assert choose(Objective.BALANCED, [fast, slow]).chosen is slow

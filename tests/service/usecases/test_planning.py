@@ -251,4 +251,4 @@ def test_where_nothing_keeps_the_limits_safely_one_thing_is_said_of_the_choice(p
         assert answer.chosen is not None
         assert "likeliest to keep the limits, with a chance of" in answer.why
         assert "within the limits" not in answer.why
-        assert "The knee keeps" not in answer.why
+        assert "generalise worse" not in answer.why

@@ -8,9 +8,10 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.analysis.answer import analyse
+from tula_service.analysis.explanation import name_of
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import recommendations, runs, scaling
+from tula_service.usecases import jobs, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
 from tula_service.usecases.recommendations import load_job_data
 
@@ -68,16 +69,17 @@ def test_the_frontier_is_what_no_candidate_beats_in_both(profiled: tuple[Cluster
         assert (c.configuration in answer.frontier) is not c.dominated
 
 
-@pytest.mark.parametrize("objective", ["time", "cost", "knee"])
+@pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee"])
 def test_each_objective_gets_its_own_and_says_why(profiled: tuple[Cluster, str], objective: str) -> None:
     cluster, job_id = profiled
     answer = cluster.recommendation(job_id, objective)
     assert answer.objective == objective
     expected = {"time": answer.least_time, "cost": answer.least_cost}.get(objective)
     assert answer.chosen is not None
+    assert not answer.chosen.dominated
     if expected is not None:
         assert answer.chosen == expected
-    else:
+    elif objective == "knee":
         assert answer.knee.found is (answer.knee.configuration is not None)
         assert answer.knee.reason in answer.why
     assert f"{answer.chosen.configuration.num_nodes} node" in answer.why
@@ -104,17 +106,43 @@ def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:
 
 
 def test_the_knee_says_what_it_is_for_and_what_a_larger_batch_would_do(cluster: Cluster) -> None:
-    job_id = cluster.register(spec(objective="knee")).job.id
+    one_node = {"max_nodes": 1, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
+    job_id = cluster.register(spec(objective="knee", cluster=one_node)).job.id
     cluster.work(job_id)
     answer = cluster.recommendation(job_id)
     assert answer.knee.found
     assert answer.chosen is not None
     assert answer.least_time is not None
     assert answer.least_time.global_batch_size > answer.chosen.global_batch_size
-    assert "larger ones tend to generalise worse" in answer.why
+    assert "Larger batches tend to generalise worse" in answer.why
     assert f"global batch of {answer.least_time.global_batch_size}" in answer.why
     assert "ask for time or cost where quality can bear it" in answer.why
     assert "generalise" not in cluster.recommendation(job_id, "time").why
+
+
+def test_the_nearest_miss_of_a_limit_is_named(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(objective="cost")).job.id
+    cluster.work(job_id)
+    free = cluster.recommendation(job_id)
+    assert free.least_time is not None
+    deadline_s = 1.2 * free.least_time.total_time_s.high
+    jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch.model_validate({"limits": {"deadline_s": deadline_s}}))
+    answer = cluster.recommendation(job_id)
+    broken = [c for c in answer.candidates if "deadline" in (c.excluded_by or "")]
+    nearest = min(broken, key=lambda c: c.total_time_s.high)
+    assert f"Nearest miss of the deadline: {name_of(nearest.configuration)}; {nearest.excluded_by}" in answer.why
+
+
+def test_a_price_of_waiting_moves_the_compromise_from_the_cheapest_to_the_fastest(cluster: Cluster) -> None:
+    chosen = {}
+    for usd in (0.001, 1e5):
+        wanted = spec(name=f"waiting-{usd}", objective="balanced", usd_per_hour_of_waiting=usd)
+        job_id = cluster.register(wanted).job.id
+        answer = cluster.recommendation(job_id)
+        assert answer.chosen is not None
+        chosen[usd] = (answer.chosen, answer.least_cost, answer.least_time)
+    assert chosen[0.001][0] == chosen[0.001][1]
+    assert chosen[1e5][0] == chosen[1e5][2]
 
 
 def test_limits_that_nothing_keeps_choose_nothing_and_say_so(cluster: Cluster) -> None:
