@@ -157,7 +157,8 @@ class JobSpec(WireModel):
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
     objective: Objective = Field("balanced", description="What to optimize; limits hold for each.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
-        None, description="What an hour of the training's duration costs you; balanced then minimizes money with it."
+        None,
+        description="US dollars per hour that the training's duration costs you; `balanced` then minimizes both.",
     )
     search: Search = Field(
         "adaptive",
@@ -186,7 +187,7 @@ class JobPatch(WireModel):
 
     objective: Objective | None = Field(None, description="What to optimize from now on.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
-        None, description="From now on; null takes it out."
+        None, description="US dollars per hour, from now on; null takes it out."
     )
     limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
     prices: dict[str, Price] | None = Field(None, description="By instance type.")

@@ -125,7 +125,13 @@ def test_a_job_that_was_changed_is_found_from_another_folder(client: Client, spe
 
 
 def test_registration_handles_every_field_of_a_patch() -> None:
-    assert set(JobPatch.model_fields) == {"objective", "limits", "prices", "archived"}
+    assert set(JobPatch.model_fields) == {
+        "objective",
+        "usd_per_hour_of_waiting",
+        "limits",
+        "prices",
+        "archived",
+    }
 
 
 def test_tune_reports_changes_and_continues(tula: Tula, tmp_path: Path, address: str) -> None:
@@ -160,6 +166,6 @@ def test_jobs_add_registers_without_running_and_says_what_recommend_says(
     assert title.split() == [name, first["job_id"]]
     assert printed == tula("recommend", name)[1]
     code, out, err = tula("jobs", "add", spec_file(tmp_path, name, objective='"cost"'), "--json")
-    assert (code, "objective balanced -> cost" in err) == (0, True)
+    assert (code, "objective knee -> cost" in err) == (0, True)
     assert json.loads(out)["objective"] == "cost"
     assert tula("jobs", "add", str(tmp_path / "none.toml"))[0] == 2
