@@ -99,7 +99,7 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
     drawn = page.locator("[data-chart*='tradeoff?quantity=time'] svg")
     expect(drawn).to_contain_text("recommended")
     for table in ("answer", "candidates"):
-        rows = page.locator(f"[data-live='{table}'] tr", has=page.get_by_text("recommended", exact=True))
+        rows = page.locator(f"[data-live='{table}'] tr", has=page.get_by_text(re.compile("^recommended")))
         expect(rows).to_have_count(1)
 
 
