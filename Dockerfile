@@ -1,12 +1,10 @@
 # syntax=docker/dockerfile:1.7
-# The service with Postgres support. Build: docker build --build-arg VERSION=$(git describe --tags) -t tula .
+# The service with Postgres support. Build: docker build -t tula .
 # The base is pinned by version. To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
 ARG BASE=python:3.12.11-slim-bookworm
 
 FROM ${BASE} AS build
-# The context holds no .git, so the version that hatch-vcs would read from the tag is handed in.
-ARG VERSION=0.1.0
-ENV SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /source
 COPY pyproject.toml constraints.txt hatch_build.py README.md LICENSE ./
 COPY client client

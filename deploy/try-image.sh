@@ -20,7 +20,7 @@ start() {
 }
 
 # shellcheck disable=SC2086
-"$ENGINE" build ${BUILD_FLAGS:-} --build-arg VERSION=0.0.0 --tag tula:try . >/dev/null
+"$ENGINE" build ${BUILD_FLAGS:-} --tag tula:try . >/dev/null
 echo "built: $("$ENGINE" image inspect --format '{{.Size}}' tula:try | awk '{printf "%.0f MB", $1 / 1e6}') with its base"
 
 refused=$("$ENGINE" run --rm "${run[@]}" tula:try 2>&1 >/dev/null || true)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +33,6 @@ from benchmarks.support.postgres import PostgresServer
 from tests.support.environment import bring
 from tests.test_deploy import compose, dockerfile
 from tula_wire import routes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = ("apt-get", "groupadd")

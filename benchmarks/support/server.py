@@ -11,11 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import httpx
 import psutil
-from typing_extensions import Self
 
 from benchmarks.support import clean_environment
 from tula_service.store import Store

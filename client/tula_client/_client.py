@@ -6,10 +6,9 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx
-from typing_extensions import Self
 
 from tula_client import _calls as calls
 from tula_client import _settings as settings

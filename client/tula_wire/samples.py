@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from tula_wire._base import Bytes, Count, Name, WireModel
 

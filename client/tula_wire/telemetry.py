@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
-from typing_extensions import Self
 
 from tula_wire._base import Name, WireModel
 from tula_wire.samples import Column, Number, Rank

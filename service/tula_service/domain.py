@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
-
-from typing_extensions import assert_never
+from typing import Final, assert_never
 
 from tula_wire.configurations import Configuration
 from tula_wire.memory import MemoryReading as MemoryReading

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -250,13 +248,6 @@ def test_a_wrong_token_is_denied(tula: Tula, monkeypatch: pytest.MonkeyPatch) ->
     code, _, err = tula("jobs", "list")
     assert code == 4
     assert err.count("\n") == 1
-
-
-def test_without_the_extra_one_sentence_says_how_to_install_it() -> None:
-    hide = "import sys; sys.modules['typer'] = None; from tula_client.cli.app import main; main(['version'])"
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == ("tula: the command needs an extra that is not installed: run pip install 'tula[cli]'\n")
 
 
 def test_a_broken_plug_in_harms_only_itself(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:

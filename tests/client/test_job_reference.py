@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,6 @@ import pytest
 from tula_client._faults import fields_of, model_in
 from tula_client.launch.spec import load_spec
 from tula_wire import JobSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("\n## job.toml\n")[2].partition("\n## ")[0]

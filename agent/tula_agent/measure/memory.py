@@ -67,7 +67,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limits.append(int(Path(name).read_text()))
-        except (OSError, ValueError):  # noqa: PERF203 - absent, or "max"
+        except (OSError, ValueError):
             continue
     return min(limits) // max(1, ranks_per_node)
 

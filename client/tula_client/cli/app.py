@@ -8,13 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; without the extra `cli`, prints how to install it."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError:
-        print("tula: the command needs an extra that is not installed: run pip install 'tula[cli]'", file=sys.stderr)
-        sys.exit(1)
+    """Run the command line and exit."""
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from typing_extensions import Self
 
 from tula_client.cli import format
 from tula_client.launch.judge import Outcome

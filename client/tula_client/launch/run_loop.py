@@ -130,7 +130,7 @@ class Runner:
         while True:
             try:
                 return call(*args, **kwargs)
-            except _UNREACHABLE as error:  # noqa: PERF203
+            except _UNREACHABLE as error:
                 if self._clock() >= deadline:
                     raise
                 if not reported:

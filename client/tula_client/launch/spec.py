@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,6 @@ from pydantic import ValidationError
 from tula_client._errors import UsageError
 from tula_client._faults import faults
 from tula_wire import JobSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def load_spec(path: Path) -> JobSpec:

@@ -210,7 +210,7 @@ class _BoundedBody:
         except asyncio.CancelledError:
             if not self._has_expired():
                 raise
-            if task is not None and hasattr(task, "uncancel"):  # Python 3.11 counts cancellations; 3.10 does not
+            if task is not None:
                 task.uncancel()
             raise HTTPException(408, headers={"Connection": "close"}) from None
         finally:

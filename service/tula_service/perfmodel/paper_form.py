@@ -58,9 +58,10 @@ def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> Pa
         return None
     coefficients = nnls(columns / size, np.ones(len(observations)))[0] / size
     missed = columns @ coefficients - 1.0
-    dof = _PRIOR_DOF + max(len(observations) - np.count_nonzero(coefficients), 0)
+    dof = _PRIOR_DOF + max(len(observations) - int(np.count_nonzero(coefficients)), 0)
     variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
-    return PaperFit(form, coefficients, np.linalg.pinv(columns.T @ columns), float(np.sqrt(variance)), float(dof))
+    inverse = np.asarray(np.linalg.pinv(columns.T @ columns), np.float64)
+    return PaperFit(form, coefficients, inverse, float(np.sqrt(variance)), float(dof))
 
 
 def _columns(points: Points, form: StepTimeForm) -> FloatArray:

@@ -25,7 +25,7 @@ def admitted(limiter: Limiter, principal: Principal, times: int, *, ingest: bool
     for number in range(times):
         try:
             limiter.admit(principal, ingest=ingest)
-        except Busy:  # noqa: PERF203 - the count is the point
+        except Busy:
             return number
     return times
 
