@@ -17,7 +17,7 @@ LEVEL = 0.9
 _TRUST_IN_MODEL = 10.0
 _SDS_TO_THE_END = 1.7  # between the normal's 1.645 and Student's at ten degrees, 1.81
 _WIDEST_SD = 1.0
-_WIDEST_LOG = 50.0  # a factor of 5e21, which says "unknown" and overflows nothing that is multiplied by it
+WIDEST_LOG = 50.0  # a factor of 5e21, which says "unknown" and overflows nothing that is multiplied by it
 _WIDTH_BOUNDS = (0.5, 5.0)
 
 
@@ -56,7 +56,7 @@ class Interval:
 
 def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
     """Low and high ends, shape (n,): mean * exp(-+ q * log_sd) with Student's q at `dof` degrees of freedom."""
-    width = np.exp(np.minimum(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd, _WIDEST_LOG))
+    width = np.exp(np.minimum(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd, WIDEST_LOG))
     return mean / width, mean * width
 
 

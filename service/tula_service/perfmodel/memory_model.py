@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import special
 
-from tula_service.perfmodel.intervals import LEVEL, Interval
+from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
 from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
@@ -93,8 +93,8 @@ class MemoryModel:
         )
         return MemoryPredictions(
             np.exp(middle),
-            np.exp(middle - np.hypot(middle - low, reach)),
-            np.exp(middle + np.hypot(high - middle, reach)),
+            np.exp(middle - np.minimum(np.hypot(middle - low, reach), WIDEST_LOG)),
+            np.exp(middle + np.minimum(np.hypot(high - middle, reach), WIDEST_LOG)),
         )
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:

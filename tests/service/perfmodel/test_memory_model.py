@@ -158,3 +158,9 @@ def test_nothing_known_is_refused():
         fit_memory(None)
     with pytest.raises(ObservationError, match="safety_probability"):
         fit_memory(MemoryObservations([32], [GIB])).max_local_batch_size(GIB, safety_probability=1.0)
+
+
+def test_a_reading_of_one_byte_predicts_without_overflow():
+    predicted = fit_memory(MemoryObservations([32.0], [1.0])).predict([1.0, 32.0, 2.0**31])
+    for ends in (predicted.low_bytes, predicted.mean_bytes, predicted.high_bytes):
+        assert np.isfinite(ends).all()
