@@ -151,6 +151,8 @@ def test_limits_that_nothing_keeps_choose_nothing_and_say_so(cluster: Cluster) -
     answer = cluster.recommendation(job_id)
     assert answer.chosen is None
     assert "deadline_s" in answer.why
+    fastest = min(c.total_time_s.value for c in answer.candidates)
+    assert f"the fastest takes {fastest:.3g} s" in answer.why
 
 
 def test_without_prices_no_cost_is_invented(cluster: Cluster) -> None:
