@@ -1,4 +1,7 @@
-"""MkDocs hooks: what pages say of routes and figures comes from the application and from the benchmarks' reports."""
+"""MkDocs hooks: pages list routes and calls as the application has them.
+
+`python docs/hooks.py` writes the figures of the benchmarks' reports into `docs/paper.md`.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = "<!-- openapi -->"
-MEASURED = "<!-- measured -->"
+MEASURED = ("<!-- measured -->\n", "<!-- end of measured -->")
 METHODS = "<!-- methods of the client -->"
 
 FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("Step time, four corners as the paper's partial search: median error", "regular.partial.median", "7.5-14 %"),
-    ("The same with the paper's ring form", "regular.ring.median", "7.5-14 %"),
+    ("Step time, four corners, the default form: median error", "regular.partial.median", "7.5-14 % (two points)"),
+    ("The same with the paper's ring form", "regular.ring.median", "7.5-14 % (two points)"),
     ("Step time, full search (leave one out): median error", "regular.full.median", "2-5 %"),
     ("Step time, 4 adaptive runs: median error", "regular.adaptive4.median", ""),
     ("Step time, 6 adaptive runs: median error", "regular.adaptive6.median", ""),
     ("The same, 90th percentile over workloads", "regular.adaptive6.p90", ""),
     ("Pollux's step-time model on the same 6 runs: median error", "regular.planned6.pollux.median", ""),
+    ("Step time, harder grids, four corners, the default form: median error", "hard.partial.median", ""),
+    ("The same with the paper's ring form", "hard.ring.median", ""),
     ("Step time, harder grids, 6 adaptive runs: median error", "hard.adaptive6.median", ""),
     ("Share of measurements inside the 90 % interval", "coverage.regular", ""),
-    ("Real DDP over four limited links, 4 adaptive runs: median error", "adaptive.median_error", "2-5 %"),
-    ("The same with partial search", "partial.median_error", "7.5-14 %"),
+    ("Real DDP over limited links, 6 adaptive runs: median error", "adaptive.median_error", "2-5 % (full)"),
+    ("The same with partial search", "partial.median_error", "7.5-14 % (two points)"),
     ("Share of the full search's time that those adaptive runs took", "adaptive.profiling_fraction", ""),
     ("Regret of taking the largest cluster and batch for least time, mean", "regret.time.largest.mean", ""),
     ("Regret of the least-time choice, mean", "regret.time.mean", ""),
@@ -33,13 +38,20 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("Regret of the least-cost choice, mean", "regret.cost.mean", ""),
     ("Regret of the number of nodes at a fixed global batch, mean", "regret.best_num_nodes.mean", ""),
     ("Deadlines missed that were promised", "regret.deadline.violations", ""),
+    ("Time of the balanced choice over the least, mean", "balanced.time_over_least.mean", ""),
+    ("Cost of the balanced choice over the least, mean", "balanced.cost_over_least.mean", ""),
+    ("Time of the knee over the least, mean", "knee.time_over_least.mean", ""),
+    ("Time of Kneedle's knee (log-log) over the least, mean", "kneedle.time_over_least.mean", ""),
     ("First guess before any run, one earlier job on the device: off by, median", "cold.same.1.0.median", ""),
     ("Memory, largest batch from the two smallest: median error", "memory.largest.median", "8-14 %"),
     ("The same, 90th percentile", "memory.largest.p90", ""),
     ("Default gradient scaling in DDP: share of step time", "overhead.fraction", ""),
-    ("The paper's AGS over LBT, mean (points)", "faithful.over_lbt.mean", "+8.8"),
-    ("Default policy: share of the gap recovered, mean", "default.gap_recovered.mean", ""),
-    ("Default policy over the best untuned baseline, mean (points)", "default.over_best_baseline.mean", ""),
+    ("Refresh of AGS: share of the step on which it happens", "overhead.ags_refresh_fraction", ""),
+    (
+        "AGS by tensor (earlier form) over LBT, mean of 3 wide gaps (points)",
+        "faithful.over_lbt.mean",
+        "+8.8 (12 cases)",
+    ),
 )
 """What it is, its key in a report, and what the paper says of it."""
 
@@ -50,14 +62,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace(OPENAPI, routes())
     if METHODS in markdown:
         markdown = markdown.replace(METHODS, methods())
-    return markdown.replace(MEASURED, measured(ROOT)) if MEASURED in markdown else markdown
+    return markdown
 
 
 def measured(root: Path) -> str:
-    """Figures that the newest reports hold, with the report they stand in; what no report holds is left out."""
+    """Figures of the newest reports, each with its report; of one day's, that over more workloads (`NAME-72-grids`)."""
     found: dict[str, tuple[float, str]] = {}
     reports = (*(root / "benchmarks" / "results").glob("*.json"), *(root / "experiments").rglob("results/*.json"))
-    for report in sorted(reports, key=lambda path: path.name):
+    for report in sorted(reports, key=lambda path: path.stem):
         figures = json.loads(report.read_text(encoding="utf-8"))
         for key, value in figures.items():
             if isinstance(value, float) and value == value:
@@ -67,9 +79,14 @@ def measured(root: Path) -> str:
         for about, key, paper in FIGURES
         if key in found
     ]
-    if not rows:
-        return "No report is kept in this checkout: `make bench` makes them."
     return "| | measured | the paper | where |\n|---|---|---|---|\n" + "\n".join(rows)
+
+
+def with_measured(page: str) -> str:
+    """`docs/paper.md` with the table of the newest reports between its two marks."""
+    before, _, rest = page.partition(MEASURED[0])
+    _, _, after = rest.partition(MEASURED[1])
+    return f"{before}{MEASURED[0]}\n{measured(ROOT)}\n\n{MEASURED[1]}{after}"
 
 
 def routes() -> str:
@@ -116,3 +133,8 @@ def methods() -> str:
 
 def _formatted(about: str, value: float) -> str:
     return f"{value:+.1f}" if "(points)" in about else f"{100 * value:.1f} %"
+
+
+if __name__ == "__main__":
+    PAPER = ROOT / "docs" / "paper.md"
+    PAPER.write_text(with_measured(PAPER.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -168,6 +169,37 @@ def test_every_file_and_function_that_a_document_names_exists(document: Path) ->
         found = [root / path for root in roots if (root / path).is_file()]
         assert found, path
         assert not function or re.search(rf"(def|class) {function}\b", found[0].read_text()), f"{path}: {function}"
+
+
+HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+
+
+def test_the_page_on_the_paper_prints_the_newest_reports() -> None:
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert all(page.count(mark) == 1 for mark in HOOKS["MEASURED"])
+    assert HOOKS["with_measured"](page) == page, "run python docs/hooks.py"
+
+
+def test_every_figure_beside_the_papers_claims_stands_in_a_report() -> None:
+    """No row of the table is left out, and each number is that of the key and file that it names."""
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\| `([^`]+)` in `([^`]+)` \|$", page, re.M)
+    assert [key for *_, key, _ in rows] == [key for _, key, _ in HOOKS["FIGURES"]]
+    for about, printed, key, name in rows:
+        value = json.loads((ROOT / name).read_text(encoding="utf-8"))[key]
+        number = float(re.sub(r"[^0-9.+-]", "", printed))
+        assert number == pytest.approx(value if "(points)" in about else 100 * value, abs=0.051), key
+
+
+def test_the_page_on_the_paper_lists_every_equation_and_figure_once() -> None:
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    equations = page.split("\n## Equations\n")[1].split("\n## ")[0]
+    figures = page.split("\n## Figures of the paper\n")[1].split("\n## ")[0]
+    parts = {1: "abc", 2: "abc", 4: "ab", 7: "ab", 8: "ab"}
+    expected = [f"{number}{part}" for number in range(1, 23) for part in parts.get(number, " ")]
+    assert re.findall(r"^\| (\d+[abc ])", equations, re.M) == expected
+    assert len(expected) == 29
+    assert sorted({int(n) for n in re.findall(r"^\| (\d+)[ab]?:", figures, re.M)}) == list(range(1, 12))
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.kind == "toml" and "[model]" in block.body], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -54,18 +53,3 @@ def test_the_reference_lists_every_call_of_the_client(site: Path) -> None:
     for name, member in vars(Client).items():
         if not name.startswith("_") and hasattr(member, "build"):
             assert re.search(rf"<td><code>{name}\(", page), name
-
-
-def test_every_figure_beside_the_papers_claims_stands_in_a_report(site: Path) -> None:
-    """The table is made from the reports alone: each row names its key and file, and the number is that number."""
-    page = (site / "paper" / "index.html").read_text(encoding="utf-8")
-    row = (
-        r"<td>([^<]*)</td>\s*<td>([^<]*)</td>\s*<td>[^<]*</td>\s*<td><code>([^<]+)</code> in <code>([^<]+)</code></td>"
-    )
-    rows = re.findall(row, page)
-    kept = list((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert bool(rows) == bool(kept)
-    for about, printed, key, name in rows:
-        value = json.loads((ROOT / name).read_text(encoding="utf-8"))[key]
-        number = float(re.sub(r"[^0-9.+-]", "", printed))
-        assert number == pytest.approx(value if "(points)" in about else 100 * value, abs=0.051), key
