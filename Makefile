@@ -21,7 +21,7 @@ demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; unde
 
 test: $(STAMP)  ## every test; says which ones this machine cannot run, and the ten slowest
 	tests/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

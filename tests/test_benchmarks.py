@@ -1,4 +1,4 @@
-"""Every benchmark and experiment runs: `--smoke` takes seconds and writes the keys that the stored results have."""
+"""Every benchmark runs: `--smoke` takes seconds and writes the keys that the stored results have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.support.fork_server import SERVICE, ForkServer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-EXPERIMENTS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py"))
 NEEDS_A_CLUSTER = {"cluster"}
 TIMEOUT_S = 360
 """Far above the seconds that each takes, for a busy machine."""
@@ -86,15 +85,6 @@ def numbers(value: Any) -> Iterator[float]:
 def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: ForkServer, tmp_path: Path) -> None:
     found = run(forks, f"benchmarks.{name}", tmp_path)
     assert {key for key in stored(name) if not ELSEWHERE.search(key)} <= set(found)
-    values = list(numbers(found))
-    assert values
-    assert all(map(math.isfinite, values))
-
-
-@pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_smoke_run_of_an_experiment_writes_figures(name: str, forks: ForkServer, tmp_path: Path) -> None:
-    found = run(forks, f"experiments.{name}", tmp_path)
     values = list(numbers(found))
     assert values
     assert all(map(math.isfinite, values))
