@@ -17,7 +17,7 @@ from tula_agent.measure.comm_split import CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of
-from tula_agent.measure.step_timer import StepTimer, batch_size_of
+from tula_agent.measure.step_timer import StepTimer, batch_size_of, sequence_length_of
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number
@@ -204,6 +204,10 @@ class Recorder:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.batch_observers.references:
             self.objects.observe_batch(batch)
+        if self.leads and self.timer.step < EVERY_STEP_UNTIL:
+            length = sequence_length_of(batch)
+            if length is not None:
+                self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
 
     def more_micro_steps(self, batch: Any, count: int) -> None:
         """`count` further micro-steps were fetched with `batch`, and have its size."""

@@ -78,10 +78,19 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
     row = _configuration(candidate.configuration)
-    for name in ("step_time_s", "epoch_time_s", "total_time_s", "cost_usd", "memory_bytes"):
+    for name in (
+        "step_time_s",
+        "epoch_time_s",
+        "total_time_s",
+        "cost_usd",
+        "tokens_per_s",
+        "usd_per_million_tokens",
+        "memory_bytes",
+    ):
         row.update(_estimate(name, getattr(candidate, name)))
     terms = candidate.terms
     return row | {
+        "tokens_per_step": candidate.tokens_per_step,
         "memory_fits": candidate.memory_fits,
         "compute_time_s": terms.compute_time_s if terms else None,
         "exposed_comm_time_s": terms.exposed_comm_time_s if terms else None,

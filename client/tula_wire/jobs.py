@@ -33,6 +33,9 @@ class ModelSpec(WireModel):
     activation_bytes_per_sample: Bytes | None = Field(
         None, description="Bytes of activations that one example adds to a rank's memory."
     )
+    tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = Field(
+        None, description="Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
+    )
     optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
         "momentum", description="Optimizer, for the bytes of its state per parameter."
     )

@@ -38,6 +38,13 @@ class Candidate(WireModel):
     epoch_time_s: Estimate = Field(description="Seconds per epoch.")
     total_time_s: Estimate = Field(description="Seconds of the whole training.")
     cost_usd: Estimate | None = Field(None, description="US dollars of the whole training; null without a price.")
+    tokens_per_step: float | None = Field(
+        None, description="Tokens per optimizer step; null where the tokens of an example are not known."
+    )
+    tokens_per_s: Estimate | None = Field(None, description="Tokens per second of all ranks, at the step time.")
+    usd_per_million_tokens: Estimate | None = Field(
+        None, description="US dollars per million tokens of the data set; null without a price."
+    )
     memory_bytes: Estimate | None = Field(
         None, description="Peak bytes of one rank; null before anything is known of memory."
     )

@@ -13,7 +13,7 @@ ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")
 
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
-    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s",
+    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "tokens_per_example",
 )  # fmt: skip
 """Columns that the service interprets; it stores and charts any other column too."""
 

@@ -66,6 +66,21 @@ def test_candidates_on_several_instance_types_say_which() -> None:
         assert [line.split()[0] for line in lines[1:3]] == ["default", "g5.12xl"] or not heading
 
 
+def test_a_recommendation_of_a_language_model_counts_tokens() -> None:
+    answer = models.recommendation()
+    assert answer.chosen is not None
+    tokens = {
+        "tokens_per_step": 524_288.0,
+        "tokens_per_s": wire.Estimate(value=1.25e6, low=1.2e6, high=1.3e6),
+        "usd_per_million_tokens": wire.Estimate(value=0.125, low=0.1, high=0.15),
+    }
+    out = StringIO()
+    printed = answer.model_copy(update={"chosen": answer.chosen.model_copy(update=tokens)})
+    Console(file=out, width=100).print(recommend.recommendation_view(printed))
+    for text in ("524 k a step", "1.25 M (1.2 M to 1.3 M) a second", "$0.125 ($0.1 to $0.15) a million"):
+        assert text in out.getvalue()
+
+
 def test_a_configuration_inside_an_answer_is_printed_as_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     output.emit(
         {"attempts": [{"configuration": wire.Configuration(num_nodes=2, local_batch_size=8)}]}, "", as_json=True

@@ -109,6 +109,21 @@ def batch_size_of(batch: Any, loader: Any = None) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def sequence_length_of(batch: Any) -> int | None:
+    """Tokens of an example, padding included: the length of `input_ids` or, in a sequence, of inputs and targets of one
+    shape, as next-token prediction has them. None where the batch is not of tokens.
+    """
+    if isinstance(batch, Mapping):
+        found: list[Any] = [batch.get("input_ids")]
+    else:
+        found = list(batch) if isinstance(batch, (list, tuple)) and len(batch) == 2 else [None]
+    if not all(hasattr(part, "element_size") and not part.dtype.is_floating_point for part in found):
+        return None
+    shapes = {tuple(part.shape) for part in found}
+    shape = shapes.pop()
+    return int(shape[1]) if len(shape) == 2 and not shapes else None
+
+
 def batch_bytes(batch: Any) -> int:
     """Bytes of all tensors in `batch`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))

@@ -38,6 +38,15 @@ def bytes_(value: float | None) -> str:
     return f"{value:,.1f} TiB"
 
 
+def count(value: float) -> str:
+    """A number of three figures: `950`, `32.8 k`, `2.1 M`."""
+    for unit in ("", " k", " M", " G"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:,.3g} T"
+
+
 def dollars(value: float | None) -> str:
     """A price, with enough decimal places that a small one is not printed as zero."""
     if value is None:
@@ -65,7 +74,7 @@ def estimate(value: Estimate | None, unit: str = "s") -> str:
     """A prediction with its interval."""
     if value is None:
         return "-"
-    show = {"s": seconds, "usd": dollars, "bytes": bytes_}[unit]
+    show = {"s": seconds, "usd": dollars, "bytes": bytes_, "count": count}[unit]
     return f"{show(value.value)} ({show(value.low)} to {show(value.high)})"
 
 

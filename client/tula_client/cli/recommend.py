@@ -124,6 +124,11 @@ def _predictions(one: Candidate) -> RenderableType:
     ]
     if one.cost_usd is not None:
         rows.append(["cost", format.estimate(one.cost_usd, "usd")])
+    if one.tokens_per_step is not None:
+        rows.append(["tokens", f"{format.count(one.tokens_per_step)} a step"])
+        rows.append(["", f"{format.estimate(one.tokens_per_s, 'count')} a second"])
+        if one.usd_per_million_tokens is not None:
+            rows.append(["", f"{format.estimate(one.usd_per_million_tokens, 'usd')} a million"])
     if one.memory_bytes is not None:
         fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
         rows.append(["memory", format.estimate(one.memory_bytes, "bytes") + fits])

@@ -15,6 +15,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
 
+_EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _RESTS_ON = {
     Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
     Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
@@ -83,7 +84,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     """Which model predicted, from which data, and its warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
-    warnings = _warnings(answer.data.spec, evidence)
+    warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
     if model.basis is Basis.PRIOR:
         warnings += priors.guesses_of(answer.data.spec)
     return wire.ModelReport(
@@ -163,13 +164,19 @@ def _candidate(
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
     excluded = evidence.ruled_out.get(c) or limits.get(estimate.key) or _excluded_by(answer, c)
+    tokens, priced = answer.data.tokens_per_example, job_data.has_prices(answer.spec)
+    per_step = None if tokens is None else tokens * c.global_batch_size
+    millions = None if tokens is None else tokens * answer.spec.dataset.size * answer.spec.epochs / 1e6
     return wire.Candidate(
         configuration=c,
         global_batch_size=c.global_batch_size,
         step_time_s=_estimate(estimate.step_time_s),
         epoch_time_s=_estimate(estimate.epoch_time_s),
         total_time_s=_estimate(estimate.time_s),
-        cost_usd=_estimate(estimate.cost_usd) if job_data.has_prices(answer.spec) else None,
+        cost_usd=_estimate(estimate.cost_usd) if priced else None,
+        tokens_per_step=per_step,
+        tokens_per_s=None if per_step is None else _ratio(per_step, estimate.step_time_s),
+        usd_per_million_tokens=_estimate(estimate.cost_usd, millions) if priced and millions else None,
         memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
         terms=wire.Terms(
@@ -194,8 +201,13 @@ def _excluded_by(answer: Answer, c: Configuration) -> str | None:
     return None
 
 
-def _estimate(value: Interval) -> wire.Estimate:
-    return wire.Estimate(value=value.mean, low=value.low, high=value.high)
+def _estimate(value: Interval, per: float = 1.0) -> wire.Estimate:
+    return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
+
+
+def _ratio(amount: float, per: Interval) -> wire.Estimate:
+    """`amount` over an uncertain duration."""
+    return wire.Estimate(value=amount / per.mean, low=amount / per.high, high=amount / per.low)
 
 
 def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
@@ -213,6 +225,15 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
             "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
         )
     return found
+
+
+def _unequal_lengths(seen: job_data.SeenTokens | None) -> list[str]:
+    if seen is None or seen.most - seen.least <= _EQUAL_LENGTHS * seen.mean:
+        return []
+    return [
+        f"Batches had {seen.least:.0f} to {seen.most:.0f} tokens an example: step times are of their mean, "
+        f"{seen.mean:.0f}, so measure enough steps to cover all lengths, or group examples of similar length."
+    ]
 
 
 def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:

@@ -67,6 +67,15 @@ class CrossValidation:
 
 
 @dataclass(frozen=True)
+class SeenTokens:
+    """Tokens of an example as the agents saw them: the mean over batches, and the least and the most of any batch."""
+
+    mean: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
 class JobData:
     """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
 
@@ -84,9 +93,16 @@ class JobData:
     earlier_jobs: Sequence[EarlierJob] = ()
     prediction_pairs: Sequence[PredictionPair] = ()
     gradient_noise_scale: float | None = None
+    seen_tokens: SeenTokens | None = None
     retried_up_to_key: int = 0
     drift: str | None = None
     ignored_step_times: frozenset[str] = frozenset()
+
+    @property
+    def tokens_per_example(self) -> float | None:
+        """The specification's or, without one, the mean that the agents saw; None where no batch is of tokens."""
+        seen = None if self.seen_tokens is None else self.seen_tokens.mean
+        return self.spec.model.tokens_per_example or seen
 
     @property
     def profile_runs(self) -> list[JobRun]:

@@ -48,6 +48,12 @@ def size(size_bytes: float | None) -> str:
     return f"{size_bytes:.0f} bytes"
 
 
+def count(number: float) -> str:
+    """Three figures: "950", "32.8 k", "2.1 M"."""
+    power = min(max(int(math.log10(max(number, 1.0)) // 3), 0), 4)
+    return f"{number / 1000**power:,.3g}{('', ' k', ' M', ' G', ' T')[power]}"
+
+
 def percent(share: float | None) -> str:
     """A fraction as a percentage."""
     return NOTHING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
@@ -121,6 +127,7 @@ _FILTERS: Final[dict[str, Callable[..., str]]] = {
     "duration": duration,
     "money": money,
     "size": size,
+    "count": count,
     "percent": percent,
     "signed": signed,
     "saving": saving,

@@ -12,7 +12,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
-from tula_service.analysis.job_data import EarlierJob, JobData, JobRun, Posterior, PredictionPair
+from tula_service.analysis.job_data import EarlierJob, JobData, JobRun, Posterior, PredictionPair, SeenTokens
 from tula_service.domain import Objective, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
@@ -23,6 +23,7 @@ from tula_wire import Configuration
 
 _MAX_RUNS = 10_000
 _MAX_EARLIER_JOBS = 200
+_RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
@@ -39,6 +40,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         earlier_jobs=[_earlier_job(each) for each in earlier],
         prediction_pairs=[PredictionPair(*pair) for pair in tx.lessons.prediction_pairs(job.id)],
         gradient_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
+        seen_tokens=_seen_tokens(tx, runs),
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
         ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
@@ -192,6 +194,14 @@ def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
         },
         prediction_pairs=tuple(PredictionPair(*pair) for pair in earlier.prediction_pairs),
     )
+
+
+def _seen_tokens(tx: Transaction, runs: list[RunRecord]) -> SeenTokens | None:
+    """From the newest runs whose batches were of tokens."""
+    newest = sorted((run.key for run in runs if run.num_samples), reverse=True)[:_RUNS_READ_FOR_TOKENS]
+    columns = [tx.telemetry.read(key, "tokens_per_example", last_step=_STEPS_READ_FOR_TOKENS)[1] for key in newest]
+    seen = [float(value) for values in columns for value in values if 1.0 <= value <= 1e12]
+    return SeenTokens(sum(seen) / len(seen), min(seen), max(seen)) if seen else None
 
 
 def _drift(runs: list[RunRecord]) -> str | None:

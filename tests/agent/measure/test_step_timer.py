@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.measure.step_timer import StepTimer, batch_bytes, batch_size_of, median_relative_error
+from tula_agent.measure.step_timer import (
+    StepTimer,
+    batch_bytes,
+    batch_size_of,
+    median_relative_error,
+    sequence_length_of,
+)
 
 
 class Clock:
@@ -78,6 +84,15 @@ def test_batches_of_every_shape_are_sized() -> None:
     assert batch_size_of(["words"], torch.utils.data.DataLoader([1] * 9, batch_size=3)) == 3
     assert batch_size_of(object()) is None
     assert batch_bytes([tensor, {"y": tensor.half()}]) == 6 * 2 * 4 + 6 * 2 * 2
+
+
+def test_the_length_of_sequences_of_tokens_is_seen_and_of_nothing_else() -> None:
+    tokens, image, labels = torch.zeros(6, 512, dtype=torch.int64), torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)
+    for batch in ({"input_ids": tokens, "labels": labels}, (tokens, tokens), [tokens, tokens.int()]):
+        assert sequence_length_of(batch) == 512
+    categories = torch.zeros(6, 26, dtype=torch.int64)
+    others = (tokens, (image, labels), (image, image), (categories, labels), (categories, image), ("a", "b"), {}, None)
+    assert [sequence_length_of(batch) for batch in others] == [None] * len(others)
 
 
 @given(st.floats(1e-4, 10), st.integers(8, 200))

@@ -131,6 +131,9 @@ def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) 
         assert f"/runs/{run['id']}" in page
         assert f"{run['configuration']['local_batch_size']} a rank" in page
     assert "from what is known of the hardware; nothing measured yet" in page
+    assert "a million" not in page
+    tokens = browser.page(f"/jobs/{register(browser, model={'name': 'gpt', 'tokens_per_example': 1024})}")
+    assert re.search(r"[kMG] a second</dd><dd class=\"interval\">[0-9.]+ [kM] a step, \$[0-9.]+ a million", tokens)
 
 
 def test_another_objective_is_a_link_away(browser: Browser) -> None:

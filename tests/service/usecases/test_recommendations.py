@@ -54,6 +54,32 @@ def test_terms_add_up_to_the_step_and_equations_4a_and_4b_hold(profiled: tuple[C
         assert c.cost_usd.value == pytest.approx(c.total_time_s.value / 3600 * 3.0 * c.configuration.num_nodes)
 
 
+def test_batch_throughput_and_cost_are_given_in_tokens_too(cluster: Cluster) -> None:
+    assert cluster.register().recommendation.candidates[0].tokens_per_step is None
+    for c in cluster.register(spec(model={"name": "net", "tokens_per_example": 512})).recommendation.candidates:
+        assert c.tokens_per_step == 512 * c.global_batch_size
+        assert c.tokens_per_s is not None
+        assert c.tokens_per_s.value == pytest.approx(c.tokens_per_step / c.step_time_s.value)
+        assert c.tokens_per_s.low <= c.tokens_per_s.value <= c.tokens_per_s.high
+        assert c.cost_usd is not None
+        assert c.usd_per_million_tokens is not None
+        assert c.usd_per_million_tokens.high == pytest.approx(c.cost_usd.high / (10 * 100_000 * 512 / 1e6))
+
+
+def test_tokens_that_the_agent_sees_count_by_their_mean_and_unequal_lengths_are_named(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    for lengths in ([512.0, 512.0], [100.0, 300.0, float("nan")]):
+        claimed = runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+        assert claimed is not None
+        cluster.report(claimed, tokens_per_example=lengths)
+        cluster.execute(claimed)
+        answer = cluster.recommendation(job_id)
+        unequal = [warning for warning in answer.model.warnings if "tokens an example" in warning]
+        assert bool(unequal) is (min(lengths) < 512), answer.model.warnings
+    assert "100 to 512" in unequal[0]
+    assert answer.candidates[0].tokens_per_step == 356 * answer.candidates[0].global_batch_size
+
+
 def test_the_frontier_is_what_no_candidate_beats_in_both(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     answer = cluster.recommendation(job_id)
