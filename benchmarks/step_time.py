@@ -5,6 +5,8 @@
 
 `--by-source` also gives the figures of each source beside those of all other sources, so that no constant that was
 chosen on some sources is judged by them alone.
+`columns`: a launch measures every batch of a cluster, and the planner plans clusters; `columns2` and `columns3` are the
+errors on the other clusters after the largest and the smallest cluster, and after one between them as well.
 All figures are fractions (0.04 = 4 %) except `fit_ms`.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from benchmarks.support.grids import Placement, Workload, over_workloads, worklo
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
+from tula_service.perfmodel.columns import column_of, columns_of, first_columns
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.recommend import Goal, recommend
@@ -38,12 +41,14 @@ BY_SOURCE = (
     "regret.best_num_nodes.mean",
     "regret.deadline.violations_with_warned",
 )
+COLUMNS = ("columns2", "columns3")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
 _DEADLINE = 1.5
 _RUNS = 6
 _SAME_BATCH = 1.03
 _TIMED_CANDIDATES = 64
+_NOISE = 0.03
 _NEVER = 1e30  # times as many steps: such a candidate may be profiled and is never chosen
 
 
@@ -59,6 +64,8 @@ class Figures:
     regret: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     runs: dict[str, float] = field(default_factory=dict)
+    column_regret: dict[str, float] = field(default_factory=dict)
+    launches: float = 0.0
     violated: float = 0.0
     promised: float = 1.0
     fit_ms: float = 0.0
@@ -70,12 +77,13 @@ def profile(
     *,
     runs: int | None,
     goal: Goal | None = None,
+    by_column: bool = False,
 ) -> list[Placement]:
-    """The configurations that the planner asks for, in order, each answered from the table."""
+    """The configurations that the planner asks for, in order, each answered from the table; `runs` may be launches."""
     done: list[Placement] = []
     model: StepTimeModel | None = None
     while True:
-        budget = PlanBudget(max_runs=runs)
+        budget = PlanBudget(max_runs=runs, by_column=by_column)
         step = plan(search, workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
@@ -116,7 +124,31 @@ def replay(workload: Workload) -> Figures:
     found.coverage["full"] = mean([inside[0] for _, inside in left_out])
     found.fit_ms = time_fit(workload, profiled["adaptive6"])
     regret(workload, profiled["adaptive6"], found)
+    columns(workload, found)
     return found
+
+
+def columns(workload: Workload, found: Figures) -> None:
+    """Held-out errors after two and three columns, and the regret and launches of planned columns."""
+    for name in COLUMNS:
+        chosen = first_columns(workload.candidates, middle=name == "columns3")
+        errors, _ = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen])
+        found.error[name] = median(errors)
+    generator = np.random.default_rng(1)
+    noisy = {c: t * float(generator.lognormal(0.0, _NOISE)) for c, t in workload.step_time_s.items()}
+    launches = []
+    for table, suffix in ((workload, ""), (replace(workload, step_time_s=noisy), ".noisy")):
+        for name, objective in (("time", Objective.TIME), ("cost", Objective.COST)):
+            goal = Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, Limits())
+            runs, choice = recommended(table, goal, by_column=True)
+            value = {c: t / c.global_batch_size for c, t in workload.step_time_s.items()}
+            if name == "cost":
+                value = {c: each * c.world_size for c, each in value.items()}
+            chosen_value = value[choice.chosen.configuration]  # type: ignore[union-attr, index]
+            found.column_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
+            if not suffix:
+                launches.append(float(len(columns_of(runs))))
+    found.launches = mean(launches)
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
@@ -156,9 +188,9 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
     best_num_nodes(workload, planned, found)
 
 
-def recommended(workload: Workload, goal: Goal) -> tuple[list[Placement], Choice]:
+def recommended(workload: Workload, goal: Goal, *, by_column: bool = False) -> tuple[list[Placement], Choice]:
     """The runs that the planner spent on a goal, and the choice that they led to."""
-    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal)
+    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, by_column=by_column)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal).choice
 
@@ -223,6 +255,12 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
         runs = [float(r.runs[name]) for r in results if name in r.runs]
         if runs:
             out[f"regret.{name}.runs"] = mean(runs)
+    for name in COLUMNS:
+        errors = [r.error[name] for r in results if r.error[name] == r.error[name]]
+        out[f"{name}.median"], out[f"{name}.p90"] = median(errors), percentile(errors, 0.9)
+    for name in results[0].column_regret:
+        out[f"columns.regret.{name}.mean"] = mean([r.column_regret[name] for r in results])
+    out["columns.launches"] = mean([r.launches for r in results])
     out["regret.deadline.promised"] = mean([r.promised for r in results])
     out["regret.deadline.violations"] = mean([r.violated * r.promised for r in results])
     out["regret.deadline.violations_with_warned"] = mean([r.violated for r in results])
@@ -268,6 +306,11 @@ def show(figures: dict[str, float]) -> None:
     parts = ("mean", "within5", "largest.mean", "largest.within5")
     rows = [[name, *(percent(f"regret.{name}.{part}") for part in parts)] for name in CHOICES]
     print_table("regret, at most 6 runs", ["choice", "mean", "within 5 %", "largest: mean", "within 5 %"], rows)
+    rows = [[name, percent(f"{name}.median"), percent(f"{name}.p90")] for name in COLUMNS]
+    print_table("columns: errors on the other clusters", ["plan", "median", "p90"], rows)
+    regrets = [percent(f"columns.regret.{name}.mean") for name in ("time", "cost", "time.noisy", "cost.noisy")]
+    heads = ["launches", "time", "cost", "time, 3 % noise", "cost, 3 % noise"]
+    print_table("regret of planned columns", heads, [[f"{figures['columns.launches']:.2f}", *regrets]])
     print(f"\ndeadline violations {percent('regret.deadline.violations')}; median fit {figures['fit_ms']:.1f} ms")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from tula_service.domain import Measure, Search
 from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements, log_value
 from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
 from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
 from tula_service.perfmodel.points import FloatArray, ObservationError
 from tula_service.perfmodel.priors import Priors, generic_prior
@@ -25,6 +26,7 @@ _CHEAP_RUNS = 2
 _CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
 _PRECISE_ENOUGH = 0.03  # relative error of predictions
 _GAIN_WORTH_A_RUN = 0.005
+_GAIN_WORTH_A_LAUNCH = 0.02  # of a whole column
 _CHANCE_WORTH_A_RUN = 0.02
 _MEDIAN_OF_NORMAL = 0.67
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
@@ -34,7 +36,8 @@ _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 class PlanBudget:
     """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds.
 
-    `by_default`: `max_runs` is the default and not the user's number.
+    `by_default`: `max_runs` is the default and not the user's number. `by_column`: a launch measures every batch of its
+    column, and `max_runs` counts launches.
     """
 
     max_runs: int | None = 6
@@ -42,6 +45,7 @@ class PlanBudget:
     spent_gpu_seconds: float = 0.0
     steps_per_run: int = 30
     by_default: bool = False
+    by_column: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class _State:
     open_rows: tuple[int, ...]
     affordable: frozenset[int]
     runs_left: int
+    gain_worth_a_run: float
 
     @property
     def num_runs(self) -> int:
@@ -110,7 +115,8 @@ def plan(
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first
     the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
-    goal, `_refine_choice`; without, whatever is least certain.
+    goal, `_refine_choice`; without, whatever is least certain. With `budget.by_column`, the first runs are the largest
+    and the smallest cluster, and every cluster is planned with all of its batches.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -129,17 +135,19 @@ def plan(
         return Plan(tuple(runs[: state.runs_left]), None)
     if search is Search.PARTIAL:
         return _corners(state)
-    first = _next_design_runs(state, goal)
+    first = _first_columns(state) if budget.by_column else _next_design_runs(state, goal)
     if first is not None:
         return first
     assert state.model is not None
     if goal is None:
-        return _least_certain(state, state.model)
-    if recommendation is None:
-        recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
-    # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
-    cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
-    return _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
+        found = _least_certain(state, state.model)
+    else:
+        if recommendation is None:
+            recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
+        # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
+        cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
+        found = _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
+    return _whole_columns(state, found) if budget.by_column else found
 
 
 def _state_of(
@@ -159,6 +167,7 @@ def _state_of(
         measured = frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
     open_rows = tuple(row for row, c in enumerate(candidates) if c not in measured and c not in pending)
     # The paper's two searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
+    used = measured | pending
     limit = budget.max_runs if search is Search.ADAPTIVE and budget.max_runs is not None else len(candidates) + 1
     return _State(
         candidates=candidates,
@@ -168,7 +177,8 @@ def _state_of(
         pending=pending,
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
-        runs_left=limit - len(measured) - len(pending),
+        runs_left=limit - len(columns_of(used) if budget.by_column else used),
+        gain_worth_a_run=_GAIN_WORTH_A_LAUNCH if budget.by_column else _GAIN_WORTH_A_RUN,
     )
 
 
@@ -191,7 +201,8 @@ def _exhausted(state: _State, budget: PlanBudget) -> str | None:
         return "Every candidate has been profiled."
     if state.runs_left <= 0:
         which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
-        return f"The budget of {budget.max_runs} run{'s' if budget.max_runs != 1 else ''} ({which}) is spent."
+        one, many = ("launch", "launches") if budget.by_column else ("run", "runs")
+        return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
     if not state.affordable:
         return (
             f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further run."
@@ -205,6 +216,30 @@ def _corners(state: _State) -> Plan:
     if not rows:
         return Plan((), None if state.pending else "Partial search: every corner has been profiled.")
     return Plan(tuple(PlannedRun(state.candidates[row], purpose) for row in rows), None)
+
+
+def _first_columns(state: _State) -> Plan | None:
+    """The columns that every search begins with, or the wait for those that are pending; None once done."""
+    used = columns_of((*state.measured, *state.pending))
+    missing = [column for column in first_columns(state.candidates) if column not in used][: state.runs_left]
+    sizes = [c.world_size for c in state.candidates]
+    runs = [
+        PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with every batch in one launch.")
+        for column in missing
+        for c in _open_in(state, column)
+    ]
+    return Plan(tuple(runs), None) if runs or state.pending or state.model is None else None
+
+
+def _whole_columns(state: _State, found: Plan) -> Plan:
+    """The plan with every open batch of the clusters that it asks for: a launch measures them together."""
+    runs = {c: PlannedRun(c, run.purpose) for run in found.runs for c in _open_in(state, column_of(run.configuration))}
+    return Plan(tuple(runs.values()), found.stop_reason)
+
+
+def _open_in(state: _State, column: Column) -> list[Configuration]:
+    """The affordable open candidates of a column, the smallest batch first."""
+    return sorted(state.candidates[row] for row in state.affordable if column_of(state.candidates[row]) == column)
 
 
 def _next_design_runs(state: _State, goal: Goal | None) -> Plan | None:
@@ -272,7 +307,7 @@ def _contender(
     # Among equals the smaller cluster: its run costs less.
     gain, best = max(affordable, key=lambda pair: (round(pair[0], 3), -pair[1].world_size, pair[1]))
     if recommendation.choice.within_limits_is_likely:
-        if gain <= _GAIN_WORTH_A_RUN:
+        if gain <= state.gain_worth_a_run:
             return None
         return PlannedRun(best, f"Contender: it might beat the choice; expected gain {100 * gain:.1f} %.")
     if gain <= _CHANCE_WORTH_A_RUN:

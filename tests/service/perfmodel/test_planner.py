@@ -213,3 +213,28 @@ def test_a_limit_that_nothing_keeps_ends_with_the_reason():
     done, reason = work_through(Search.ADAPTIVE, GRID, goal)
     assert len(done) <= 6
     assert reason
+
+
+@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE, None])
+def test_planned_columns_are_whole_clusters_within_the_budget_of_launches(goal):
+    done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=3, by_column=True))
+    clusters = dict.fromkeys(c.num_nodes for c in done)
+    assert list(clusters)[:2] == [8, 1]
+    assert len(clusters) <= 3
+    assert sorted(done) == sorted(c for c in GRID if c.num_nodes in clusters)
+    assert reason
+
+
+def test_no_column_is_planned_while_another_is_pending():
+    budget = PlanBudget(max_runs=8, by_column=True)
+    first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
+    assert plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget, pending=first).runs == ()
+    half = fitted(first[:4], GRID)
+    assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[4:]).runs == ()
+
+
+def test_the_rest_of_a_column_that_was_cut_short_needs_no_launch_of_the_budget_twice():
+    budget = PlanBudget(max_runs=2, by_column=True)
+    first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
+    spent = plan(Search.ADAPTIVE, GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
+    assert spent.stop_reason == "The budget of 2 launches (profiling.max_runs) is spent."
