@@ -36,6 +36,11 @@ class ModelSpec(WireModel):
     tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = Field(
         None, description="Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
     )
+    activation_checkpointing: bool = Field(
+        False,
+        description="True: the backward pass recomputes activations; then `activation_bytes_per_sample` is of what is "
+        "kept, and `flops_per_sample` leaves the recomputation out.",
+    )
     optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
         "momentum", description="Optimizer, for the bytes of its state per parameter."
     )

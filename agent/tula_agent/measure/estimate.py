@@ -13,6 +13,9 @@ import torch
 from tula_agent.measure.step_timer import map_tensors, tensors_in
 from tula_agent.torch_private import storage_key, tensors_without_data
 
+_RECOMPUTED = 4.0 / 3.0
+_RECOMPUTES_ABOVE = 3.3  # forward passes' worth of FLOPs in a step: 3 without recomputation, 4 with all of it
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -20,7 +23,8 @@ class MemoryEstimate:
 
     `activation_bytes_per_sample` is what autograd keeps for the backward pass; `fixed_activation_bytes` the part of it
     that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not included:
-    calibrate against one measured run where they matter.
+    calibrate against one measured run where they matter. With `activation_checkpointing` (some of the forward pass is
+    recomputed) the FLOPs include the recomputation; what it holds while it recomputes one segment is not included.
     """
 
     parameters: int
@@ -31,6 +35,7 @@ class MemoryEstimate:
     activation_bytes_per_sample: int
     fixed_activation_bytes: int
     batch_bytes_per_sample: int
+    activation_checkpointing: bool = False
 
     def total_bytes(self, local_batch_size: int) -> int:
         """Memory at `local_batch_size` examples (equation 3)."""
@@ -48,8 +53,10 @@ class MemoryEstimate:
         return {
             "name": name,
             "parameters": self.parameters,
-            "flops_per_sample": self.flops_per_sample,
+            # The specification leaves recomputation out.
+            "flops_per_sample": self.flops_per_sample / (_RECOMPUTED if self.activation_checkpointing else 1.0),
             "activation_bytes_per_sample": self.activation_bytes_per_sample,
+            "activation_checkpointing": self.activation_checkpointing,
             "optimizer": optimizer,
         }
 
@@ -67,8 +74,8 @@ def estimate_memory(
     if not tensors:
         raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
     size = int(tensors[0].shape[0])
-    once_bytes, once_flops = _dry_run(model, sample, 1)
-    twice_bytes, twice_flops = _dry_run(model, sample, 2)
+    once_bytes, _, once_flops = _dry_run(model, sample, 1)
+    twice_bytes, forward_flops, twice_flops = _dry_run(model, sample, 2)
     per_sample = max(0, twice_bytes - once_bytes) / size
     parameters = {id(p): p for p in model.parameters()}.values()
     buffers = {id(b): b for b in model.buffers()}.values()
@@ -82,6 +89,7 @@ def estimate_memory(
         activation_bytes_per_sample=round(per_sample),
         fixed_activation_bytes=max(0, round(once_bytes - size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
+        activation_checkpointing=twice_flops > _RECOMPUTES_ABOVE * forward_flops,
     )
 
 
@@ -100,8 +108,8 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     return sum(v.numel() * v.element_size() for v in state) / (probe.numel() * probe.element_size())
 
 
-def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]:
-    """(bytes kept for backward, FLOPs) of one forward and backward at `times` the sample's batch."""
+def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, int]:
+    """(bytes kept for backward, FLOPs of the forward pass, of both passes) at `times` the sample's batch."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with tensors_without_data() as convert:
@@ -123,9 +131,10 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int]
                 arguments, named = _arguments(inputs)
                 output = torch.func.functional_call(model, state, arguments, named)
                 loss = _scalar(output)
+            forward_flops = counter.get_total_flops()
             held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
             loss.backward()  # type: ignore[no-untyped-call]
-        return held, counter.get_total_flops()
+        return held, forward_flops, counter.get_total_flops()
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

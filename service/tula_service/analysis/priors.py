@@ -41,6 +41,7 @@ _PROCESSOR, _PROCESSOR_SD = "CPU", 1.0
 _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
+_RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
 _MAX_PRIORS = 10
 _MAX_SCALES = 20
 _MAX_PAIRS = 100
@@ -231,6 +232,7 @@ def _facts_of(model: wire.ModelSpec) -> ModelFacts:
     known = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    flops *= _RECOMPUTED if model.activation_checkpointing else 1.0
     return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0)
 
 
@@ -257,8 +259,10 @@ def _as_prior(learned: Posterior) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """True when the names agree, and the parameter counts where both give them."""
-    return one.name == other.name and (one.parameters == other.parameters or None in (one.parameters, other.parameters))
+    """True when the names agree, what a step does, and the parameter counts where both give them."""
+    if (one.name, one.activation_checkpointing) != (other.name, other.activation_checkpointing):
+        return False
+    return one.parameters == other.parameters or None in (one.parameters, other.parameters)
 
 
 def _known_device(accelerator: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tula_agent.measure.estimate import estimate_memory, state_ratio
 from tula_agent.measure.memory import MemoryMonitor, capacity_bytes, resident_bytes
@@ -62,6 +63,32 @@ def test_an_estimate_counts_exactly_what_autograd_keeps_and_touches_nothing() ->
     assert estimate.optimizer_bytes == estimate.gradient_bytes == 4 * estimate.parameters
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+class Blocks(nn.Module):
+    """Four blocks behind a first layer, recomputed in the backward pass if asked for."""
+
+    def __init__(self, *, recomputed: bool) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU()) for _ in range(4))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return x
+
+
+def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
+    """The service adds a third where the flag is set, so the specification has the FLOPs without it."""
+    sample = torch.randn(8, 64, requires_grad=True)
+    plain, recomputed = (estimate_memory(Blocks(recomputed=each), sample) for each in (False, True))
+    assert not plain.model_spec("net")["activation_checkpointing"]
+    assert recomputed.model_spec("net")["activation_checkpointing"]
+    assert recomputed.flops_per_sample == pytest.approx(4 / 3 * plain.flops_per_sample)
+    assert recomputed.model_spec("net")["flops_per_sample"] == pytest.approx(plain.flops_per_sample)
+    assert recomputed.activation_bytes_per_sample == 3 * 64 * 4, "the inputs of all blocks but the first, the batch"
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:

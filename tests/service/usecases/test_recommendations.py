@@ -280,6 +280,16 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
     assert 1.5 < slower < 900.0 / 320.0 * 1.2, "the same network, moved by what the data sheets differ in"
 
 
+def test_recomputed_activations_lengthen_the_first_guess_by_a_third_of_compute(cluster: Cluster) -> None:
+    def compute_s(**model: object) -> float:
+        answer = cluster.register(spec(model={"name": "net", "flops_per_sample": 24e9} | model)).recommendation
+        terms = max(answer.candidates, key=lambda each: each.configuration.local_batch_size).terms
+        assert terms is not None
+        return terms.compute_time_s
+
+    assert compute_s(activation_checkpointing=True) / compute_s() == pytest.approx(4 / 3, rel=0.02)
+
+
 def test_a_job_of_another_network_teaches_the_speed_of_its_hardware_and_less_so_of_others(cluster: Cluster) -> None:
     # 24 GFLOP an example take this cluster a fifth of what the data sheet promises.
     def asks(name: str, accelerator: str) -> wire.JobSpec:
