@@ -19,6 +19,7 @@ Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
 EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
 
 
@@ -40,6 +41,11 @@ class ModelSpec(WireModel):
         False,
         description="True: the backward pass recomputes activations; then `activation_bytes_per_sample` is of what is "
         "kept, and `flops_per_sample` leaves the recomputation out.",
+    )
+    sharding: Sharding = Field(
+        "none",
+        description="What the ranks share instead of each holding a copy: `zero1` optimizer state, `zero2` gradients "
+        "too, `zero3` parameters too (FSDP).",
     )
     optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
         "momentum", description="Optimizer, for the bytes of its state per parameter."

@@ -49,8 +49,8 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     Every rank must construct it with the same arguments and step as often (a few numbers are reduced over
     `process_group`). Raises TypeError for something that is not an optimizer, and ValueError for a senseless threshold,
-    for sharded parameters (FSDP, tensor parallelism), whose local gradients are no norms of the whole, or for a group
-    without `lr`. The first `step` raises ValueError for a `small_batch_size` without any global batch size.
+    for sharded parameters (FSDP, tensor parallelism), of which no rank's own gradient is left to compare, or for a
+    group without `lr`. The first `step` raises ValueError for a `small_batch_size` without any global batch size.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must unscale first, whatever the wrapped optimizer supports
@@ -347,7 +347,10 @@ def _refuse_unusable(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
     if is_sharded(p for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("optimizer holds sharded parameters (FSDP, DTensor): TulaOptimizer needs whole ones, as DDP's")
+        raise ValueError(
+            "optimizer holds sharded parameters: FSDP reduces the gradient within the backward pass and keeps none of "
+            "a rank's own, with which TulaOptimizer compares it; use DDP, or train without TulaOptimizer"
+        )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(
             "optimizer sets its own learning rate (lr is None): give it one, which TulaOptimizer can scale"

@@ -12,18 +12,23 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import CrossValidation, JobData
 from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
-from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, fit_memory
+from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, Shards, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
+_PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
+_NUM_SHARED = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
 _SHORTEST_STEP_S = 1e-7  # a fit of shorter ones overflows
 _COUNTING_SD = 0.1
 _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
+_SHARD_ALL = "shard parameters and optimizer state"
+_MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
+_LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too high
 # The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
 # and never a large share of the capacity.
 _CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE, _CONTEXT_SD = 0.75e9, 0.1, 0.7
@@ -179,16 +184,16 @@ class MemoryEvidence:
     capacity_bytes: Mapping[str, float]
     out_of_memory: tuple[RunSummary, ...] = ()
     warnings: tuple[str, ...] = ()
-    _fits: dict[tuple[str, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _fits: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     def fit_probability(self, c: Configuration) -> float | None:
         """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
-        key = (c.instance_type, c.local_batch_size)
+        key = (c.instance_type, c.local_batch_size, c.world_size)
         model, capacity = self.models.get(c.instance_type), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         if key not in self._fits:
-            self._fits[key] = model.fits(float(c.local_batch_size), capacity)
+            self._fits[key] = model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
         return self._fits[key]
 
     def why_not(self, c: Configuration) -> str:
@@ -203,19 +208,21 @@ class MemoryEvidence:
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
         """That memory leaves no candidate, the reason on each instance type, and the remedy, in a sentence."""
         smallest = spec.batch.min_local_batch_size
-        reasons, remedy = [], "use a larger instance type, or shard parameters and optimizer state"
-        needed = _counted_bytes(spec.model)
-        if any(needed <= self.capacity_bytes.get(cluster.instance_type, math.inf) for cluster in spec.cluster):
+        shared = spec.model.sharding != "none"
+        reasons, remedy = [], f"use a larger instance type, or {'raise cluster.min_nodes' if shared else _SHARD_ALL}"
+        needed = {each.instance_type: _counted_bytes(spec.model, _fewest_ranks(each)) for each in spec.cluster}
+        if any(needed[name] <= self.capacity_bytes.get(name, math.inf) for name in needed):
             remedy = f"lower min_local_batch_size, {remedy}"
         for cluster in spec.cluster:
             name = cluster.instance_type
             failed = [each for each in self.out_of_memory if each.configuration.instance_type == name]
             if failed:
                 reasons.append(f"{_run_name(min(failed, key=failed_batch))} ran out of memory")
-            elif name in self.capacity_bytes and needed > self.capacity_bytes[name]:
-                reasons.append(_state_too_large(spec.model, self.capacity_bytes[name]))
+            elif name in self.capacity_bytes and needed[name] > self.capacity_bytes[name]:
+                reasons.append(_state_too_large(needed[name], self.capacity_bytes[name]))
             elif name in self.models and name in self.capacity_bytes:
                 peak = float(self.models[name].predict([float(smallest)]).mean_bytes[0])
+                peak += self.models[name].shards.extra_bytes(_fewest_ranks(cluster))
                 reasons.append(
                     f"a rank of {name} is expected to need {_gib(peak)} at a local batch of {smallest}, of which the "
                     f"device has {_gib(self.capacity_bytes[name])}"
@@ -277,10 +284,13 @@ def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[R
         capacity = _capacity(cluster, [memory for _, memory in readings])
         usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
         context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity)
-        prior = _memory_prior(spec.model, context)
+        fewest, most = _fewest_ranks(cluster), cluster.max_nodes * cluster.ranks_per_node
+        prior = _memory_prior(spec.model, context, most)
+        shards = Shards(_shared_bytes(spec.model, readings), most)
         model = None
         try:
-            model = fit_memory(_memory_observations(usable, readings, failed, context, capacity), prior=prior)
+            observed = _memory_observations(usable, readings, failed, context, capacity, shards)
+            model = fit_memory(observed, prior=prior, shards=shards)
         except ObservationError as error:
             if usable:
                 warnings.append(f"Memory of {name}: {error}")
@@ -288,10 +298,13 @@ def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[R
             models[name] = model
         if capacity is not None:
             capacities[name] = capacity
-            if not rows and _counted_bytes(spec.model) > capacity:  # a script that shards was measured, and fits
-                warnings.append(f"Memory of {name}: {_state_too_large(spec.model, capacity)}: {_SHARD}.")
+            needed = _counted_bytes(spec.model, fewest)
+            if not rows and needed > capacity:  # a script that shards was measured, and fits
+                remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
+                warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
         safety = _plan_safety(spec, prior, len({c.local_batch_size for c, _ in usable}))
-        bound = _bound(model, capacity, safety, failed, max((c.local_batch_size for c, _ in rows), default=0))
+        room = None if model is None or capacity is None else _room(model, capacity, fewest)
+        bound = _bound(model, room, safety, failed, max((c.local_batch_size for c, _ in rows), default=0))
         if bound is not None:
             bounds[name] = bound
     return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings))
@@ -307,6 +320,22 @@ def failed_batch(failed: RunSummary) -> int:
     return failed.failed_local_batch_size or failed.configuration.local_batch_size
 
 
+def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
+    return cluster.min_nodes * cluster.ranks_per_node
+
+
+def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
+    """The capacity as a rank of the largest cluster would have it: without what this many ranks hold more of each."""
+    return max(capacity - model.shards.extra_bytes(world_size), 1.0)
+
+
+def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
+    """Bytes that the ranks share, all shards together: as read or, before that, as the specification counts them."""
+    parts = _PARTS[: _NUM_SHARED[model.sharding]]
+    read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
+    return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)
+
+
 def _capacity(cluster: wire.ClusterSpec, readings: Sequence[MemoryReading]) -> float | None:
     reported = [m.capacity_bytes for m in readings if m.capacity_bytes and m.method == "cuda_allocator"]
     capacity = cluster.memory_bytes_per_rank or (min(reported) if reported else None)
@@ -319,15 +348,22 @@ def _memory_observations(
     failed: Sequence[int],
     context: float,
     capacity: float | None,
+    shards: Shards,
 ) -> MemoryObservations:
-    static = [m for _, m in readings if m.parameter_bytes is not None and m.optimizer_bytes is not None]
-    counted = static[0] if static and static[0].method == "cuda_allocator" else None
+    def of_most_ranks(c: Configuration, amount: float) -> float:
+        return max(amount - shards.extra_bytes(c.world_size), _LEAST_LEFT * amount)
+
+    static = [each for each in readings if each[1].parameter_bytes is not None and each[1].optimizer_bytes is not None]
+    counted = None
+    if static and static[0][1].method == "cuda_allocator":
+        amount = _static_bytes(static[0][1], context)
+        counted = None if amount is None else of_most_ranks(static[0][0], amount)
     return MemoryObservations(
         np.array([float(c.local_batch_size) for c, _ in usable]),
-        np.array([_on_device(m, context, capacity) for _, m in usable]),
+        np.array([of_most_ranks(c, _on_device(m, context, capacity)) for c, m in usable]),
         np.array([float(batch) for batch in failed]),
         capacity_bytes=capacity,
-        static_bytes=None if counted is None else _static_bytes(counted, context),
+        static_bytes=counted,
     )
 
 
@@ -354,26 +390,29 @@ def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, num_batches: int) -> fl
     return _AS_LIKELY_AS_NOT if prior.static_bytes is not None else None
 
 
-def _memory_prior(model: wire.ModelSpec, context: float) -> MemoryPrior:
+def _memory_prior(model: wire.ModelSpec, context: float, ranks: int) -> MemoryPrior:
     """From the specification: parameters, gradients and optimizer state in single precision, and a context."""
     slope = model.activation_bytes_per_sample or None
     if model.parameters is None:
         return MemoryPrior(bytes_per_sample=slope)
-    counted = _counted_bytes(model)
+    counted = _counted_bytes(model, ranks)
     static = counted + context
     sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static
     return MemoryPrior(bytes_per_sample=slope, static_bytes=static, static_sd=sd)
 
 
-def _counted_bytes(model: wire.ModelSpec) -> float:
-    """Bytes of parameters, gradients and optimizer state in single precision; 0 without a count of parameters."""
-    return float((model.parameters or 0) * (8 + _OPTIMIZER_BYTES[model.optimizer]))
+def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
+    """Bytes of parameters, gradients and optimizer state in single precision on one of so many ranks; 0 without a count
+    of parameters."""
+    sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
+    shared = _NUM_SHARED[model.sharding]
+    return float((model.parameters or 0) * (sum(sizes[:shared]) / ranks + sum(sizes[shared:])))
 
 
-def _state_too_large(model: wire.ModelSpec, capacity: float) -> str:
+def _state_too_large(needed: float, capacity: float) -> str:
     return (
-        f"parameters, gradients and optimizer state alone need at least {_gib(_counted_bytes(model))} a rank in single "
-        f"precision, of which the device has {_gib(capacity)}"
+        f"parameters, gradients and optimizer state alone need at least {_gib(needed)} a rank in single precision, of "
+        f"which the device has {_gib(capacity)}"
     )
 
 
@@ -392,8 +431,7 @@ def _on_device(reading: MemoryReading, assumed_context: float, capacity: float |
 
 
 def _static_bytes(reading: MemoryReading, assumed_context: float) -> float | None:
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    counted = float(sum(getattr(reading, part) or 0 for part in parts))
+    counted = float(sum(getattr(reading, part) or 0 for part in _PARTS))
     return counted + _context_bytes(reading, assumed_context) if counted else None
 
 

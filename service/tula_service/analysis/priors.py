@@ -233,7 +233,8 @@ def _facts_of(model: wire.ModelSpec) -> ModelFacts:
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
     flops *= _RECOMPUTED if model.activation_checkpointing else 1.0
-    return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0)
+    volumes = 3.0 if model.sharding == "zero3" else 2.0
+    return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0, volumes=volumes)
 
 
 def _earlier_scale(scale: JobScale) -> EarlierScale:
@@ -260,7 +261,7 @@ def _as_prior(learned: Posterior) -> StepTimePrior:
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
     """True when the names agree, what a step does, and the parameter counts where both give them."""
-    if (one.name, one.activation_checkpointing) != (other.name, other.activation_checkpointing):
+    if any(getattr(one, name) != getattr(other, name) for name in ("name", "activation_checkpointing", "sharding")):
         return False
     return one.parameters == other.parameters or None in (one.parameters, other.parameters)
 

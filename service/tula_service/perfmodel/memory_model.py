@@ -66,6 +66,18 @@ class MemoryPredictions:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """Static memory that the ranks share (ZeRO, FSDP), bytes of all shards together; curves are of `most_ranks`."""
+
+    total_bytes: float = 0.0
+    most_ranks: int = 1
+
+    def extra_bytes(self, world_size: int) -> float:
+        """What one of so many ranks holds beyond one of `most_ranks`, at least nothing."""
+        return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
+
+
+@dataclass(frozen=True)
 class MemoryModel:
     """A weighted grid of curves; `notes` name what the data leave open. Arrays have one entry per curve."""
 
@@ -77,6 +89,7 @@ class MemoryModel:
     log_level_sd: FloatArray = field(repr=False)
     share: FloatArray = field(repr=False)
     power: FloatArray = field(repr=False)
+    shards: Shards = Shards()
 
     def predict(self, local_batch_size: Sequence[float] | FloatArray) -> MemoryPredictions:
         """Peak bytes at n local batches: the curves' own weighted quantiles, and a reading's noise around them."""
@@ -142,16 +155,26 @@ def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Co
         predicted = model.predict([float(batch) for batch in batches])
         rows = zip(batches, predicted.mean_bytes, predicted.low_bytes, predicted.high_bytes, strict=True)
         found |= {(name, batch): Interval(float(mean), float(low), float(high)) for batch, mean, low, high in rows}
-    return [found.get((c.instance_type, c.local_batch_size)) for c in configurations]
+    peaks = [found.get((c.instance_type, c.local_batch_size)) for c in configurations]
+    return [
+        peak and _raised(peak, models[c.instance_type].shards.extra_bytes(c.world_size))
+        for peak, c in zip(peaks, configurations, strict=True)
+    ]
 
 
-def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | None = None) -> MemoryModel:
+def _raised(peak: Interval, by: float) -> Interval:
+    return Interval(peak.mean + by, peak.low + by, peak.high + by) if by else peak
+
+
+def fit_memory(
+    observations: MemoryObservations | None, *, prior: MemoryPrior | None = None, shards: Shards = Shards()
+) -> MemoryModel:
     """Weigh every curve of the grid by the readings, by counted or analytic bytes, and by out-of-memory events.
 
     One reading, or readings at one batch, leave the growth to the prior (a tenth to nine tenths of the memory
     grow with the batch) and a note is added; two readings at different batches determine it. A batch that ran out of
-    memory makes curves on which it would have fitted improbable. Raises ObservationError with neither a reading nor
-    bytes per sample.
+    memory makes curves on which it would have fitted improbable. With `shards`, readings and counted bytes are of one
+    of `shards.most_ranks`. Raises ObservationError with neither a reading nor bytes per sample.
     """
     prior = prior or MemoryPrior()
     observed = observations or MemoryObservations(np.zeros(0), np.zeros(0))
@@ -208,6 +231,7 @@ def fit_memory(observations: MemoryObservations | None, *, prior: MemoryPrior | 
         log_level_sd=spread[kept],
         share=share[kept],
         power=power[kept],
+        shards=shards,
     )
 
 

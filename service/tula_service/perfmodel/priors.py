@@ -19,6 +19,7 @@ _SUSTAINED_SHARE_SD = 0.8  # the root of the sum of squares of the three widths 
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
 _BYTES_PER_PARAMETER = 4.0
+_ALL_REDUCE_VOLUMES = 2.0
 _LAUNCH_OVERHEAD_S = 0.005
 _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
@@ -56,12 +57,14 @@ class ModelFacts:
     """What is known of a network without running it.
 
     `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
-    its logarithm is, 0 where it was counted.
+    its logarithm is, 0 where it was counted. `volumes` is how often the parameters' bytes pass a link in a step: 2 for
+    an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers parameters again.
     """
 
     parameter_count: float
     flops_per_sample: float
     flops_sd: float = 0.0
+    volumes: float = _ALL_REDUCE_VOLUMES
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -122,7 +125,7 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
 
     c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and between nodes
-    s_inter = 2 * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Sustained is
+    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Sustained is
     0.6 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 11 FLOP per byte * W: half-way
     between networks bound by arithmetic and by memory, and between single precision (of which most of the measured
     networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores).
@@ -141,7 +144,9 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     mean[0] = log_compute
     sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
     mean[1], sd[1] = math.log(_LAUNCH_OVERHEAD_S) - log_compute, 1.2
-    mean[6] = log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
+    more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
+    mean[4] += more
+    mean[6] = more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
 
 

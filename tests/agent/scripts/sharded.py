@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tula_agent
 from benchmarks.support.gloo import leave_group, print_line
+from tula_agent.scaling import TulaOptimizer
 
 
 def main() -> None:
@@ -18,6 +19,10 @@ def main() -> None:
     large, small = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), nn.Linear(16, 2)
     fully_shard(large, mesh=mesh)
     optimizers = [torch.optim.Adam(large.parameters()), torch.optim.SGD(small.parameters(), lr=0.1)]
+    try:
+        TulaOptimizer(optimizers[0])
+    except ValueError as refused:
+        print_line(f"refused: {refused}")
     run = tula_agent.init(dataset_size=160)
     run.watch([large, small], optimizers)
     for _ in range(2):

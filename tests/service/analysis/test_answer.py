@@ -73,6 +73,48 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     assert "stable" in decision.reason
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: bool) -> None:
+    """2e9 parameters under Adam: 32 GB that the ranks share, read by the agent or counted by the specification."""
+    shared, per_example, fixed = 32e9, 50e6, 0.2e9
+
+    def reading(c: wire.Configuration) -> MemoryReading:
+        part = round(shared / 4 / c.world_size)
+        parts = {"parameter_bytes": part, "gradient_bytes": part, "optimizer_bytes": 2 * part} if counted else {}
+        peak = round(4 * part + fixed + per_example * c.local_batch_size)
+        return MemoryReading("cuda_allocator", peak, context_bytes=0, capacity_bytes=24 * 10**9, **parts)
+
+    cluster = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
+    model = {"name": "net", "parameters": 2 * 10**9, "optimizer": "adam", "sharding": "zero3"}
+    data = job(cluster=cluster, model=model)
+    for nodes, batch in ((8, 256), (2, 32)):
+        c = wire.Configuration(num_nodes=nodes, ranks_per_node=2, local_batch_size=batch)
+        data = measured(data, c, memory=reading(c))
+    answer = answer_of(data)
+    assert {each.configuration.num_nodes for each in answer.estimates} == {1, 2, 4, 8}
+    for each in answer.estimates:
+        assert each.peak_bytes is not None
+        truth = reading(each.configuration).peak_bytes
+        assert each.peak_bytes.mean == pytest.approx(truth, rel=0.05)
+        assert each.peak_bytes.low <= truth <= each.peak_bytes.high
+    doubtful = {c.num_nodes for c in answer.doubtful if c.local_batch_size == 256}
+    assert doubtful == {1}, "16 GB of state and 13 GB of activations do not fit there"
+
+
+def test_the_state_of_a_sharded_model_is_divided_by_the_ranks_that_share_it() -> None:
+    model = {"name": "net", "parameters": 10**10, "optimizer": "adam", "activation_bytes_per_sample": 10**6}
+    on = {"max_nodes": 8, "ranks_per_node": 8, "memory_bytes_per_rank": 40 * 10**9}
+    state = {"none": 160e9, "zero1": 80e9 + 10e9, "zero2": 40e9 + 15e9, "zero3": 20e9}
+    for sharding, needed in state.items():
+        found = analyse(job(model=model | {"sharding": sharding}, cluster=on))
+        if needed < 40e9:
+            assert isinstance(found, Answer)
+            continue
+        assert isinstance(found, Infeasible)
+        assert f"at least {needed / 2**30:.3g} GiB a rank" in found.reason
+        assert ("raise cluster.min_nodes" in found.reason) is (sharding != "none")
+
+
 def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
     data, decision = profiled(job())
     assert decision.posteriors is not None

@@ -67,6 +67,13 @@ def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
         assert found.sd[0] == pytest.approx(np.hypot(sd, 1.0))
 
 
+def test_gathering_parameters_again_in_the_backward_pass_is_half_as_much_communication_more():
+    collective = [4, 6]  # within a node, between nodes
+    more = a_guess(volumes=3.0).mean - a_guess().mean
+    assert more[collective] == pytest.approx(np.log(1.5))
+    assert not np.delete(more, collective).any()
+
+
 def corrected(guess: StepTimePrior, earlier: Sequence[EarlierScale], **known: float) -> StepTimePrior:
     return scale_from_jobs(guess, earlier, device="here", **known)
 
