@@ -1,0 +1,80 @@
+"""The README's figures are those of the reports that it links, and the quick ones are computed again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cold_start
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS = [line for line in README.split("## How good it is")[1].splitlines() if line.startswith("| ")][1:]
+KEYS: dict[str, tuple[str, ...]] = {
+    "step time before any run": ("factor cold.same.0.0.median",),
+    "step time of what was not profiled": (
+        "share regular.adaptive4.median",
+        "share regular.adaptive6.median",
+        "share regular.ring.median",
+    ),
+    "the same, Pollux's form": ("share regular.planned6.pollux.median",),
+    "time of the choice": ("share time.tula.regret.mean", "share time.bayes.regret.mean"),
+    "cost of the choice": ("share cost.tula.regret.mean", "share cost.bayes.regret.mean"),
+    "`balanced`, the default": (
+        "ratio balanced.time_over_least.mean",
+        "ratio balanced.cost_over_least.mean",
+        "ratio time.time_over_least.mean",
+        "ratio time.cost_over_least.mean",
+    ),
+    "memory of the largest batch": ("share memory.largest.median",),
+    "the agent's CPU": ("ratio agent.cpu_us_per_step", "ratio agent.thread_us_per_step"),
+}
+"""How each row's figures are printed, in their order, and their keys in the report of that row."""
+PRINTED = {"share": lambda value: 100 * value, "ratio": float, "factor": lambda value: 1 + value}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip()[:40])
+def test_a_row_of_the_readme_prints_the_figures_of_its_report(row: str) -> None:
+    about, ours, instead, report = (cell.strip() for cell in row.strip("|").split("|"))
+    keys = next(keys for start, keys in KEYS.items() if about.startswith(start))
+    stored = json.loads((ROOT / re.search(r"\((.+)\)", report)[1]).read_text(encoding="utf-8"))  # type: ignore[index]
+    assert stored["commit"]
+    assert stored["command"].startswith("python -m benchmarks.")
+    texts = re.findall(r"[\d.]+", f"{ours} {instead}".replace("8-14 % in the paper", ""))
+    assert len(texts) == len(keys)
+    for text, (kind, key) in zip(texts, (each.split() for each in keys), strict=True):
+        digits = len(text.partition(".")[2])
+        assert round(PRINTED[kind](stored[key]), digits) == float(text), key
+
+
+def test_every_row_has_its_keys_and_every_key_its_row() -> None:
+    assert len(ROWS) == len(KEYS)
+
+
+def test_the_first_guess_is_still_as_far_off_as_the_readme_says() -> None:
+    """Without history nothing is drawn, so one draw tells; the other figures take minutes or other machines."""
+    found = cold_start.score(cold_start.read(cold_start.TABLE), 0, 0, True, 1)
+    assert f"| {1 + found['cold.same.0.0.median']:.2f} |" in README
+
+
+def test_objectives_on_the_page_for_those_who_pay_are_those_of_the_report() -> None:
+    page = (ROOT / "docs" / "pay-the-bill.md").read_text(encoding="utf-8")
+    stored = json.loads((ROOT / re.search(r"`(benchmarks/results/.+?\.json)`", page)[1]).read_text())  # type: ignore[index]
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([\d.]+), ([\d.]+) \| ([\d.]+), ([\d.]+) \|$", page, re.M)
+    assert len(rows) == 4
+    for objective, *printed in rows:
+        keys = [f"{objective}.{what}_over_least.{part}" for what in ("time", "cost") for part in ("mean", "p90")]
+        values = [stored[key] for key in keys]
+        assert [f"{value:.3g}" if value >= 10 else f"{value:.2f}" for value in values] == printed
+
+
+def test_the_page_of_questions_states_the_cost_of_the_agent_as_its_report_does() -> None:
+    page = " ".join((ROOT / "docs" / "faq.md").read_text(encoding="utf-8").split())
+    stored = json.loads((ROOT / "benchmarks" / "results" / "2026-11-22-agent_overhead.json").read_text())
+    assert f"training thread {stored['agent.cpu_us_per_step']:.0f} microseconds" in page
+    share = stored["agent.thread_us_per_step"] / 1e6 / stored["step.time_s"]
+    assert f"{stored['agent.thread_us_per_step']:.0f} microseconds a step, {share:.1%}".replace("%", " %") in page
+    assert f"{stored['agent.memory_bytes'] / 1e6:.0f} MB" in page
