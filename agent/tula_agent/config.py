@@ -25,11 +25,15 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never)."""
+    """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never).
+
+    column: smaller local batches that the same launch measures first, ascending, each with its run.
+    """
 
     warmup_steps: int
     measure_steps: int
     precision: float = 0.0
+    column: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,18 @@ def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
         return None
     warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
     precision = _number(environ, "TULA_PRECISION", float, lambda share: 0 <= share <= 1, "a share between 0 and 1")
-    return ProfilePlan(DEFAULT_WARMUP_STEPS if warmup is None else warmup, measure, precision or 0.0)
+    warmup = DEFAULT_WARMUP_STEPS if warmup is None else warmup
+    return ProfilePlan(warmup, measure, precision or 0.0, _column(environ))
+
+
+def _column(environ: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
+    """The batches in TULA_COLUMN, as in `8=run-1,16=run-2`; none where it can't be read."""
+    pairs = [part.strip().partition("=") for part in environ.get("TULA_COLUMN", "").split(",") if part.strip()]
+    column = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and _ID.fullmatch(run)))
+    if len(column) == len(pairs) and all(size >= 1 for size, _ in column):
+        return column
+    logger.warning("TULA_COLUMN is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)
+    return ()
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_least: int) -> int:

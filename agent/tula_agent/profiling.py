@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from typing import Any
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
@@ -51,7 +52,7 @@ class StopAgreement:
                 answer = channel.wait("plan", 2 * PEERS_WITHIN_S)
                 if answer is not None:
                     self.agreed = bool(answer[0])
-                    plan = ProfilePlan(*answer[1]) if answer[1] else None
+                    plan = _plan_of(answer[1]) if answer[1] else None
         if not self.agreed and plan is not None:
             logger.warning(
                 "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
@@ -59,8 +60,8 @@ class StopAgreement:
             )
         return plan
 
-    def decide(self, measured: int, wants_stop: bool) -> bool:
-        """True when the loop ends at this step.
+    def decide(self, measured: int, wants_stop: bool, first_step: int = 0) -> bool:
+        """True when the measurement that began at `first_step` ends at this step.
 
         measured: steps after warm-up, the same on every rank. wants_stop: only the first rank's counts.
         """
@@ -73,9 +74,9 @@ class StopAgreement:
             return False
         try:
             if channel.rank == 0:
-                channel.set(f"stop/{measured}", wants_stop)
+                channel.set(f"stop/{first_step}/{measured}", wants_stop)
                 return wants_stop
-            return bool(channel.wait(f"stop/{measured}", DECISION_WITHIN_S))
+            return bool(channel.wait(f"stop/{first_step}/{measured}", DECISION_WITHIN_S))
         except Exception as error:
             # The store is gone, for every rank at once: no rank ends early from now on.
             self._guard.note("agreeing with the other ranks", error)
@@ -88,7 +89,7 @@ class Profiling:
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
-    ranks share.
+    ranks share. `first_step` is the first of the batch that is measured: the launch of a column measures several.
     """
 
     def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
@@ -97,8 +98,9 @@ class Profiling:
         self.pending = False  # True: `agree` has something to do
         self.leads = leads
         self._agreement = StopAgreement(None, guard)
+        self.first_step = 0
         self._times: list[float] = []
-        self._stop_requested = False
+        self._stop_requested: str | None = None
 
     @property
     def measuring(self) -> bool:
@@ -110,15 +112,28 @@ class Profiling:
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
-    def stop_soon(self) -> None:
-        """The service has enough samples."""
-        self._stop_requested = True
+    def stop_soon(self, run_id: str) -> None:
+        """The service has enough samples of this run."""
+        self._stop_requested = run_id
+
+    def drop_column(self) -> None:
+        """Measure one batch."""
+        if self.plan is not None:
+            self.plan = replace(self.plan, column=())
+
+    def begin_again(self, step: int) -> None:
+        """Measure another batch from `step` on, warm-up first."""
+        self.stopping = False
+        self.first_step = step
+        self._times = []
 
     def agree(self) -> None:
         """Agree with the other ranks on whether and how to profile: as the first rank's environment says."""
         self.pending = False
         if not self._agreement.joined:
             self.plan = self._agreement.join(self.plan)
+            if not self._agreement.agreed:
+                self.drop_column()  # the ranks would not end a batch at the same step
 
     def may_repeat(self) -> bool:
         """True when a profiling run needs more steps than its loader has; the same on all ranks."""
@@ -128,8 +143,8 @@ class Profiling:
             self.agree()
         return self.measuring and self._agreement.agreed
 
-    def ends(self, step: int, step_time_s: float | None) -> bool:
-        """True when the run ends with `step`; its time in seconds, or None where it is not comparable.
+    def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
+        """True when `run_id` ends with `step`; its time in seconds, or None where it is not comparable.
 
         The service may ask for the end in its reply, and the first rank by its own estimate of precision; the run ends
         at the next step at which all ranks read the decision.
@@ -138,12 +153,18 @@ class Profiling:
             return False
         if step_time_s is not None:
             self._times.append(step_time_s)
-        measured = step + 1 - self.plan.warmup_steps
+        measured = step + 1 - self.first_step - self.plan.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
         precise = self.plan.precision > 0 and median_relative_error(self._times) <= self.plan.precision
-        enough = self._stop_requested or (self.leads and precise)
-        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough):
+        enough = self._stop_requested == run_id or (self.leads and precise)
+        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self.first_step):
             self.stopping = True
             return True
         return False
+
+
+def _plan_of(values: list[Any]) -> ProfilePlan:
+    """The plan whose fields the first rank sent as JSON."""
+    warmup_steps, measure_steps, precision, column = values
+    return ProfilePlan(warmup_steps, measure_steps, precision, tuple((int(size), str(run)) for size, run in column))

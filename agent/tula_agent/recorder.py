@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tula_agent.batch_cut import first_examples
+from tula_agent.column import Column
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.comm_split import CommSplit
@@ -58,6 +60,8 @@ class Recorder:
         self.finished = False
         self.boot_id = secrets.token_hex(8)
         self.profiling = Profiling(config.plan, self.leads, guard)
+        self.column = Column(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
+        self.cut_to = self.column.batch  # kept beside the column: the loop asks at every batch
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -65,13 +69,12 @@ class Recorder:
         self.gradients = GradientReader()
         self.requests = RequestBuilder(
             self.readings,
-            config.run_id,
+            self.column,
             guard=guard,
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
             is_training=lambda: self.plan is None,
         )
-        self._path = routes.RUN.format(run_id=config.run_id)
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
         self._device_clock: DeviceClock | None = None
@@ -93,7 +96,7 @@ class Recorder:
             poll=self._poll if self.leads else None,
         )
         if self.leads:
-            self.exporter.put(SpooledRequest("PATCH", self._path, encode({"state": "running"}), keep=False))
+            self._report_running(config.run_id)
             self.exporter.start()
         _finish_in_children(self)
 
@@ -117,7 +120,7 @@ class Recorder:
     @property
     def local_batch_size(self) -> int | None:
         """Examples per rank and micro-step as measured; by the environment before the first batch."""
-        return self._batch_size or self.config.local_batch_size
+        return self._batch_size or self.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
@@ -138,7 +141,39 @@ class Recorder:
 
     def may_repeat(self) -> bool:
         """See `Profiling.may_repeat`."""
-        return not self.finished and self.profiling.may_repeat()
+        repeats = not self.finished and self.profiling.may_repeat()
+        self._follow_first_rank()
+        return repeats
+
+    def cut(self, batch: Any, loader: Any) -> Any:
+        """The examples of `batch` that the script gets while a smaller batch is measured. Never raises.
+
+        A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
+        """
+        size, whole = self.cut_to, self.column.whole
+        if size is None or self.finished:
+            return batch
+        try:
+            found = batch_size_of(batch, loader)
+            if found is None or whole is None or found > whole or (self.timer.step == 0 and found != whole):
+                raise TypeError(f"its leading length is {found}, not the local batch of {whole}")
+            cut = first_examples(batch, found, min(size, found))
+        except Exception as error:
+            if self.timer.step == 0:
+                self.measure_whole_batches(f"the batch can't be cut: {error}")
+            else:
+                self.guard.note("cutting a batch", error)
+            return batch
+        if self._batch_size is None and self.leads:
+            self._report_running(self.column.run_id)
+        return cut
+
+    def measure_whole_batches(self, because: str) -> None:
+        """From now on the script gets whole batches; the other runs of this launch go back to the plan."""
+        if self.cut_to is not None:
+            logger.warning("this launch measures one batch instead of several: %s", because)
+            self.profiling.drop_column()
+            self._follow_first_rank()
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
         """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
@@ -318,19 +353,20 @@ class Recorder:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
         step, plan = timing.step, self.profiling.plan
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
+        since = step - self.profiling.first_step
         # The last, smaller batch of an epoch belongs to another configuration.
         usual = timing.local_batch_size == self._batch_size and not timing.uneven
         sampled = usual and self._is_sampled(step)
         if interval is not None:
             self.readings.add_device(step, interval) if sampled else interval.release()
-        self.readings.add_step(timing, step < warmup_steps, sampled)
+        self.readings.add_step(timing, since < warmup_steps, sampled)
         if self.leads and self.objects.telemetry_sources.references:
             for name, value in self.objects.changed_values():
                 self.readings.add_value(step, name, value)
-        took_long = step == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
+        took_long = since == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
-        if step < warmup_steps:
+        if since < warmup_steps:
             return took_long
         return self._profile(step, timing.step_time_s if usual else None) or took_long
 
@@ -339,12 +375,42 @@ class Recorder:
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
+            self._follow_first_rank()
         if self.plan is None:
             return pending
-        if self.profiling.ends(step, step_time_s):
+        if self.profiling.ends(step, step_time_s, self.column.run_id):
             self._read_memory()
+            if self.cut_to is not None:
+                self._next_batch(step)
             self.exporter.wake()
         return True
+
+    # The batches of a column.
+
+    def _next_batch(self, step: int) -> None:
+        """A smaller batch was measured: after this step, the next one is handed out."""
+        assert self.cut_to is not None
+        if self.leads:
+            self.readings.ended.append((self.cut_to, self.column.run_id))
+        self.column.next()
+        self.cut_to = self.column.batch
+        self._batch_size = self.cut_to or self.column.whole
+        if self.leads and self.cut_to is not None:
+            self._report_running(self.column.run_id)
+        self.profiling.begin_again(step + 1)
+        with self.guard("memory"):
+            self.memory.reset_peak()
+
+    def _follow_first_rank(self) -> None:
+        """Once the ranks have agreed, all cut as the first one does, or none."""
+        smaller = self.plan.column if self.plan is not None else ()
+        if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to:
+            self.column.use(smaller)
+            self.cut_to, self._batch_size = self.column.batch, None
+
+    def _report_running(self, run_id: str) -> None:
+        path = routes.RUN.format(run_id=run_id)
+        self.exporter.put(SpooledRequest("PATCH", path, encode({"state": "running"}), keep=False))
 
     def _is_sampled(self, step: int) -> bool:
         """True when a step of this number becomes a sample."""
@@ -352,7 +418,7 @@ class Recorder:
 
     def _first_batch(self, size: int) -> None:
         self._batch_size = size
-        configured = self.config.local_batch_size
+        configured = self.cut_to or self.config.local_batch_size
         if configured is not None and configured != size:
             logger.warning("the script uses batches of %d per rank, but the run's are %d: pass it on", size, configured)
 
@@ -362,20 +428,22 @@ class Recorder:
             return
         with self.guard("memory"):
             memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
-            self.readings.memory = {name: value for name, value in asdict(memory).items() if value is not None}
+            known = {name: value for name, value in asdict(memory).items() if value is not None}
+            self.readings.memory[self._batch_size] = known
             largest = self.memory.largest_local_batch_size()
             if largest is not None:
                 step = max(0, self.timer.step - 1)
                 self.readings.add_value(step, "largest_local_batch_size", float(largest))
 
     def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
-        if not self.leads and state != "out_of_memory":
+        unfinished = self.column.several and not self.stopping  # the launcher knows how it ended
+        if state != "out_of_memory" and (not self.leads or (state == "succeeded" and unfinished)):
             return []
         body = {"state": state, "message": message, "dropped": self.dropped}
         if state == "out_of_memory":
             body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
         known = {name: value for name, value in body.items() if value is not None}
-        return [SpooledRequest("PATCH", self._path, encode(known))]
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.column.run_id), encode(known))]
 
     # Gradient scaling's thresholds, and the shipping thread.
 
@@ -398,7 +466,7 @@ class Recorder:
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("stop") is True:
-            self.profiling.stop_soon()
+            self.profiling.stop_soon(request.path.split("/")[3])
 
 
 def warn_if_unsharded_loader(loader: Any, dataset_size: int | None, world_size: int) -> None:

@@ -142,6 +142,8 @@ class Run:
         except StopIteration:
             return []
         if recorder is not None:
+            if recorder.cut_to is not None:
+                batch = recorder.cut(batch, loader)
             try:
                 recorder.batch_ready(batch, loader)
             except Exception as error:
@@ -190,6 +192,7 @@ class Run:
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
+            recorder.measure_whole_batches("the framework hands the script its batches")
             self._start_measuring(recorder, loader)
             with self.guard("timing"):
                 recorder.want_batch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,15 @@ class MemoryMonitor:
         if self.largest_seen:
             self.observe(memory, self.largest_seen, self._buckets)
         return memory
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far, and give cached memory back: a larger batch follows."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
 
     def _breakdown(self, device: torch.device) -> MemoryReading:
         """The components as known now; activations are the peak without everything static."""

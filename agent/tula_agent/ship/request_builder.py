@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, NamedTuple
 
+from tula_agent.column import Column
 from tula_agent.guard import Guard
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming
@@ -82,6 +83,7 @@ class RequestBuilder:
     """Takes from `readings`, joins, and answers requests.
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
+    column: the runs of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service.
     """
@@ -89,7 +91,7 @@ class RequestBuilder:
     def __init__(
         self,
         readings: Readings,
-        run_id: str,
+        column: Column,
         *,
         guard: Guard,
         identity: Callable[[], Identity],
@@ -97,7 +99,8 @@ class RequestBuilder:
         is_training: Callable[[], bool],
     ) -> None:
         self._readings = readings
-        self._run_id = run_id
+        self._column = column
+        self._ended: list[tuple[int, str]] = []
         self._guard = guard
         self._identity = identity
         self._channel = channel
@@ -118,6 +121,7 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
+        self._ended += self._readings.take_ended()  # before their last steps
         taken = self._readings.take_steps()
         self._device.update(self._readings.take_device())
         channel = self._connected()
@@ -125,7 +129,7 @@ class RequestBuilder:
             due = self._collect_first(taken, channel, last)
         else:
             due = self._collect_other(taken, channel)
-        return due + self._telemetry()
+        return due + self._ends() + self._telemetry()
 
     def _collect_first(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None, last: bool
@@ -240,32 +244,56 @@ class RequestBuilder:
 
     def _summarise(self) -> list[SpooledRequest]:
         """What a rank other than the first sends to the service: memory, with its median step time."""
-        if self._readings.memory is None or not self._summary:
-            return []
-        usual = median(timing.step_time_s for timing in self._summary)
-        return self._samples([SampleRow(self._summary[-1]._replace(step_time_s=usual), warmup=False)])
+        due = []
+        for size in list(self._readings.memory):
+            steps = [timing for timing in self._summary if timing.local_batch_size == size]
+            if steps:
+                usual = median(timing.step_time_s for timing in steps)
+                due += self._samples([SampleRow(steps[-1]._replace(step_time_s=usual), warmup=False)])
+        return due
+
+    def _ends(self) -> list[SpooledRequest]:
+        """Reports of the smaller batches whose last row has been sent."""
+        held = {row.timing.local_batch_size for row, _ in self._rows.values()}
+        done = [(size, run_id) for size, run_id in self._ended if size not in held]
+        self._ended = [each for each in self._ended if each not in done]
+        body = encode({"state": "succeeded"})
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=run_id), body) for _, run_id in done]
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         if not rows:
             return []
-        path = routes.RUN_SAMPLES.format(run_id=self._run_id)
-        memory = self._readings.take_memory()
+        for row in rows:
+            self._without_further_input(row)
+        sizes = {row.timing.local_batch_size for row in rows}
+        memory_of = {size: self._readings.memory.pop(size, None) for size in sizes}
         due = []
         for body in sample_bodies(rows, self._identity(), self._sequence):
+            size = body.get("local_batch_size")
+            path = routes.RUN_SAMPLES.format(run_id=self._column.run_of(size))
             if self._readings.epochs_before is not None:
                 body["epochs_before"] = self._readings.epochs_before
-            if memory is not None:
+            if (memory := memory_of[size]) is not None:
                 body["memory"] = memory
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
+
+    def _without_further_input(self, row: SampleRow) -> None:
+        """Leave out the time in which the loader prepared examples beyond those that the script got."""
+        timing = row.timing
+        further_s = timing.input_time_s * (1.0 - self._column.share_of(timing.local_batch_size))
+        if further_s > 0.0:
+            row.timing = timing._replace(
+                step_time_s=max(timing.step_time_s - further_s, 0.0), input_time_s=timing.input_time_s - further_s
+            )
 
     def _telemetry(self) -> list[SpooledRequest]:
         chunk = telemetry_body(self._readings.take_values(), self._identity(), self._chunk)
         if chunk is None:
             return []
         self._chunk += 1
-        path = routes.RUN_TELEMETRY.format(run_id=self._run_id)
+        path = routes.RUN_TELEMETRY.format(run_id=self._column.run_of(None))
         return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"]))]
 
 

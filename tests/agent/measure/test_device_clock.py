@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent.sink import Sink
+from tula_agent.column import Column
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
 from tula_agent.measure.device_clock import DeviceClock, clock_for
@@ -155,7 +156,7 @@ def rank() -> Rank:
     readings = Readings(1000)
     requests = RequestBuilder(
         readings,
-        "r",
+        Column("r", None),
         guard=Guard(),
         identity=lambda: Identity(0, "boot", 1),
         channel=lambda: None,

@@ -1,0 +1,134 @@
+"""One launch measures several local batches, each for its own run; what can't be cut is measured whole."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+from tula_agent.batch_cut import first_examples
+from tula_agent.config import read_config
+from tula_agent.run import Run
+
+COLUMN = {
+    "TULA_COLUMN": "2=small,4=middle",
+    "TULA_LOCAL_BATCH_SIZE": "8",
+    "TULA_WARMUP_STEPS": "2",
+    "TULA_MEASURE_STEPS": "6",
+}
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Examples:
+    x: torch.Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+class Encoding(UserDict[str, Any]):
+    """Like transformers' BatchEncoding."""
+
+
+def measured(sink: Sink) -> dict[str, list[tuple[int, int]]]:
+    """By run: the local batch and the number of steps after warm-up of each body of the first rank, in order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for _, path, body in sink.requests:
+        if path.endswith("/samples") and body["rank"] == 0 and not body["warmup"]:
+            found.setdefault(path.split("/")[3], []).append((body["local_batch_size"], len(body["step"])))
+    return found
+
+
+def totals(sink: Sink) -> dict[str, tuple[set[int], int]]:
+    return {run: ({size for size, _ in bodies}, sum(n for _, n in bodies)) for run, bodies in measured(sink).items()}
+
+
+def states(sink: Sink, run: str) -> list[str]:
+    return [body["state"] for method, path, body in sink.requests if method == "PATCH" and path.endswith(f"/{run}")]
+
+
+@pytest.mark.parametrize("more", [(), ("--uneven", "--accumulate", "2")])
+def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launch, more: tuple[str, ...]) -> None:
+    done = launch("train.py", "--epochs", "1", "--batches", "6", *more, ranks=2, **COLUMN)
+    assert not sink.invalid
+    found = totals(sink)
+    assert {run: sizes for run, (sizes, _) in found.items()} == {"small": {2}, "middle": {4}, "run1": {8}}
+    assert more or {steps for _, steps in found.values()} == {6}
+    assert states(sink, "small") == states(sink, "middle") == ["running", "succeeded"]
+    assert states(sink, "run1") == ["running", "succeeded"]
+    order = [path.split("/")[3] for method, path, body in sink.requests if body.get("state") == "succeeded"]
+    assert order == ["small", "middle", "run1"]
+    counts = {line.split()[2] for line in done.printed("micro-steps")}
+    assert counts == {str(24 * (2 if more else 1))}
+    assert len({line.split()[2] for line in done.printed("weights")}) == 1
+    with_memory = {(path.split("/")[3], body["rank"]) for _, path, body in sink.requests if "memory" in body}
+    assert with_memory == {(run, rank) for run in ("small", "middle", "run1") for rank in (0, 1)}
+
+
+def test_out_of_memory_ends_the_launch_with_the_smaller_batches_measured(sink: Sink, launch: Launch) -> None:
+    launch("train.py", "--at", "11:oom", expect=None, **COLUMN)
+    assert states(sink, "small") == ["running", "succeeded"]
+    assert states(sink, "middle") == ["running", "out_of_memory"]
+    assert states(sink, "run1") == ["running"]
+    assert [body["failed_local_batch_size"] for _, _, body in sink.requests if "failed_local_batch_size" in body] == [4]
+
+
+def test_a_script_that_leaves_early_reports_no_batch_that_it_did_not_finish(sink: Sink, launch: Launch) -> None:
+    launch("train.py", "--at", "11:leave", expect=3, **COLUMN)
+    assert states(sink, "small") == ["running", "succeeded"]
+    assert states(sink, "middle") == ["running", "failed"]
+    assert states(sink, "run1") == ["running"]
+
+
+def test_batches_that_cannot_be_cut_are_measured_whole_with_one_message(
+    sink: Sink, environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(read_config(environment | COLUMN))
+    packed = [(torch.zeros(8, 3), torch.zeros(11))] * 3
+    sizes = [len(x) for x, _ in run.steps(packed)]
+    run.finish()
+    assert sizes == [8] * 8
+    assert totals(sink) == {"run1": ({8}, 6)}
+    assert states(sink, "small") == []
+    assert len([r for r in caplog.records if "measures one batch instead of several" in r.message]) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "cut"),
+    [
+        (torch.arange(6), torch.arange(2)),
+        ([torch.arange(6), torch.ones(6, 3)], [torch.arange(2), torch.ones(2, 3)]),
+        (
+            {"x": torch.arange(6), "names": list("abcdef"), "scale": 3},
+            {"x": torch.arange(2), "names": ["a", "b"], "scale": 3},
+        ),
+        (
+            Pair(torch.arange(6), (torch.tensor(1.0), torch.ones(6))),
+            Pair(torch.arange(2), (torch.tensor(1.0), torch.ones(2))),
+        ),
+        ([torch.ones(3, 4 + n) for n in range(6)], [torch.ones(3, 4), torch.ones(3, 5)]),
+        (Examples(torch.arange(6), list("abcdef")), Examples(torch.arange(2), ["a", "b"])),
+        (Encoding(x=torch.arange(6)), Encoding(x=torch.arange(2))),
+    ],
+)
+def test_a_batch_is_cut_to_its_first_examples_and_stays_as_it_was(batch: Any, cut: Any) -> None:
+    before = repr(batch)
+    found = first_examples(batch, 6, 2)
+    assert type(found) is type(batch)
+    assert repr(found) == repr(cut)
+    assert repr(batch) == before
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": torch.ones(6), "graph": torch.ones(17)}, pack_sequence([torch.ones(1)] * 6), [torch.ones(6, 2)] * 6],
+)
+def test_a_batch_whose_parts_are_not_all_of_its_length_is_refused(batch: Any) -> None:
+    with pytest.raises(TypeError):
+        first_examples(batch, 6, 2)
