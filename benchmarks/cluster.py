@@ -8,8 +8,10 @@ machine can only slow a step; their difference is the machine's uncertainty. Eac
 that none learns from another. It prints, per search: the median error of predicted step times over the candidates that
 it did not profile, the regret of its recommendation in measured time, and the fraction of the full search's
 node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
-until the service raises the alarm, and the alarms before the cut. `--smoke` takes two candidates on two nodes and no
-full search: its figures only show that the benchmark works.
+until the service raises the alarm, and the alarms before the cut. `--only columns` tunes twice, with one launch for
+each run and with launches that measure every batch of a cluster, and compares wall-clock, node-seconds, the choice and
+the step times of what both have measured; a full benchmark does so as well. `--smoke` takes two candidates on two nodes
+and no full search: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ DATASET, EPOCHS = 100_000, 1
 STEPS_TO_NOTICE = 600
 """Steps after the cut within which an alarm counts."""
 PROGRESS_S = 2.0
+RUNS_COMPARED = 6
 
 _ENDED = ("succeeded", "out_of_memory", "failed", "cancelled")
 
@@ -59,6 +62,7 @@ batch = {{ min_local_batch_size = 8, max_local_batch_size = {max_batch} }}
 profiling_warmup_steps = {warmup}
 measuring_steps = {steps}
 precision = {precision}
+columns = {columns}
 {budget}
 """
 
@@ -91,7 +95,7 @@ def main() -> int:
     """Run everything; 1 when no cluster can be built on this machine."""
     parser = parser_of("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
-    parser.add_argument("--only", choices=("tune", "drift"))
+    parser.add_argument("--only", choices=("tune", "drift", "columns"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
     options = parser.parse_args()
     if (reason := why_no_delay() if options.delay_ms else why_not()) is not None:
@@ -108,10 +112,13 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
     ):
         bench = Bench(cluster, client, environment, Path(folder), size)
-        if options.only != "drift":
+        if options.only in (None, "tune"):
             figures |= bench.compare()
             write_json(options.json, figures)
-        if options.only != "tune":
+        if options.only == "columns" or (options.only is None and size.full):
+            figures |= bench.columns()
+            write_json(options.json, figures)
+        if options.only in (None, "drift"):
             figures |= bench.drift()
     for key, value in figures.items():
         print(f"{key}: {value:.4g}")
@@ -183,6 +190,33 @@ class Bench:
             }
         return figures
 
+    def columns(self) -> dict[str, float]:
+        """What a plan of columns costs against a plan of single runs, and how far their step times agree."""
+        budget = min(RUNS_COMPARED, self.size.num_candidates)
+        single = self.tune("adaptive", project="single", budget=budget)
+        columns = self.tune("adaptive", project="columns", budget=budget, columns=True)
+        apart, joint = _step_times(single), _step_times(columns)
+        both = sorted(apart.keys() & joint.keys())
+        print_table(
+            "measured in both plans",
+            ["configuration", "own launch", "column", "change"],
+            [
+                [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in (apart, joint)),
+                 f"{joint[nodes, batch] / apart[nodes, batch] - 1:+.1%}"]
+                for nodes, batch in both
+            ],
+        )  # fmt: skip
+        chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (single, columns)]
+        return {
+            "columns.wall_fraction": columns["wall_s"] / single["wall_s"],
+            "columns.node_seconds_fraction": _launch_node_seconds(columns) / _node_seconds(single),
+            "columns.agreement": median([abs(joint[key] / apart[key] - 1) for key in both]),
+            "columns.same_choice": float(chosen[0] == chosen[1]),
+            "columns.launches": len({nodes for nodes, _ in joint}),
+            "columns.num_runs": len(joint),
+            "columns.single_runs": len(apart),
+        }
+
     def drift(self) -> dict[str, float]:
         """Steps from the cut of the links to the alarm, and alarms before it."""
         client, clean = self.project("adaptive")
@@ -251,19 +285,22 @@ class Bench:
                         found.append(event)
         return found
 
-    def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
+    def tune(
+        self, search: str, *, project: str = "", budget: int | None = None, columns: bool = False
+    ) -> dict[str, Any]:
         """One `tula tune` of the whole space, in the project of its name or another one; its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         folder.mkdir()
         spec = folder / "job.toml"
         full, size = search == "full", self.size
-        max_runs = size.num_candidates if full else size.max_runs
+        max_runs = budget or (size.num_candidates if full else size.max_runs)
         spec.write_text(
             SPEC.format(
                 name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5,
                 steps=size.measuring_steps, max_nodes=size.max_nodes, max_batch=size.max_batch,
                 precision=0.0 if full else 0.05, budget=f"max_runs = {max_runs}" if max_runs else "",
+                columns=str(columns).lower(),
             )
         )  # fmt: skip
         words = [
@@ -289,9 +326,10 @@ class Bench:
                 raise RuntimeError(f"tula tune ({search}) failed: {error.read()[-3000:]}")
             out.seek(0)
             tuned: dict[str, Any] = json.load(out)
+        tuned["wall_s"] = time.monotonic() - began
         stolen = [late - early for early, late in zip(clock, _processor_clock(), strict=True)]
         print(
-            f"{search}: tuned in {time.monotonic() - began:.0f} s; "
+            f"{search}: tuned in {tuned['wall_s']:.0f} s; "
             f"{stolen[0] / max(sum(stolen), 1):.0%} of the processors went to other machines of the host",
             flush=True,
         )
@@ -378,13 +416,26 @@ def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
 def _node_seconds(tuned: dict[str, Any]) -> float:
     """Node-seconds from start to end of the profiling runs, as the service saw them."""
 
-    def seconds(run: dict[str, Any]) -> float:
-        start, end = (
-            datetime.fromisoformat(run[name].replace("Z", "+00:00")) for name in ("started_at", "finished_at")
-        )
-        return (end - start).total_seconds()
+    return sum((ends - began) * nodes for nodes, began, ends in _spans(tuned))
 
-    return sum(seconds(run) * int(run["configuration"]["num_nodes"]) for run in _done(tuned))
+
+def _launch_node_seconds(tuned: dict[str, Any]) -> float:
+    """The same where each cluster had one launch, whose runs overlap in time."""
+    spans = _spans(tuned)
+    total = 0.0
+    for nodes in {each for each, _, _ in spans}:
+        of_cluster = [span for span in spans if span[0] == nodes]
+        total += nodes * (max(ends for _, _, ends in of_cluster) - min(began for _, began, _ in of_cluster))
+    return total
+
+
+def _spans(tuned: dict[str, Any]) -> list[tuple[int, float, float]]:
+    """Nodes, start and end of each profiling run, seconds since 1970."""
+
+    def at(run: dict[str, Any], name: str) -> float:
+        return datetime.fromisoformat(run[name].replace("Z", "+00:00")).timestamp()
+
+    return [(run["configuration"]["num_nodes"], at(run, "started_at"), at(run, "finished_at")) for run in _done(tuned)]
 
 
 def _last_step(log: Path) -> int:
