@@ -144,6 +144,11 @@ class ProfilingSpec(WireModel):
         30, description="Steps that a profiling run measures at most."
     )
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
+    columns: bool = Field(
+        False,
+        description="True: one launch measures every local batch of a cluster that the plan wants; `max_runs` then "
+        "counts launches.",
+    )
     max_runs: Count | None = Field(None, description="Most profiling runs; null: the planner decides.")
     max_gpu_seconds: Positive | None = Field(
         None, description="Seconds of all ranks together that profiling may take; null: unlimited."
@@ -204,6 +209,7 @@ class JobPatch(WireModel):
     )
     limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
     prices: dict[str, Price] | None = Field(None, description="By instance type.")
+    columns: bool | None = Field(None, description="`profiling.columns` from now on.")
     archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")
 
 

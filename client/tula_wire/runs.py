@@ -75,12 +75,18 @@ class ClaimRequest(WireModel):
         120.0, description="Seconds until the lease expires, unless it is renewed."
     )
     max_nodes: Count | None = Field(None, description="Claim only runs that need at most this many nodes.")
+    column: bool = Field(
+        False, description="True: also claim the waiting runs that differ from the next in the local batch alone."
+    )
 
 
 class RunClaimed(WireModel):
     """The leased run, or None with the reason: all runs are done, or leased by others."""
 
-    run: Run | None = Field(description="The leased run; null: see `reason`.")
+    run: Run | None = Field(
+        description="The leased run, of a column the one with the largest batch; null: see `reason`."
+    )
+    smaller: list[Run] = Field([], description="The other leased runs of the column, the smallest batch first.")
     reason: str = Field(description="Why this run, or why none, in one sentence.")
     retry_after_s: float | None = Field(None, description="Seconds after which to ask again; null: do not.")
 

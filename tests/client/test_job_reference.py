@@ -47,7 +47,11 @@ def _of(table: dict[str, Any], kinds: dict[str, Any], path: str) -> Iterator[tup
         else:
             needed = name in table.get("required", [])
             default = field.get("default")
-            yield f"{path}{name}", _type(field_), "needed" if needed else "" if default is None else f"{default}"
+            yield f"{path}{name}", _type(field_), "needed" if needed else "" if default is None else _text(default)
+
+
+def _text(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else f"{default}"
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -57,7 +61,7 @@ def _type(field: dict[str, Any]) -> str:
     bounds = f" above {above}" if above is not None else "" if least is None else f" from {least:g}"
     if most is not None and most <= MAX_PRINTED:
         bounds += f" to {most}"
-    return {"string": "text"}.get(field["type"], field["type"]) + bounds
+    return {"string": "text", "boolean": "`true` or `false`"}.get(field["type"], field["type"]) + bounds
 
 
 def rows() -> dict[str, list[str]]:

@@ -130,6 +130,7 @@ def test_registration_handles_every_field_of_a_patch() -> None:
         "usd_per_hour_of_waiting",
         "limits",
         "prices",
+        "columns",
         "archived",
     }
 

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from tests.client.launch.fakes import FakeService, configuration
-from tula_client.cli.progress import ProgressReporter, seconds_left
+from tula_client.cli.progress import ProgressReporter, plan_text, seconds_left
 from tula_client.launch.judge import Outcome
+from tula_wire import Price
 
 
 def planned(*runs):
@@ -44,6 +45,30 @@ def test_without_a_prediction_a_run_takes_what_runs_took():
 def test_active_runs_have_less_time_left_and_run_at_once():
     job = planned(("succeeded", 2.0, None, 6), *[("running", None, 2.0, 0)] * 2)
     assert seconds_left(job, {"r0": 22.0}, {"r1": 12.0, "r2": 30.0}) == pytest.approx((10 + 0) / 2)
+
+
+def columns_of_two_clusters(state, price=None):
+    """A column of two batches on one node that is done, and one on two nodes in `state`."""
+    service = FakeService()
+    service.columns = True
+    for nodes in (1, 2):
+        for batch, step_time_s in ((32, 0.5), (64, 1.0)):
+            run = service.add("profile", configuration(nodes, batch), "succeeded" if nodes == 1 else state)
+            measured = {"step_time_s": step_time_s, "num_samples": 6} if nodes == 1 else {}
+            service.change(run.id, predicted_step_time_s=2 * step_time_s, **measured)
+    job = service.job("job-1")
+    cluster = job.spec.cluster[0].model_copy(update={"price": Price(usd_per_node_hour=price)})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"cluster": [cluster]})})
+
+
+def test_a_launch_of_a_column_starts_up_once_and_its_plan_says_time_and_money():
+    job = columns_of_two_clusters("pending", price=36.0)
+    assert plan_text(job, {}) == "2 runs in 1 launch"
+    took = {"r0": 4.0, "r1": 20.0}  # of the launch: 9 s of steps and 11 s around them
+    assert seconds_left(job, took, {}) == pytest.approx(11 + 18)
+    assert plan_text(job, took) == "2 runs in 1 launch, about 29 s and $0.58"
+    assert plan_text(columns_of_two_clusters("pending"), took) == "2 runs in 1 launch, about 29 s"
+    assert plan_text(columns_of_two_clusters("succeeded"), took) == ""
 
 
 def test_a_terminal_shows_the_remaining_time(tmp_path):

@@ -20,8 +20,9 @@ def run_variables(
     checkpoints: Path,
     restart: int,
     stacks_at_s: float | None = None,
+    smaller: Sequence[Run] = (),
 ) -> dict[str, str]:
-    """The `TULA_*` variables of `run`, listed in `docs/launchers.md`."""
+    """The `TULA_*` variables of `run`, listed in `docs/launchers.md`; `smaller`: the other runs of its launch."""
     configuration = run.configuration
     variables = {
         "TULA_URL": url,
@@ -38,6 +39,8 @@ def run_variables(
     }
     if stacks_at_s is not None:
         variables["TULA_STACKS_AT"] = f"{stacks_at_s:.1f}"
+    if smaller:
+        variables["TULA_COLUMN"] = ",".join(f"{each.configuration.local_batch_size}={each.id}" for each in smaller)
     if token:
         variables["TULA_TOKEN"] = token
     if run.instruction is not None:

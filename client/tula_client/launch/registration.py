@@ -22,9 +22,9 @@ _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
 _CHANGEABLE: Final = re.compile(
-    r"objective|usd_per_hour_of_waiting|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL
+    r"objective|usd_per_hour_of_waiting|profiling\.columns|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL
 )
-"""Paths that `JobPatch` can change: objective, price of waiting, limits and prices."""
+"""Paths that `JobPatch` can change: objective, price of waiting, columns, limits and prices."""
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -79,6 +79,8 @@ def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Reg
             limits=spec.limits,
             prices=prices,
         )
+        if "profiling.columns" in comparison.changes:
+            wanted = wanted.model_copy(update={"columns": spec.profiling.columns})
         job = client.patch_job(job.id, wanted)
         changes = _format_changes(comparison.changes)
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")

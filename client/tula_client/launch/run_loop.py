@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
@@ -47,6 +47,7 @@ _STACKS_BEFORE_S: Final = 5.0
 TOKEN_EXPIRES_S: Final = 30 * 86_400.0
 """Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
+_ENDED: Final = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
 class Reporter:
@@ -84,7 +85,10 @@ class RunnerOptions:
 
 @dataclass
 class ActiveRun:
-    """A run whose command was started; times are of the runner's clock, in seconds."""
+    """A run whose command was started; times are of the runner's clock, in seconds.
+
+    smaller: the runs of smaller batches that the same command measures first.
+    """
 
     run: Run
     launch_id: str
@@ -94,6 +98,7 @@ class ActiveRun:
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     cancelled: bool = False
+    smaller: tuple[Run, ...] = ()
 
 
 class Runner:
@@ -146,10 +151,12 @@ class Runner:
         checkpoints: Path | None = None,
         resume: Path | None = None,
         restart: int = 0,
+        smaller: Sequence[Run] = (),
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
-        Raises `UsageError`, after releasing the lease, if there is no such program.
+        smaller: runs that differ in a smaller local batch alone, and are measured by the same command. Raises
+        `UsageError`, after releasing the leases, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -165,6 +172,7 @@ class Runner:
             checkpoints=checkpoints,
             restart=restart,
             stacks_at_s=None if limit is None else self._wall_clock() + limit - min(_STACKS_BEFORE_S, 0.1 * limit),
+            smaller=smaller,
         )
         env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
         command = template.fill(
@@ -188,10 +196,11 @@ class Runner:
             )
         except TulaError:
             self.work.delete(_SUBMITTED + launch_id)
-            self.release(run)
+            for each in (run, *smaller):
+                self.release(each)
             raise
         now = self._clock()
-        active = ActiveRun(run, launch_id, process, log, started_at=now, next_heartbeat_at=now)
+        active = ActiveRun(run, launch_id, process, log, started_at=now, next_heartbeat_at=now, smaller=tuple(smaller))
         self.reporter.started(run, log)
         self.poll(active)
         return active
@@ -222,6 +231,40 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
         lines = tail(active.log)
         run = self._run_with_samples(active.run.id)
+        outcome = self._judge(active, run, status, lines)
+        for warning in agent_warnings(lines):
+            self.reporter.note(f"Run {run.id}: {warning}")
+        self.reporter.finished(active.run, outcome, active.log, self._clock() - active.started_at)
+        return outcome
+
+    def finish_column(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
+        """Judge every run of a command that ended with `status`, in the order in which it measured them.
+
+        A run that had not begun goes back to the plan, also that of the largest batch if one before it did not finish.
+        """
+        lines = tail(active.log)
+        largest = self._run_with_samples(active.run.id)
+        found: list[tuple[Run, Outcome]] = []
+        runs = [self.retrying(self.service.run, run.id) for run in active.smaller]
+        for run in runs:
+            if run.state in ("pending", "claimed"):
+                self.release(run)
+                continue
+            outcome = Outcome(run.state, run.message)
+            if run.state not in _ENDED:
+                outcome = self._judge(active, run, status, lines)
+            self.reporter.finished(run, outcome, active.log, _took_s(run))
+            found.append((run, outcome))
+        reached = not found or all(run.state == "succeeded" for run in runs)
+        if reached or largest.num_samples or largest.state in _ENDED:
+            found.append((active.run, self.finish(active, status)))
+        else:
+            self.work.delete(_SUBMITTED + active.launch_id)
+            self.release(active.run)
+        return found
+
+    def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> Outcome:
+        """The outcome of one run of a command that ended with `status`; the service knows it afterwards."""
         limit = self.options.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = (
             Outcome("cancelled", "The run was cancelled at the service.")
@@ -233,16 +276,14 @@ class Runner:
                 self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
             except ConflictError as error:
                 self.reporter.note(f"Run {run.id}: the service kept the state that it had ({error}).")
-        for warning in agent_warnings(lines):
-            self.reporter.note(f"Run {run.id}: {warning}")
-        self.reporter.finished(active.run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
     def abandon(self, active: ActiveRun) -> None:
         """Stop the command and give its run back."""
         active.process.stop()
         self.work.delete(_SUBMITTED + active.launch_id)
-        self.release(active.run)
+        for run in (active.run, *active.smaller):
+            self.release(run)
 
     def cancel_pending(self) -> None:
         """Run the stop commands that an earlier `tula` in this folder left behind.
@@ -320,3 +361,10 @@ class Runner:
                 active.process.request_stop()
         except _UNREACHABLE:
             active.next_heartbeat_at = self._clock() + _HEARTBEAT_RETRY_S
+
+
+def _took_s(run: Run) -> float:
+    """Seconds from a run's first report to its last; 0 where it has not both."""
+    if run.started_at is None or run.finished_at is None:
+        return 0.0
+    return (run.finished_at - run.started_at).total_seconds()

@@ -8,7 +8,7 @@ from tula_client._errors import LaunchError
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
-from tula_wire import ClaimRequest, Job, Recommendation, Run, RunClaimed
+from tula_wire import ClaimRequest, Job, JobPatch, Recommendation, Run, RunClaimed
 
 _MAX_WAIT_S = 5.0
 _WAIT_BESIDE_RUNS_S = 0.2
@@ -66,6 +66,7 @@ class _PlanLoop:
         self._template = template
         self._options = options
         self._budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
+        self._columns = job.spec.profiling.columns
         self._active: list[ActiveRun] = []
         self._failures = 0
         self._any_success = any(run.state == "succeeded" for run in job.plan)
@@ -84,9 +85,11 @@ class _PlanLoop:
         if len(self._active) >= self._options.max_parallel or free <= 0:
             return POLL_S
         claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
+        if self._columns:
+            claim = claim.model_copy(update={"column": True})
         claimed = self._runner.retrying(self._runner.service.claim, self._job_id, claim)
         if claimed.run is not None:
-            self._active.append(self._runner.start(claimed.run, self._template))
+            self._active.append(self._runner.start(claimed.run, self._template, smaller=claimed.smaller))
             return POLL_S
         self.reason = claimed.reason
         return _WAIT_BESIDE_RUNS_S if self._active else self._wait_s(claimed)
@@ -99,19 +102,35 @@ class _PlanLoop:
             self._runner.abandon(active)
 
     def _finish(self, active: ActiveRun, status: int) -> None:
-        outcome = self._runner.finish(active, status)
-        self.finished.append((active.run, outcome))
+        finished = self._runner.finish_column(active, status)
+        self.finished += finished
+        if active.smaller and [(run, outcome.state) for run, outcome in finished] == [(active.run, "succeeded")]:
+            self._measure_single_batches()
         self._runner.reporter.job(self._job())
+        for run, outcome in finished:
+            self._count(active, run, outcome)
+
+    def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
+        """Raise where failures, or measurements of another configuration than planned, end the plan."""
         if outcome.state == "succeeded":
             self._any_success = True
-            self._check_configuration(active)
+            self._check_configuration(active, run)
         self._failures = self._failures + 1 if outcome.state == "failed" else 0
         if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
-            raise LaunchError(_explain_failure(active, outcome, self._failures))
+            raise LaunchError(_explain_failure(active, run, outcome, self._failures))
 
-    def _check_configuration(self, active: ActiveRun) -> None:
+    def _measure_single_batches(self) -> None:
+        """The script's batches can't be cut, so the service plans single runs from now on."""
+        self._columns = False
+        self._runner.reporter.note(
+            "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
+            "profiling.columns = false in the job."
+        )
+        self._runner.retrying(self._runner.service.patch_job, self._job_id, JobPatch(columns=False))
+
+    def _check_configuration(self, active: ActiveRun, run: Run) -> None:
         """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
-        mismatch = self._runner.retrying(self._runner.service.run, active.run.id).configuration_mismatch
+        mismatch = self._runner.retrying(self._runner.service.run, run.id).configuration_mismatch
         if mismatch is not None:
             raise LaunchError(f"{mismatch} The measurement is kept for the configuration that ran. Log: {active.log}")
 
@@ -143,10 +162,10 @@ def _explain_too_few_nodes(job: Job, budget: int) -> str | None:
     )
 
 
-def _explain_failure(active: ActiveRun, outcome: Outcome, failures: int) -> str:
+def _explain_failure(active: ActiveRun, run: Run, outcome: Outcome, failures: int) -> str:
     lines = "".join(f"\n    {line}" for line in outcome.lines)
     repeated = f" {failures} runs in a row have failed." if failures > 1 else ""
     return (
-        f"run {active.run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: finished "
+        f"run {run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: finished "
         f"measurements are kept. Log: {active.log}{lines}"
     )

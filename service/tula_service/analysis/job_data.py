@@ -18,7 +18,10 @@ _MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class JobRun:
-    """A run of the job. A later run has a larger `key`; `duration_s` is None until the run has ended."""
+    """A run of the job. A later run has a larger `key`; `duration_s` is None until the run has ended.
+
+    `started_at_s` is in seconds since 1970, None before it began.
+    """
 
     id: str
     key: int
@@ -27,6 +30,7 @@ class JobRun:
     configuration: Configuration
     position: int = 0
     duration_s: float | None = None
+    started_at_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.job_data import CrossValidation, JobData, JobRun, Posterior
 from tula_service.analysis.priors import posteriors_of
 from tula_service.domain import RunState, Search
+from tula_service.perfmodel.columns import column_of, columns_of
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
@@ -61,7 +62,8 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     active = bool(found.runs) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
     validation = leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None
-    reason = found.stop_reason or _progress(len(found.runs) + len(kept) + len(begun))
+    left = [*(run.configuration for run in found.runs), *(run.configuration for run in (*kept, *begun))]
+    reason = found.stop_reason or _progress(left, analysis.spec.profiling.columns)
     return PlanDecision(
         new=_new_runs(analysis, found),
         cancelled=tuple(sorted(run.id for run in waiting if run.id not in kept_ids)),
@@ -147,20 +149,39 @@ def _expected(answer: Answer, configurations: Sequence[Configuration]) -> Sequen
 
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
-    spent = sum(
-        run.duration_s * run.configuration.world_size for run in data.profile_runs if run.duration_s is not None
-    )
     return PlanBudget(
         max_runs=profiling.max_runs or _DEFAULT_MAX_RUNS,
         by_default=profiling.max_runs is None,
+        by_column=profiling.columns,
         max_gpu_seconds=profiling.max_gpu_seconds,
-        spent_gpu_seconds=max(spent, 0.0),
+        spent_gpu_seconds=_spent_gpu_seconds(data),
         steps_per_run=profiling.profiling_warmup_steps + profiling.measuring_steps,
     )
 
 
-def _progress(total: int) -> str:
-    return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured." if total else "Waiting."
+def _spent_gpu_seconds(data: JobData) -> float:
+    """Seconds times ranks of all profiling runs; where the runs of a launch overlap in time, they count once."""
+    spent = 0.0
+    until: dict[object, float] = {}
+    for run in sorted(data.profile_runs, key=lambda run: run.started_at_s or 0.0):
+        if run.duration_s is None:
+            continue
+        launch = column_of(run.configuration) if data.spec.profiling.columns else run.id
+        began = run.started_at_s or 0.0
+        begins, ends = max(began, until.get(launch, began)), began + max(0.0, run.duration_s)
+        spent += max(0.0, ends - begins) * run.configuration.world_size
+        until[launch] = max(ends, until.get(launch, ends))
+    return spent
+
+
+def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:
+    """How much is left to measure."""
+    total = len(waiting)
+    if not total:
+        return "Waiting."
+    launches = len(columns_of(waiting))
+    within = f" in {launches} launch{'es' if launches != 1 else ''}" if by_column else ""
+    return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 
 
 def _failures(answer: Answer) -> str:

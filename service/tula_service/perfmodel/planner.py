@@ -219,13 +219,14 @@ def _corners(state: _State) -> Plan:
 
 
 def _first_columns(state: _State) -> Plan | None:
-    """The columns that every search begins with, or the wait for those that are pending; None once done."""
+    """The rest of the columns that every search begins with, or the wait for those that are pending; None once done."""
     used = columns_of((*state.measured, *state.pending))
-    missing = [column for column in first_columns(state.candidates) if column not in used][: state.runs_left]
+    first = first_columns(state.candidates)
+    begun, missing = ([column for column in first if (column in used) is known] for known in (True, False))
     sizes = [c.world_size for c in state.candidates]
     runs = [
         PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with every batch in one launch.")
-        for column in missing
+        for column in (*begun, *missing[: state.runs_left])
         for c in _open_in(state, column)
     ]
     return Plan(tuple(runs), None) if runs or state.pending or state.model is None else None

@@ -54,6 +54,29 @@ class Leases(Repository):
         assert row is not None
         return run_record(row)
 
+    def claim_column(self, run: RunRecord) -> list[RunRecord]:
+        """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
+        wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == RunState.PENDING.value)
+        keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
+        leased = sa.update(runs).where(runs.c.key.in_(keys))
+        self._connection.execute(
+            leased.values(
+                state=RunState.CLAIMED.value,
+                holder=run.holder,
+                lease_s=run.lease_s,
+                lease_expires_at=run.lease_expires_at,
+            )
+        )
+        return [run_record(row) for row in self._rows(SELECT_RUNS.where(runs.c.key.in_(keys)))]
+
+    def renew_column(self, run: RunRecord, *, lease_s: float | None = None) -> None:
+        """Extend the leases of the runs that the holder of `run` has claimed with it."""
+        length = lease_s if lease_s is not None else run.lease_s
+        if run.holder is None or length is None:
+            return
+        held = sa.update(runs).where(*_same_column(run), runs.c.holder == run.holder, runs.c.state.in_(_HELD))
+        self._connection.execute(held.values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length)))
+
     def _release_expired(self, job_id: str) -> None:
         expired = sa.update(runs).where(
             runs.c.job_id == job_id,
@@ -79,3 +102,16 @@ class Leases(Repository):
             .values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length))
         )
         return self._connection.execute(statement).rowcount == 1
+
+
+def _same_column(run: RunRecord) -> list[sa.ColumnElement[bool]]:
+    """Profiling runs of the job that differ from `run` in the local batch alone; itself is among them."""
+    c = run.configuration
+    return [
+        runs.c.job_id == run.job_id,
+        runs.c.kind == RunKind.PROFILE.value,
+        runs.c.num_nodes == c.num_nodes,
+        runs.c.ranks_per_node == c.ranks_per_node,
+        runs.c.grad_accum_steps == c.grad_accum_steps,
+        runs.c.instance_type == c.instance_type,
+    ]

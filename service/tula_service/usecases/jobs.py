@@ -129,7 +129,7 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, price of waiting, limits or prices, or archive; then plan and recommend again.
+    """Change objective, price of waiting, limits, prices or columns, or archive; then plan and recommend again.
 
     Raises InvalidInput for a price of an instance type that the job does not have.
     """
@@ -164,6 +164,8 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
         changed["usd_per_hour_of_waiting"] = patch.usd_per_hour_of_waiting
     if patch.limits is not None:
         changed["limits"] = patch.limits
+    if patch.columns is not None:
+        changed["profiling"] = spec.profiling.model_copy(update={"columns": patch.columns})
     if patch.prices is not None:
         known = {cluster.instance_type for cluster in spec.cluster}
         for name in patch.prices:

@@ -180,7 +180,8 @@ def _job_run(run: RunRecord) -> JobRun:
     duration_s = None
     if run.started_at is not None and run.finished_at is not None:
         duration_s = (run.finished_at - run.started_at).total_seconds()
-    return JobRun(run.id, run.key, run.kind, run.state, run.configuration, run.position, duration_s)
+    began_s = None if run.started_at is None else run.started_at.timestamp()
+    return JobRun(run.id, run.key, run.kind, run.state, run.configuration, run.position, duration_s, began_s)
 
 
 def _earlier_job(earlier: EarlierLessons) -> EarlierJob:

@@ -61,8 +61,12 @@ def _claimed(
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
-            tx.events.append(job_id, "run", run_id=run.id, data={"state": run.state.value, "holder": request.holder})
-            return wire.RunClaimed(run=view(run), reason=run.purpose)
+            leased = [run, *(tx.leases.claim_column(run) if request.column else ())]
+            for each in leased:
+                data = {"state": each.state.value, "holder": request.holder}
+                tx.events.append(job_id, "run", run_id=each.id, data=data)
+            *smaller, largest = sorted(leased, key=lambda each: each.configuration.local_batch_size)
+            return wire.RunClaimed(run=view(largest), smaller=[view(each) for each in smaller], reason=largest.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
         if not active and not replanned and job.plan_state is not PlanState.CURRENT:
             return None
@@ -254,6 +258,8 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
     _check_holder(run, request)
     if wanted is run.state is RunState.RUNNING:
         tx.leases.renew(run_id, lease_s=request.lease_s)
+        if request.holder is not None:
+            tx.leases.renew_column(run, lease_s=request.lease_s)
         return _noted(tx, run, request)
     if wanted not in allowed:
         raise Conflict(_refusal(run, wanted, allowed), field="state")
@@ -322,6 +328,11 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
         _update_job_state(tx, run)
     if run.state.is_final and (run.kind is RunKind.PROFILE or run.state is RunState.OUT_OF_MEMORY):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state is RunState.OUT_OF_MEMORY)
+    if run.state is RunState.PENDING:
+        # The launch of a column ends where it is out of memory: the larger batches that it gives back are not wanted.
+        failed = tx.runs.list(run.job_id, kind=RunKind.PROFILE, states=(RunState.OUT_OF_MEMORY,), limit=1)
+        if failed:
+            tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)
     if run.state.is_final and run.kind is RunKind.TRAIN:
         ledger.record_outcome(tx, run)
 

@@ -32,9 +32,15 @@ TEMPLATE = Template(("launch", "{world_size}", "{local_batch_size}", "{grad_accu
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
-def spec(max_nodes=4):
+def spec(max_nodes=4, columns=False):
     return JobSpec.model_validate(
-        {"name": "j", "model": {"name": "m"}, "dataset": {"size": 100}, "cluster": {"max_nodes": max_nodes}}
+        {
+            "name": "j",
+            "model": {"name": "m"},
+            "dataset": {"size": 100},
+            "cluster": {"max_nodes": max_nodes},
+            "profiling": {"columns": columns},
+        }
     )
 
 
@@ -46,7 +52,7 @@ class FakeService:
     def __init__(self, configurations=(), chosen=None):
         self.runs, self.away, self.calls, self.bound = {}, 0, [], {}
         self.chosen, self.holders, self.continued = chosen, {}, []
-        self.basis = "profiled"
+        self.basis, self.columns = "profiled", False
         for configuration in configurations:
             self.add("profile", configuration)
 
@@ -79,7 +85,7 @@ class FakeService:
         done = sum(run.state in FINAL for run in plan)
         return Job(
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
-            runs_planned=len(plan), spec=spec(), plan=plan, plan_reason="All is measured.",
+            runs_planned=len(plan), spec=spec(columns=self.columns), plan=plan, plan_reason="All is measured.",
         )  # fmt: skip
 
     def create_token(self, wanted):
@@ -91,8 +97,12 @@ class FakeService:
         self._called("claim", claim.max_nodes)
         for run in self.runs.values():
             if run.state == "pending" and run.configuration.num_nodes <= claim.max_nodes:
-                self.holders[run.id] = claim.holder
-                return RunClaimed(run=self.change(run.id, state="claimed"), reason="")
+                nodes = run.configuration.num_nodes if claim.column else None
+                column = [r for r in self.runs.values() if r.state == "pending" and r.configuration.num_nodes == nodes]
+                leased = sorted(column or [run], key=lambda each: each.configuration.local_batch_size)
+                self.holders.update({each.id: claim.holder for each in leased})
+                *smaller, largest = [self.change(each.id, state="claimed") for each in leased]
+                return RunClaimed(run=largest, smaller=smaller, reason="")
         unfinished = any(run.state in ("pending", "claimed", "running") for run in self.runs.values())
         return RunClaimed(run=None, reason="done", retry_after_s=2.0 if unfinished else None)
 
@@ -117,6 +127,11 @@ class FakeService:
             detail = "The run is already over or somebody else's."
             raise ConflictError(Problem(type=ProblemType.CONFLICT, title="Conflict", status=409, detail=detail))
         return self.change(run_id, state=patch.state, message=patch.message)
+
+    def patch_job(self, job_id, patch):
+        self._called("patch_job", patch)
+        self.columns = patch.columns
+        return self.job(job_id)
 
     def recommendation(self, job_id, *, objective=None):
         self._called("recommendation")

@@ -13,6 +13,7 @@ from tula_client._errors import LaunchError
 from tula_client.launch.run_loop import RETRY_S
 from tula_client.launch.template import Template
 from tula_client.launch.tune import PlanOptions, work_through
+from tula_wire import ClaimRequest
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
 
@@ -316,3 +317,91 @@ def test_a_run_cancelled_at_the_service_is_stopped(tmp_path):
     bench = Bench(tmp_path, service, fate, notes)
     tune(bench, service)
     assert notes.ends == [("r0", "cancelled")]
+
+
+COLUMN = [configuration(2, 64), configuration(2, 16), configuration(2, 32), configuration(1, 64)]
+
+
+def column_bench(tmp_path, agent, status=0):
+    """A bench whose commands measure columns; `agent(service, runs)` does what their agent reports, by local batch."""
+    service, notes = FakeService(COLUMN), Notes()
+    service.columns = True
+
+    def fate(command, environment, log):
+        smaller = dict(part.split("=") for part in environment.get("TULA_COLUMN", "").split(",") if part)
+        runs = {int(size): run for size, run in smaller.items()} | {int(command[2]): environment["TULA_RUN_ID"]}
+        return FakeProcess(status=status if smaller else 0, during=lambda: agent(service, runs))
+
+    return service, notes, Bench(tmp_path, service, fate, notes)
+
+
+def measure_all(service, runs):
+    for run in runs.values():
+        service.change(run, state="succeeded", num_samples=9)
+
+
+def states_by_batch(service, nodes=2):
+    found = [run for run in service.runs.values() if run.configuration.num_nodes == nodes]
+    return {run.configuration.local_batch_size: run.state for run in found}
+
+
+def test_one_command_measures_every_batch_of_a_cluster_and_gets_the_largest(tmp_path):
+    service, _, bench = column_bench(tmp_path, measure_all)
+    tuned = tune(bench, service)
+    assert [command[1:3] for command, _, _ in bench.started] == [["2", "64"], ["1", "64"]]
+    assert bench.started[0][1]["TULA_COLUMN"] == "16=r1,32=r2"
+    assert "TULA_COLUMN" not in bench.started[1][1]
+    assert [run.state for run in tuned.job.plan] == ["succeeded"] * 4
+    assert [run.configuration.local_batch_size for run, _ in tuned.finished] == [16, 32, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("reported", "status", "states", "outcomes"),
+    [
+        # out of memory at 32, which the agent reported; the same when the process was killed
+        ({16: "succeeded", 32: "out_of_memory"}, 137, ("succeeded", "out_of_memory", "pending"), 2),
+        ({16: "succeeded", 32: "running"}, 137, ("succeeded", "out_of_memory", "pending"), 2),
+        ({16: "succeeded", 32: "running"}, 1, ("succeeded", "failed", "pending"), 2),
+        # killed in the largest batch, before a sample of it
+        ({16: "succeeded", 32: "succeeded"}, 137, ("succeeded", "succeeded", "out_of_memory"), 3),
+        # before any batch
+        ({}, 1, ("pending", "pending", "failed"), 1),
+        # the script ended by itself in the middle
+        ({16: "succeeded", 32: "running"}, 0, ("succeeded", "succeeded", "pending"), 2),
+    ],
+)
+def test_a_column_that_ends_early_keeps_what_was_measured_and_gives_the_rest_back(
+    tmp_path, reported, status, states, outcomes
+):
+    def agent(service, runs):
+        for size, state in reported.items():
+            service.change(runs[size], state=state, num_samples=9)
+
+    service, notes, bench = column_bench(tmp_path, agent, status)
+    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, column=True))
+    active = bench.runner.start(claimed.run, TEMPLATE, smaller=claimed.smaller)
+    while (code := bench.runner.poll(active)) is None:
+        bench.sleep(1.0)
+    assert len(bench.runner.finish_column(active, code)) == len(notes.ends) == outcomes
+    assert states_by_batch(service) == dict(zip((16, 32, 64), states, strict=True))
+
+
+def test_an_interrupted_column_gives_all_of_its_unfinished_runs_back(tmp_path):
+    service, _, bench = column_bench(tmp_path, measure_all)
+    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, column=True))
+    active = bench.runner.start(claimed.run, TEMPLATE, smaller=claimed.smaller)
+    service.change("r1", state="succeeded", num_samples=9)
+    bench.runner.abandon(active)
+    assert states_by_batch(service) == {16: "succeeded", 32: "pending", 64: "pending"}
+
+
+def test_a_script_whose_batches_cannot_be_cut_is_launched_once_per_batch_from_then_on(tmp_path):
+    def agent(service, runs):
+        service.change(runs[max(runs)], num_samples=9)
+
+    service, notes, bench = column_bench(tmp_path, agent)
+    tuned = tune(bench, service)
+    assert [command[1:3] for command, _, _ in bench.started] == [["2", "64"], ["2", "16"], ["2", "32"], ["1", "64"]]
+    assert [run.state for run in tuned.job.plan] == ["succeeded"] * 4
+    assert len([note for note in notes.notes if "profiling.columns" in note]) == 1
+    assert not service.columns

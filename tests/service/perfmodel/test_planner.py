@@ -233,8 +233,8 @@ def test_no_column_is_planned_while_another_is_pending():
     assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[4:]).runs == ()
 
 
-def test_the_rest_of_a_column_that_was_cut_short_needs_no_launch_of_the_budget_twice():
-    budget = PlanBudget(max_runs=2, by_column=True)
+def test_a_column_that_was_cut_short_is_completed_with_what_the_design_still_needs():
+    budget = PlanBudget(max_runs=3, by_column=True)
     first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
-    spent = plan(Search.ADAPTIVE, GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
-    assert spent.stop_reason == "The budget of 2 launches (profiling.max_runs) is spent."
+    rest = plan(Search.ADAPTIVE, GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
+    assert [run.configuration for run in rest.runs] == first[:1]

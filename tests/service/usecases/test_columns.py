@@ -1,0 +1,105 @@
+"""A column: the runs of one cluster are leased together, measured by one launch, and counted as one."""
+
+from __future__ import annotations
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, spec
+from tests.support.clock import ManualClock
+from tula_service.store import Store
+from tula_service.usecases import jobs, runs
+from tula_service.usecases.access import ANONYMOUS
+
+
+def columns(**more: object) -> wire.JobSpec:
+    return spec(profiling={"columns": True, **more})
+
+
+def claim(cluster: Cluster, job_id: str) -> list[wire.Run]:
+    """The runs of the next launch, the smallest batch first."""
+    request = wire.ClaimRequest(holder="launcher", lease_s=60, column=True)
+    claimed = runs.claim(cluster.store, ANONYMOUS, job_id, request)
+    return [] if claimed.run is None else [*claimed.smaller, claimed.run]
+
+
+def work(cluster: Cluster, job_id: str) -> list[list[wire.Run]]:
+    """Launch until the plan is done; the runs of each launch."""
+    launches = []
+    while leased := claim(cluster, job_id):
+        launches.append(leased)
+        for run in leased:
+            if cluster.execute(run).state == "out_of_memory":
+                break
+        for run in leased:
+            if runs.get(cluster.store, ANONYMOUS, run.id).state == "claimed":
+                cluster.patch(run.id, "pending")
+        assert len(launches) < 20
+    return launches
+
+
+def test_a_plan_of_columns_finds_the_choice_in_few_launches(cluster: Cluster) -> None:
+    job_id = cluster.register(columns()).job.id
+    launches = work(cluster, job_id)
+    for leased in launches:
+        assert len({run.configuration.num_nodes for run in leased}) == 1
+        batches = [run.configuration.local_batch_size for run in leased]
+        assert batches == sorted(set(batches))
+    assert [launches[0][0].configuration.num_nodes, launches[1][0].configuration.num_nodes] == [8, 1]
+    assert 2 <= len(launches) <= 4
+    job = cluster.job(job_id)
+    assert job.state == "ready"
+    assert {run.state for run in job.plan} == {"succeeded"}
+    chosen = cluster.recommendation(job_id).chosen
+    assert chosen is not None
+    assert chosen.profiled
+
+
+def test_the_budget_of_launches_is_kept_and_the_plan_says_what_is_left(cluster: Cluster) -> None:
+    job_id = cluster.register(columns(max_runs=1)).job.id
+    assert cluster.job(job_id).plan_reason == "4 profiling runs are still to be measured in 1 launch."
+    assert len(work(cluster, job_id)) == 1
+    assert cluster.job(job_id).plan_reason == "The budget of 1 launch (profiling.max_runs) is spent."
+
+
+def test_out_of_memory_in_a_column_bounds_the_batch_and_tries_no_larger_one(cluster: Cluster) -> None:
+    cluster.capacity_bytes = 1e9 + 100 * 30e6  # between batches of 64 and 128
+    job_id = cluster.register(columns()).job.id
+    launches = work(cluster, job_id)
+    assert [run.configuration.local_batch_size for run in launches[1]] == [32, 64]
+    ended = {(run.configuration.local_batch_size, run.state) for run in cluster.job(job_id).plan}
+    assert (128, "out_of_memory") in ended
+    assert {state for batch, state in ended if batch > 128} == {"cancelled"}
+
+
+def test_a_heartbeat_keeps_the_whole_column_and_without_one_all_of_it_returns_to_the_plan(
+    sqlite_store: Store, clock: ManualClock
+) -> None:
+    cluster = Cluster(sqlite_store)
+    job_id = cluster.register(columns()).job.id
+    leased = claim(cluster, job_id)
+    for _ in range(4):
+        clock.advance(40)
+        cluster.patch(leased[-1].id, "running")
+    again = claim(cluster, job_id)
+    assert not {run.id for run in again} & {run.id for run in leased}
+    clock.advance(100)
+    assert {run.id for run in claim(cluster, job_id)} == {run.id for run in leased}
+
+
+def test_a_launcher_that_asks_for_no_column_gets_one_run_at_a_time(cluster: Cluster) -> None:
+    job_id = cluster.register(columns()).job.id
+    assert len(cluster.work(job_id, most=8)) == 8
+    assert {run.configuration.num_nodes for run in cluster.job(job_id).plan} >= {1, 8}
+    assert "succeeded" in {run.state for run in cluster.job(job_id).plan}
+
+
+def test_columns_can_be_turned_off_and_the_plan_continues_with_single_runs(cluster: Cluster) -> None:
+    job_id = cluster.register(columns()).job.id
+    *smaller, largest = claim(cluster, job_id)
+    for run in smaller:
+        cluster.patch(run.id, "pending")
+    cluster.execute(largest)
+    changed = jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(columns=False))
+    assert not changed.spec.profiling.columns
+    assert sum(run.state == "pending" for run in changed.plan) < len(smaller)
+    assert len(cluster.work(job_id)) <= 7
+    assert cluster.job(job_id).state == "ready"
