@@ -96,7 +96,7 @@ class Recorder:
             poll=self._poll if self.leads else None,
         )
         if self.leads:
-            self._report_running(config.run_id)
+            self._report("running", config.run_id)
             self.exporter.start()
         _finish_in_children(self)
 
@@ -165,7 +165,7 @@ class Recorder:
                 self.guard.note("cutting a batch", error)
             return batch
         if self._batch_size is None and self.leads:
-            self._report_running(self.column.run_id)
+            self._report("running", self.column.run_id)
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
@@ -396,7 +396,7 @@ class Recorder:
         self.cut_to = self.column.batch
         self._batch_size = self.cut_to or self.column.whole
         if self.leads and self.cut_to is not None:
-            self._report_running(self.column.run_id)
+            self._report("running", self.column.run_id)
         self.profiling.begin_again(step + 1)
         with self.guard("memory"):
             self.memory.reset_peak()
@@ -405,12 +405,14 @@ class Recorder:
         """Once the ranks have agreed, all cut as the first one does, or none."""
         smaller = self.plan.column if self.plan is not None else ()
         if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to:
+            if self.leads and self.cut_to is not None and self._batch_size is not None:
+                self._report("pending", self.column.run_id)  # it had begun
             self.column.use(smaller)
             self.cut_to, self._batch_size = self.column.batch, None
 
-    def _report_running(self, run_id: str) -> None:
+    def _report(self, state: str, run_id: str) -> None:
         path = routes.RUN.format(run_id=run_id)
-        self.exporter.put(SpooledRequest("PATCH", path, encode({"state": "running"}), keep=False))
+        self.exporter.put(SpooledRequest("PATCH", path, encode({"state": state}), keep=False))
 
     def _is_sampled(self, step: int) -> bool:
         """True when a step of this number becomes a sample."""

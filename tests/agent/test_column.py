@@ -99,6 +99,18 @@ def test_batches_that_cannot_be_cut_are_measured_whole_with_one_message(
     assert len([r for r in caplog.records if "measures one batch instead of several" in r.message]) == 1
 
 
+def test_ranks_that_cannot_agree_measure_the_whole_batch_and_give_the_smaller_one_back(
+    sink: Sink, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of another process that this one can't reach
+    run = Run(read_config(environment | COLUMN | {"WORLD_SIZE": "2"}))
+    sizes = [len(x) for x in run.steps([torch.zeros(8)] * 9)]
+    run.finish()
+    assert sizes == [2, 2, 2, *[8] * 6]
+    assert states(sink, "small") == ["running", "pending"]
+    assert [path.split("/")[3] for _, path, body in sink.requests if body.get("local_batch_size") == 8] == ["run1"]
+
+
 @pytest.mark.parametrize(
     ("batch", "cut"),
     [

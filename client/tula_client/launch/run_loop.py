@@ -250,9 +250,8 @@ class Runner:
             if run.state in ("pending", "claimed"):
                 self.release(run)
                 continue
-            outcome = Outcome(run.state, run.message)
-            if run.state not in _ENDED:
-                outcome = self._judge(active, run, status, lines)
+            complete = run.state in ("succeeded", "cancelled")
+            outcome = Outcome(run.state) if complete else self._judge(active, run, status, lines)
             self.reporter.finished(run, outcome, active.log, _took_s(run))
             found.append((run, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)

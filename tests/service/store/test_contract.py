@@ -156,6 +156,34 @@ class TestRuns:
         assert claimed is not None
         assert claimed.id == small.id
 
+    def test_a_column_is_leased_to_one_holder_and_its_leases_end_together(
+        self, store: Store, clock: ManualClock
+    ) -> None:
+        job = a_job(store)
+        column = [a_run(store, job.id, configuration=make_configuration(4, 1, batch)) for batch in (32, 64, 128)]
+        a_run(store, job.id, configuration=make_configuration(2, 1, 64))
+        a_run(store, job.id, kind=RunKind.TRAIN, configuration=make_configuration(4, 1, 64))
+        with store.transaction() as tx:
+            first = tx.leases.claim(job.id, holder="h", lease_s=60)
+            assert first is not None
+            others = tx.leases.claim_column(first)
+            assert {run.id for run in (first, *others)} == {run.id for run in column}
+            assert {(run.holder, run.state) for run in others} == {("h", RunState.CLAIMED)}
+            assert tx.leases.claim_column(first) == []
+        clock.advance(50)
+        with store.transaction() as tx:
+            tx.leases.renew_column(first)
+        clock.advance(50)
+        with store.transaction() as tx:
+            other = tx.leases.claim(job.id, holder="i", lease_s=600)
+            assert other is not None
+            assert other.configuration.num_nodes == 2, "the column is still held"
+        clock.advance(50)
+        with store.transaction() as tx:
+            again = tx.leases.claim(job.id, holder="i", lease_s=60)
+            assert again is not None
+            assert len(tx.leases.claim_column(again)) == 2
+
     def test_many_claimants_never_share_a_run(self, store: Store) -> None:
         job = a_job(store)
         for _ in range(10):
