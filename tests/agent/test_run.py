@@ -251,6 +251,15 @@ def test_epochs_before_a_run_are_reported_only_where_known(sink: Sink, tmp_path:
     assert not sink.invalid
 
 
+def test_the_length_of_sequences_is_reported(sink: Sink, tmp_path: Path) -> None:
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    lengths = [8, 8, 16]
+    for _ in run.steps([{"input_ids": torch.zeros(4, length, dtype=torch.int64)} for length in lengths]):
+        run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
+    run.finish()
+    assert sink.column("tokens_per_example") == dict(enumerate(map(float, lengths)))
+
+
 def test_a_framework_that_fetches_a_whole_step_at_once_counts_all_its_batches(sink: Sink, tmp_path: Path) -> None:
     run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
     model = torch.nn.Linear(3, 1)
