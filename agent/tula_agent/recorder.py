@@ -51,10 +51,16 @@ class Recorder:
     """
 
     def __init__(
-        self, config: AgentConfig, guard: Guard, dataset_size: int | None = None, grad_accum_steps: int | None = None
+        self,
+        config: AgentConfig,
+        guard: Guard,
+        dataset_size: int | None = None,
+        grad_accum_steps: int | None = None,
+        model_parallel_size: int = 1,
     ) -> None:
         self.config = config = with_group_place(config)
         self.dataset_size = dataset_size
+        self.model_parallel_size = max(1, model_parallel_size)
         self.guard = guard
         self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
@@ -74,6 +80,7 @@ class Recorder:
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
             is_training=lambda: self.plan is None,
+            model_parallel_size=self.model_parallel_size,
         )
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
@@ -197,7 +204,7 @@ class Recorder:
             self._begun = True
             self._begin_in_group()
             if self.leads:
-                warn_if_unsharded_loader(loader, self.dataset_size, self.world_size)
+                warn_if_unsharded_loader(loader, self.dataset_size, self.world_size // self.model_parallel_size)
         for optimizer in self.objects.optimizers:
             if hasattr(optimizer, "next_epoch"):
                 optimizer.next_epoch()

@@ -25,12 +25,19 @@ _GLOO_RELEASE_S = 0.05
 releasing the last reduction needs the GIL, and both would wait for ever."""
 
 
-def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_accum_steps: int | None = None) -> Run:
+def init(
+    *,
+    dataset_size: int | None = None,
+    epochs: float | None = None,
+    grad_accum_steps: int | None = None,
+    model_parallel_size: int = 1,
+) -> Run:
     """Join the run that the environment names; without one, a run that does nothing and costs nothing.
 
     dataset_size: examples per epoch over all ranks; grad_accum_steps: micro-steps per step, only needed where no
-    optimizer is watched; epochs: not needed and accepted for older scripts, the job's specification has them. Never
-    raises. The run finishes by itself when the process ends.
+    optimizer is watched; model_parallel_size: processes that share one replica of the model (pipeline stages times
+    tensor parallelism), which count as one rank; epochs: not needed and accepted for older scripts, the job's
+    specification has them. Never raises. The run finishes by itself when the process ends.
     """
     del epochs
     global _current
@@ -40,7 +47,13 @@ def init(*, dataset_size: int | None = None, epochs: float | None = None, grad_a
     config: AgentConfig | None = None
     with guard("reading the environment"):
         config = read_config()
-    _current = Run(config, guard, dataset_size=dataset_size, grad_accum_steps=grad_accum_steps)
+    _current = Run(
+        config,
+        guard,
+        dataset_size=dataset_size,
+        grad_accum_steps=grad_accum_steps,
+        model_parallel_size=model_parallel_size,
+    )
     on_exit(_finish_at_exit)
     if _current.active:
         on_failure(_report_exception, _keep_exit_status)
@@ -57,6 +70,7 @@ class Run:
         *,
         dataset_size: int | None = None,
         grad_accum_steps: int | None = None,
+        model_parallel_size: int = 1,
     ) -> None:
         self.config = config
         self.guard = guard or Guard()
@@ -69,7 +83,7 @@ class Run:
         with self.guard("starting"):
             from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
 
-            self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps)
+            self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps, model_parallel_size)
             self.config = config = self.recorder.config
         if config.stacks_at_s is not None:
             with self.guard("dumping stacks at the time limit"):

@@ -47,9 +47,22 @@ class ModelSpec(WireModel):
         description="What the ranks share instead of each holding a copy: `zero1` optimizer state, `zero2` gradients "
         "too, `zero3` parameters too (FSDP).",
     )
+    pipeline_stages: Count = Field(1, description="Stages of a pipeline; a rank of the job is then a whole replica.")
+    tensor_parallel_size: Count = Field(
+        1, description="Devices that share each layer; a rank of the job is then a whole replica."
+    )
+    micro_batch_size: Count | None = Field(
+        None, description="Examples that a pipeline passes on at a time; needed with `pipeline_stages`."
+    )
     optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
         "momentum", description="Optimizer, for the bytes of its state per parameter."
     )
+
+    @model_validator(mode="after")
+    def _pipelined(self) -> Self:
+        if self.pipeline_stages > 1 and self.micro_batch_size is None:
+            raise ValueError("micro_batch_size is missing: a pipeline's step time depends on it; give it too")
+        return self
 
 
 class DatasetSpec(WireModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +259,18 @@ def test_the_length_of_sequences_is_reported(sink: Sink, tmp_path: Path) -> None
         run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
     run.finish()
     assert sink.column("tokens_per_example") == dict(enumerate(map(float, lengths)))
+
+
+def test_processes_that_share_a_replica_count_as_one_rank(
+    sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("TULA_URL", sink.url), ("TULA_SPOOL_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    run = Run(read_config({**os.environ, "TULA_RUN_ID": "r"}), model_parallel_size=4)
+    for _ in run.steps([torch.zeros(2)] * 3):
+        run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
+    run.finish()
+    assert {body["world_size"] for body in sink.samples} == {2}
 
 
 def test_a_framework_that_fetches_a_whole_step_at_once_counts_all_its_batches(sink: Sink, tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ class RequestBuilder:
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
     column: the runs of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
-    `CommTiming`s to the first, and only a summary of their steps with their memory to the service.
+    `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
+    size counts `model_parallel_size` processes as one rank.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RequestBuilder:
         identity: Callable[[], Identity],
         channel: Callable[[], Channel | None],
         is_training: Callable[[], bool],
+        model_parallel_size: int = 1,
     ) -> None:
         self._readings = readings
         self._column = column
@@ -105,6 +107,7 @@ class RequestBuilder:
         self._identity = identity
         self._channel = channel
         self._is_training = is_training
+        self._model_parallel_size = model_parallel_size
         self._rows: dict[int, tuple[SampleRow, float]] = {}  # by step, with the time since when it is held
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
         self._device: dict[int, Interval] = {}  # by step
@@ -268,7 +271,9 @@ class RequestBuilder:
         sizes = {row.timing.local_batch_size for row in rows}
         memory_of = {size: self._readings.memory.pop(size, None) for size in sizes}
         due = []
-        for body in sample_bodies(rows, self._identity(), self._sequence):
+        identity = self._identity()
+        replicas = max(1, identity.world_size // self._model_parallel_size)
+        for body in sample_bodies(rows, identity._replace(world_size=replicas), self._sequence):
             size = body.get("local_batch_size")
             path = routes.RUN_SAMPLES.format(run_id=self._column.run_of(size))
             if self._readings.epochs_before is not None:

@@ -402,11 +402,11 @@ def _memory_prior(model: wire.ModelSpec, context: float, ranks: int) -> MemoryPr
 
 
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
-    """Bytes of parameters, gradients and optimizer state in single precision on one of so many ranks; 0 without a count
-    of parameters."""
+    """Bytes of parameters, gradients and optimizer state in single precision on a device of one of so many ranks; 0
+    without a count of parameters."""
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
-    return float((model.parameters or 0) * (sum(sizes[:shared]) / ranks + sum(sizes[shared:])))
+    return (model.parameters or 0) / job_data.devices_of(model) * (sum(sizes[:shared]) / ranks + sum(sizes[shared:]))
 
 
 def _state_too_large(needed: float, capacity: float) -> str:

@@ -133,6 +133,11 @@ def cluster_name(c: Configuration) -> str:
     return nodes if c.instance_type == wire.DEFAULT_INSTANCE_TYPE else f"{nodes} of {c.instance_type}"
 
 
+def devices_of(model: wire.ModelSpec) -> int:
+    """Devices that a replica of the model is spread over."""
+    return model.pipeline_stages * model.tensor_parallel_size
+
+
 def has_prices(spec: wire.JobSpec) -> bool:
     """True when every instance type has a price, so that costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import tula_wire as wire
+from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
 from tula_service.domain import Basis
 from tula_service.perfmodel.intervals import calibrate_intervals
@@ -42,6 +43,9 @@ _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
+_OF_A_STEP = (
+    "name", "activation_checkpointing", "sharding", "pipeline_stages", "tensor_parallel_size", "micro_batch_size",
+)  # fmt: skip
 _MAX_PRIORS = 10
 _MAX_SCALES = 20
 _MAX_PAIRS = 100
@@ -233,8 +237,13 @@ def _facts_of(model: wire.ModelSpec) -> ModelFacts:
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
     flops *= _RECOMPUTED if model.activation_checkpointing else 1.0
-    volumes = 3.0 if model.sharding == "zero3" else 2.0
-    return ModelFacts(parameters, flops, flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0, volumes=volumes)
+    return ModelFacts(
+        parameters,
+        flops / job_data.devices_of(model),
+        flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0,
+        volumes=3.0 if model.sharding == "zero3" else 2.0,
+        idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
+    )
 
 
 def _earlier_scale(scale: JobScale) -> EarlierScale:
@@ -261,7 +270,7 @@ def _as_prior(learned: Posterior) -> StepTimePrior:
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
     """True when the names agree, what a step does, and the parameter counts where both give them."""
-    if any(getattr(one, name) != getattr(other, name) for name in ("name", "activation_checkpointing", "sharding")):
+    if any(getattr(one, name) != getattr(other, name) for name in _OF_A_STEP):
         return False
     return one.parameters == other.parameters or None in (one.parameters, other.parameters)
 

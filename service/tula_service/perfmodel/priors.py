@@ -21,6 +21,7 @@ _LINK_SHARE = 0.5
 _BYTES_PER_PARAMETER = 4.0
 _ALL_REDUCE_VOLUMES = 2.0
 _LAUNCH_OVERHEAD_S = 0.005
+_LOG_BEND_OF_A_SUM = -3.0
 _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
@@ -59,12 +60,15 @@ class ModelFacts:
     `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
     its logarithm is, 0 where it was counted. `volumes` is how often the parameters' bytes pass a link in a step: 2 for
     an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers parameters again.
+    `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m micro-batches and p stages
+    a step takes m + p - 1 of them.
     """
 
     parameter_count: float
     flops_per_sample: float
     flops_sd: float = 0.0
     volumes: float = _ALL_REDUCE_VOLUMES
+    idle_samples: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -144,6 +148,8 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     mean[0] = log_compute
     sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
     mean[1], sd[1] = math.log(_LAUNCH_OVERHEAD_S) - log_compute, 1.2
+    if facts.idle_samples:
+        mean[1], mean[3] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref)), _LOG_BEND_OF_A_SUM
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
     mean[4] += more
     mean[6] = more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute

@@ -115,6 +115,16 @@ def test_the_state_of_a_sharded_model_is_divided_by_the_ranks_that_share_it() ->
         assert ("raise cluster.min_nodes" in found.reason) is (sharding != "none")
 
 
+def test_a_replica_over_several_devices_divides_compute_and_state_between_them() -> None:
+    model = {"name": "net", "parameters": 10**10, "optimizer": "adam", "flops_per_sample": 1e12}
+    on = {"max_nodes": 4, "memory_bytes_per_rank": 80 * 10**9}
+    whole, split = (answer_of(job(model=model | each, cluster=on)) for each in ({}, {"tensor_parallel_size": 4}))
+    compute = [each.estimates[0].terms["compute_s"] for each in (whole, split)]
+    assert compute[0] / compute[1] == pytest.approx(4, rel=0.05)
+    alone = [any("alone need" in said for said in each.evidence.warnings) for each in (whole, split)]
+    assert alone == [True, False], "160 GB of state on one device, 40 on each of four"
+
+
 def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
     data, decision = profiled(job())
     assert decision.posteriors is not None

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import cold_start
 from tula_service.domain import Basis
+from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
@@ -21,6 +22,7 @@ from tula_service.perfmodel.priors import (
     prior_from_other_type,
     scale_from_jobs,
 )
+from tula_service.perfmodel.step_time_form import log_terms
 
 TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
 
@@ -72,6 +74,16 @@ def test_gathering_parameters_again_in_the_backward_pass_is_half_as_much_communi
     more = a_guess(volumes=3.0).mean - a_guess().mean
     assert more[collective] == pytest.approx(np.log(1.5))
     assert not np.delete(more, collective).any()
+
+
+@pytest.mark.parametrize("micro_batches", [4, 16, 64])
+def test_a_pipeline_of_p_stages_takes_m_plus_p_minus_one_micro_steps(micro_batches):
+    stages, micro_batch = 4, 8
+    prior = a_guess(idle_samples=(stages - 1.0) * micro_batch)
+    batches = np.array([micro_batch, micro_batches * micro_batch], np.float64)
+    points = Points.columns(num_nodes=[1.0, 1.0], world_size=[1.0, 1.0], local_batch_size=batches)
+    one, many = np.exp(log_terms(prior.mean, points, 128.0).compute)
+    assert many / one == pytest.approx((micro_batches + stages - 1) / stages, rel=0.15)
 
 
 def corrected(guess: StepTimePrior, earlier: Sequence[EarlierScale], **known: float) -> StepTimePrior:
