@@ -83,7 +83,10 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
 }
 """One valid body for each model that a route reads."""
 
-_PAGE = "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
+_PAGE = (
+    "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
+    '<link rel=icon href="/static/icon.svg" type="image/svg+xml">'
+)
 _SWAGGER = (
     f'{_PAGE}<link rel=stylesheet href="/static/swagger-ui.css"><div id=swagger-ui></div>'
     '<script src="/static/swagger-ui-bundle.js"></script><script src="/static/docs.js"></script></html>'

@@ -118,10 +118,13 @@ def test_a_page_of_the_reference_loads_only_files_of_the_service(service: Servic
         html = client.get(page).text
         named = re.findall(r'(?:src|href|spec-url)="([^"]+)"', html)
         assert "/openapi.json" in named or "/static/docs.js" in named
+        assert "/static/icon.svg" in named, "else a browser asks for /favicon.ico"
         assert "<script>" not in html, "the content security policy refuses scripts inside the page"
         for name in named:
             assert name.startswith("/")
-            assert client.get(name).status_code == 200, name
+            answer = client.get(name)
+            assert answer.status_code == 200, name
+            assert "cdn.redoc" not in answer.text
 
 
 def send(client: httpx.Client, method: str, path: str, model: str) -> Any:
