@@ -185,14 +185,21 @@ def _state_of(
 def _affordable(
     candidates: Sequence[Configuration], open_rows: Sequence[int], model: StepTimeModel | None, budget: PlanBudget
 ) -> frozenset[int]:
-    """The open rows whose run the rest of the GPU-seconds pays for."""
+    """The open rows whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
     if budget.max_gpu_seconds is None or not open_rows:
         return frozenset(open_rows)
     left = budget.max_gpu_seconds - budget.spent_gpu_seconds
     if left <= 0 or model is None:
         return frozenset() if left <= 0 else frozenset(open_rows)
     expected = model.predict(candidates).mean_s * budget.steps_per_run
-    return frozenset(row for row in open_rows if expected[row] * candidates[row].world_size <= left)
+    needed: dict[object, float] = {}
+    affordable = []
+    for row in sorted(open_rows, key=lambda row: candidates[row].local_batch_size):
+        launch = column_of(candidates[row]) if budget.by_column else row
+        needed[launch] = needed.get(launch, 0.0) + float(expected[row]) * candidates[row].world_size
+        if needed[launch] <= left:
+            affordable.append(row)
+    return frozenset(affordable)
 
 
 def _exhausted(state: _State, budget: PlanBudget) -> str | None:

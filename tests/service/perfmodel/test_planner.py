@@ -233,6 +233,15 @@ def test_no_column_is_planned_while_another_is_pending():
     assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[4:]).runs == ()
 
 
+def test_a_column_has_as_many_batches_as_the_gpu_seconds_pay_for():
+    smallest = [c for c in GRID if c.num_nodes == 1]
+    model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
+    costs = [30 * 32 * t for t in model.predict([c for c in GRID if c.num_nodes == 8]).mean_s]
+    budget = PlanBudget(max_runs=8, by_column=True, max_gpu_seconds=1.01 * sum(costs[:2]))
+    planned = [run.configuration for run in plan(Search.ADAPTIVE, GRID, model, goal=GOAL, budget=budget).runs]
+    assert planned == [make_configuration(8, 4, batch) for batch in (32, 64)]
+
+
 def test_a_column_that_was_cut_short_is_completed_with_what_the_design_still_needs():
     budget = PlanBudget(max_runs=3, by_column=True)
     first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]

@@ -156,9 +156,7 @@ class TestRuns:
         assert claimed is not None
         assert claimed.id == small.id
 
-    def test_a_column_is_leased_to_one_holder_and_its_leases_end_together(
-        self, store: Store, clock: ManualClock
-    ) -> None:
+    def test_a_column_is_leased_to_one_holder_and_renewed_as_one(self, store: Store, clock: ManualClock) -> None:
         job = a_job(store)
         column = [a_run(store, job.id, configuration=make_configuration(4, 1, batch)) for batch in (32, 64, 128)]
         a_run(store, job.id, configuration=make_configuration(2, 1, 64))
