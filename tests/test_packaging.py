@@ -124,7 +124,7 @@ def test_the_version_is_the_same_everywhere_and_a_release(
     environments: dict[str, Path], metadata: Message, tmp_path: Path
 ) -> None:
     served = alone(environments["service"], tmp_path, "python", "-c", "import tula_service as s; print(s.__version__)")
-    printed = alone(environments[""], tmp_path, "tula", "version")
+    printed = alone(environments[""], tmp_path, "tula", "--version")
     assert served.stdout.split() == printed.stdout.split()[-1:] == [metadata["Version"]], served.stderr + printed.stderr
     assert not Version(metadata["Version"]).is_prerelease
     assert f"\n## {metadata['Version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

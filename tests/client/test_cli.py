@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -16,9 +17,11 @@ from rich.console import Console
 from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client, ServiceUnreachableError
+from tula_client._settings import package_version
 from tula_client.cli import commands, format, jobs, output, watch
 from tula_client.cli.app import run
 from tula_wire import Configuration, Event, Job, JobPage, JobSpec, RunCreate, RunPatch, TelemetryChunk
+from tula_wire.text import printable
 
 Tula = Callable[..., tuple[int, str, str]]
 
@@ -86,6 +89,73 @@ def test_jobs_list_and_show_print_a_job(tula: Tula, profiled: Job) -> None:
     assert profiled.id in out
     _, out, _ = tula("jobs", "list", "--search", "no such name")
     assert "tula tune" in out
+
+
+def test_runs_are_listed_with_measured_and_predicted_step_times(tula: Tula, profiled: Job) -> None:
+    listed = answer(tula("runs", profiled.name, "--json"))
+    assert {run["state"] for run in listed} == {"succeeded"}
+    _, out, _ = tula("runs", profiled.id)
+    assert all(run["id"] in out for run in listed)
+
+
+def test_predict_answers_for_every_combination(tula: Tula, profiled: Job) -> None:
+    words = ("predict", profiled.id, "--nodes", "1", "--nodes", "2", "--batch", "64", "--price", "9", "--json")
+    found = answer(tula(*words))["candidates"]
+    assert [one["configuration"]["num_nodes"] for one in found] == [1, 2]
+    for one in found:
+        dollars = 9 * one["configuration"]["num_nodes"] * one["total_time_s"]["value"] / 3600
+        assert one["cost_usd"]["value"] == pytest.approx(dollars, rel=0.01)
+    code, out, err = tula("predict", profiled.id, "--nodes", "1", "--batch", "64")
+    assert (code, err) == (0, "")
+    assert "Based on measurements of this job" in out
+    assert tula("predict", profiled.id, "--nodes", "0")[0] == 2
+
+
+def test_edit_changes_objective_limits_and_prices_and_keeps_the_other_limits(tula: Tula, job: str) -> None:
+    assert answer(tula("jobs", "edit", job, "--deadline", "900", "--json"))["job_id"] == job
+    assert tula("jobs", "edit", job, "--objective", "cost", "--budget", "5", "--price", "2.5")[0] == 0
+    spec = answer(tula("jobs", "show", job, "--json"))["spec"]
+    assert (spec["objective"], spec["limits"]["deadline_s"], spec["limits"]["budget_usd"]) == ("cost", 900, 5)
+    assert spec["cluster"][0]["price"]["usd_per_node_hour"] == 2.5
+    assert tula("jobs", "edit", job, "--deadline", "0")[0] == 0
+    assert answer(tula("jobs", "show", job, "--json"))["spec"]["limits"]["deadline_s"] is None
+    for words, said in (((), "nothing is to be changed"), (("--price", "p4d=2"), "p4d=2"), (("--price", "x"), "'x'")):
+        code, out, err = tula("jobs", "edit", job, *words)
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_scaling_can_be_seen_and_set(tula: Tula, job: str) -> None:
+    assert answer(tula("scaling", "set", job, "policy=ags", "delta=0.25", "--json"))["delta"] == 0.25
+    _, out, _ = tula("scaling", "show", job)
+    assert [line.split()[1] for line in out.splitlines() if line.startswith(("policy", "delta"))] == ["ags", "0.25"]
+    assert answer(tula("scaling", "set", job, "delta=null", "--json"))["delta"] is None
+    for word, said in (("speed=9", "speed=9"), ("delta", "NAME=VALUE"), ("policy=fast", "fast"), ("delta=-1", "delta")):
+        code, out, err = tula("scaling", "set", job, word)
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_open_prints_the_address_of_the_page(tula: Tula, profiled: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    _, out, _ = tula("open", profiled.name)
+    assert tula("open")[0] == 0
+    assert out.strip().endswith(f"/jobs/{profiled.id}")
+    assert opened == [out.strip(), out.strip().removesuffix(f"jobs/{profiled.id}")]
+
+
+def test_logs_prints_the_newest_output_of_a_run_without_control_characters(tula: Tula, tmp_path: Path) -> None:
+    folder = tmp_path / "job-1" / "logs"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(("first start", "second start\x1b[2J")):
+        log = folder / f"run-1-{number:06x}.log"
+        log.write_text(f"{text}\n")
+        os.utime(log, (number, number))
+    assert tula("logs", "run-1", "--work-dir", str(tmp_path))[1] == f"{printable('second start' + chr(27) + '[2J')}\n"
+    code, out, err = tula("logs", "run-9", "--work-dir", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "--work-dir" in err
 
 
 @pytest.mark.parametrize(("total", "said"), [(999, "1 of 999 jobs"), (1000, "1 of 1000+ jobs")])
@@ -216,8 +286,7 @@ def test_an_event_line_ends_with_its_sentence() -> None:
 
 
 def test_version_prints_the_version(tula: Tula) -> None:
-    assert answer(tula("version", "--json"))["version"]
-    assert tula("version")[1].startswith("tula ")
+    assert tula("--version") == (0, f"tula {package_version()}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +325,7 @@ def test_a_broken_plug_in_harms_only_itself(tula: Tula, monkeypatch: pytest.Monk
         "odd": EntryPoint("odd", "json:no_such_function", commands.GROUP),
     }
     monkeypatch.setattr(commands, "plugins", lambda: broken)
-    assert tula("version")[0] == 0
+    assert tula("--version")[0] == 0
     code, _, err = tula("doctor", "--any", "argument")
     assert code == 1
     assert "pip install 'tula[agent]'" in err

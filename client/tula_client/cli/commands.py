@@ -11,7 +11,6 @@ import typer
 
 from tula_client._errors import TulaError
 from tula_client._settings import package_version, service_url
-from tula_client.cli.output import Json, emit
 
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
@@ -23,14 +22,13 @@ EPILOG: Final = (
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """The whole command; of other packages, imports only the sub-command that `arguments` name."""
-    from tula_client.cli import data, jobs, launch, recommend, watch
+    from tula_client.cli import data, jobs, launch, recommend, scaling, watch
 
     app = typer.Typer(
         name="tula",
         help="How many nodes, and which global batch size?",
         epilog=EPILOG,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -40,7 +38,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     launch.add_to(app)
     watch.add_to(app)
     data.add_to(app)
-    app.command("version")(version)
+    scaling.add_to(app)
     wanted = _first_word(arguments)
     for name, point in sorted(plugins().items()):
         _add(app, name, point, load=wanted in (None, name))
@@ -52,13 +50,17 @@ def plugins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def version(as_json: Json = False) -> None:
-    """Print the version."""
-    emit({"version": package_version()}, f"tula {package_version()}", as_json)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tula {package_version()}")
+        raise typer.Exit
 
 
 def _root(
     url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
+    version: Annotated[  # noqa: ARG001 - its callback ends the command
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
     if url:
         os.environ["TULA_URL"] = service_url(url)  # also for every command that this one starts

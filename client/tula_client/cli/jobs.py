@@ -1,10 +1,10 @@
-"""`tula jobs`: add, list, show, archive and delete."""
+"""`tula jobs`: add, list, show, edit, archive and delete."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,19 +18,21 @@ from tula_client.cli.recommend import recommendation_view
 from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
-from tula_wire import JOBS_COUNTED, Job, JobPage, JobState, Ledger, LedgerEntry, Run
+from tula_wire import JOBS_COUNTED, Job, JobPage, JobPatch, JobState, Ledger, LedgerEntry, Objective, Run
 from tula_wire.text import printable
 
 
 def add_to(app: typer.Typer) -> None:
     """Give `app` these commands."""
-    group = typer.Typer(help="Add, list, show, archive and delete jobs.", no_args_is_help=True)
+    group = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
     group.command("add")(add)
     group.command("list")(list_jobs)
     group.command("show")(show)
+    group.command("edit")(edit)
     group.command("archive")(archive)
     group.command("delete")(delete)
     app.add_typer(group, name="jobs")
+    app.command("runs")(runs)
 
 
 def add(
@@ -65,10 +67,67 @@ def show(job: JobName, as_json: Json = False) -> None:
     with Client() as client:
         job_id = find_job(client, job)
         found = client.job(job_id)
-        runs = list(all_runs(client, job_id))
+        done = list(all_runs(client, job_id))
         ledger = client.ledger(job_id)
-    body = {**found.model_dump(mode="json"), "runs": runs, "ledger": ledger.entries}
-    emit(body, job_view(found, runs, ledger), as_json)
+    body = {**found.model_dump(mode="json"), "runs": done, "ledger": ledger.entries}
+    emit(body, job_view(found, done, ledger), as_json)
+
+
+def runs(job: JobName, as_json: Json = False) -> None:
+    """List the runs of a job, newest first, with measured and predicted step times."""
+    with Client() as client:
+        found = list(all_runs(client, find_job(client, job)))
+    emit(
+        found, _runs_view(found) if found else Text("No runs. Start them with tula tune SPEC.toml -- COMMAND."), as_json
+    )
+
+
+def edit(
+    job: JobName,
+    objective: Annotated[Objective | None, typer.Option(help="What to optimize from now on.")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option("--deadline", min=0, help="Seconds the training may take; 0: any.")
+    ] = None,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget", min=0, help="US dollars the training may cost; 0: any.")
+    ] = None,
+    price: Annotated[
+        list[str],
+        typer.Option(metavar="USD|TYPE=USD", help="US dollars per node-hour, of one instance type; can be repeated."),
+    ] = [],  # noqa: B006 - typer copies
+    as_json: Json = False,
+) -> None:
+    """Change objective, limits and prices of a job, and print its recommendation; measurements are kept."""
+    with Client() as client:
+        found = client.job(find_job(client, job))
+        changed = {"deadline_s": deadline_s, "budget_usd": budget_usd}
+        known = {name: value or None for name, value in changed.items() if value is not None}
+        wanted: dict[str, Any] = {"objective": objective} if objective is not None else {}
+        if known:
+            wanted["limits"] = found.spec.limits.model_dump() | known
+        if price:
+            wanted["prices"] = dict(_price(word, found) for word in price)
+        if not wanted:
+            raise UsageError("nothing is to be changed: give --objective, --deadline, --budget or --price")
+        client.patch_job(found.id, JobPatch.model_validate(wanted))
+        answer = client.recommendation(found.id)
+    emit(answer, recommendation_view(answer), as_json)
+
+
+def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
+    """The instance type and its price with the new rate; the only type where none is named."""
+    name, equals, usd = word.rpartition("=")
+    prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
+    if not equals and len(prices) == 1:
+        (name,) = prices
+    if name not in prices:
+        raise UsageError(
+            f"--price: {word!r} names none of the job's instance types: give TYPE=USD of {', '.join(prices)}"
+        )
+    try:
+        return name, prices[name].model_dump() | {"usd_per_node_hour": float(usd)}
+    except ValueError:
+        raise UsageError(f"--price: {usd!r} is not a number: give US dollars per node-hour") from None
 
 
 def archive(job: JobName, as_json: Json = False) -> None:

@@ -1,8 +1,9 @@
-"""`tula tune`, `tula run` and `tula launchers`."""
+"""`tula tune`, `tula run`, `tula launchers` and `tula logs`."""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from tula_client.launch.train import TrainOptions, train
 from tula_client.launch.tune import PlanOptions, Tuned, work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Run
+from tula_wire.text import printable
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
 """Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
@@ -63,6 +65,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("tune")(tune)
     app.command("run")(run)
     app.command("launchers")(launchers)
+    app.command("logs")(logs)
 
 
 def tune(
@@ -218,6 +221,18 @@ def _runs_plain(runs: _Runs) -> list[dict[str, Any]]:
         }
         for run, outcome in runs
     ]
+
+
+def logs(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; tula jobs show lists them.")],
+    work_dir: Folder = Path(".tula"),
+) -> None:
+    """Print what the newest command of a run wrote, on the machine that launched it."""
+    found = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UsageError(f"RUN: no command of {run_id!r} has a log below {work_dir}: give the folder by --work-dir")
+    for line in found[-1].read_text(encoding="utf-8", errors="replace").splitlines():
+        print(printable(line))
 
 
 def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -28,6 +29,7 @@ COLUMNS = (">nodes", ">ranks", ">local", ">global", ">step time (90 %)", ">epoch
 def add_to(app: typer.Typer) -> None:
     """Give `app` this command."""
     app.command("recommend")(recommend)
+    app.command("predict")(predict)
 
 
 def recommend(
@@ -40,6 +42,30 @@ def recommend(
     with Client() as client:
         answer = client.recommendation(find_job(client, job), objective=objective)
     emit(answer, recommendation_view(answer, candidates=candidates), as_json)
+
+
+def predict(
+    job: JobName,
+    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; give it again for more.")] = [],  # noqa: B006 - typer copies
+    batch: Annotated[list[int], typer.Option(min=1, help="Global batch; give it again for more.")] = [],  # noqa: B006
+    instance_type: Annotated[list[str], typer.Option("--type", help="Instance type of the job.")] = [],  # noqa: B006
+    usd_per_node_hour: Annotated[float | None, typer.Option("--price", help="US dollars per node-hour.")] = None,
+    deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds the training may take.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict all combinations of the values given; a value that is left out stands for all that the job allows."""
+    with Client() as client:
+        answer = client.predictions(
+            find_job(client, job),
+            num_nodes=nodes,
+            global_batch_size=batch,
+            instance_type=instance_type,
+            usd_per_node_hour=usd_per_node_hour,
+            deadline_s=deadline_s,
+        )
+    notes = [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
+    basis = Text(f"Based on {BASIS[answer.basis]}; intervals are 90 % prediction intervals.", style="dim")
+    emit(answer, Group(_table(answer.candidates, _state), basis, *notes), as_json)
 
 
 def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
@@ -94,9 +120,13 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
     """All candidates with intervals and marks; with the instance type if the job has several."""
-    several = len({one.configuration.instance_type for one in answer.candidates}) > 1
+    return _table(answer.candidates, lambda one: {**_roles(one, answer), **_state(one)})
+
+
+def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[str, bool]]) -> RenderableType:
+    several = len({one.configuration.instance_type for one in candidates}) > 1
     rows = []
-    for one in answer.candidates:
+    for one in candidates:
         chosen = one.configuration
         rows.append(
             [
@@ -110,7 +140,7 @@ def candidates_table(answer: Recommendation) -> RenderableType:
                 format.seconds(one.total_time_s.value),
                 _cost(one),
                 format.bytes_(one.memory_bytes.value if one.memory_bytes else None),
-                ", ".join(_marks(one, answer)),
+                ", ".join(name.replace("_", " ") for name, holds in marks(one).items() if holds),
             ]
         )
     return table([*(["=type"] if several else []), *COLUMNS], rows)
@@ -141,12 +171,15 @@ def _cost(one: Candidate) -> str:
     return format.dollars(one.cost_usd.value if one.cost_usd else None)
 
 
-def _marks(one: Candidate, answer: Recommendation) -> list[str]:
-    marks = {
-        **roles(one, answer),
+def _roles(one: Candidate, answer: Recommendation) -> dict[str, bool]:
+    named = roles(one, answer)
+    return {"recommended": named.pop("chosen"), **named}
+
+
+def _state(one: Candidate) -> dict[str, bool]:
+    return {
         "spot": one.spot,
         "measured": one.profiled,
         "extrapolated": one.extrapolated,
         "excluded": one.excluded_by is not None,
     }
-    return [{"chosen": "recommended"}.get(name, name.replace("_", " ")) for name, holds in marks.items() if holds]

@@ -1,4 +1,4 @@
-"""`tula watch`: a live view of a job in the terminal, or its events as JSON lines."""
+"""`tula watch` and `tula open`: a live view of a job in the terminal, its events as JSON lines, or its page."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ QUIET_S = 5.0
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give `app` this command."""
+    """Give `app` these commands."""
     app.command("watch")(watch)
+    app.command("open")(open_)
 
 
 def watch(
@@ -52,6 +53,14 @@ def watch(
                 print(escaped(event.model_dump_json()), flush=True)
         else:
             live_view(client, job_id)
+
+
+def open_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id, or its name.")] = None) -> None:
+    """Open the dashboard, or a job's page, in a browser, and print its address."""
+    with Client() as client:
+        page = client.url + ("/" if job is None else f"/jobs/{find_job(client, job)}")
+    print(page)
+    typer.launch(page)
 
 
 def view(client: Client, job_id: str, events: Sequence[Event]) -> RenderableType:
