@@ -31,6 +31,14 @@ def default_store() -> Any | None:
         return None
 
 
+# Data loaders.
+
+
+def loader_iterator_class() -> Any | None:
+    """What every DataLoader iterates with; a script's own loaders and those of frameworks offer no other way to all."""
+    return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+
+
 # DistributedDataParallel.
 
 

@@ -62,7 +62,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
 
     A failure that the agent reported stands, because it saw the cause inside the process. Otherwise status 0 with
     samples is a success; status 137 (SIGKILL, which the kernel sends when memory is short) or a log that names an
-    out-of-memory is an out-of-memory; everything else is a failure.
+    out-of-memory is an out-of-memory; everything else is a failure. A training without samples succeeds with a message.
     """
     batch = run.configuration.local_batch_size
     if timed_out_after_s is not None:
@@ -81,6 +81,12 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
         return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
     if run.state == "failed":
         return Outcome("failed", run.message or "The agent reported a failure.", tuple(relevant_lines(lines)))
+    if run.num_samples == 0 and run.kind == "train":
+        return Outcome(
+            "succeeded",
+            "The training succeeded but no measurement arrived, so its recommendation can't be compared with it: call "
+            "tula_agent.init() and loop over run.steps(loader) in the script.",
+        )
     if run.num_samples == 0:
         return Outcome(
             "failed",

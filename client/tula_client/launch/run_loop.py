@@ -33,6 +33,8 @@ T = TypeVar("T")
 LEASE_S: Final = 60.0
 """Seconds after which the service takes back a run whose `tula` died."""
 POLL_S: Final = 0.05
+SILENT_S: Final = 45.0
+"""Seconds after which a profiling run without a measurement is reported."""
 RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
@@ -98,6 +100,7 @@ class ActiveRun:
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     cancelled: bool = False
+    silence_checked: bool = False
     smaller: tuple[Run, ...] = ()
 
 
@@ -221,6 +224,9 @@ class Runner:
             and now - active.stacks_dumped_at > self.options.grace_s + _DUMP_TIMEOUT_S
         ):
             active.process.stop()
+        if not active.silence_checked and now - active.started_at >= SILENT_S:
+            active.silence_checked = True
+            self._report_silence(active)
         if now >= active.next_heartbeat_at:
             active.next_heartbeat_at = now + LEASE_S / 3
             self._renew_lease(active)
@@ -234,6 +240,8 @@ class Runner:
         outcome = self._judge(active, run, status, lines)
         for warning in agent_warnings(lines):
             self.reporter.note(f"Run {run.id}: {warning}")
+        if outcome.state == "succeeded" and outcome.message:
+            self.reporter.note(f"Run {run.id}: {outcome.message}")
         self.reporter.finished(active.run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
@@ -346,6 +354,21 @@ class Runner:
         except (OSError, subprocess.TimeoutExpired):
             return False
         return done.returncode == 0
+
+    def _report_silence(self, active: ActiveRun) -> None:
+        """Say that a profiling run has sent nothing yet."""
+        first = (*active.smaller, active.run)[0]
+        if first.kind != "profile":
+            return
+        try:
+            silent = self.service.run(first.id).num_samples == 0
+        except TulaError:
+            return
+        if silent:
+            self.reporter.note(
+                f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), call "
+                "tula_agent.init() and loop over run.steps(loader) in the script."
+            )
 
     def _renew_lease(self, active: ActiveRun) -> None:
         patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S)

@@ -249,3 +249,11 @@ def test_every_fallback_is_smaller_and_the_chain_ends(batch, accumulation, can_a
             assert after.global_batch_size < now.global_batch_size
         now, seen = after, seen + 1
     assert seen <= 4096
+
+
+def test_a_training_that_nothing_measured_succeeds_with_a_note(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64)), Notes()
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(), notes)
+    ((_, outcome),) = go(bench, service)
+    assert outcome.state == "succeeded"
+    assert any("no measurement arrived" in note for note in notes.notes)

@@ -168,6 +168,14 @@ def test_a_script_without_the_agent_fails_with_the_remedy(tmp_path):
         tune(bench, service)
 
 
+def test_a_run_that_sends_nothing_is_noted_within_a_minute(tmp_path):
+    service, notes = FakeService(THREE[:1]), Notes()
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=1300), notes)  # 65 s
+    with pytest.raises(LaunchError, match="no measurement arrived"):
+        tune(bench, service)
+    assert len([note for note in notes.notes if "no measurement in 45 s" in note]) == 1
+
+
 def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
     service, notes = FakeService(THREE), Notes()
     service.change("r0", configuration_mismatch="Run r0 was to use local batch 32, but its process saw 8.")

@@ -1,0 +1,159 @@
+"""Measures a training loop that has never heard of the agent, from its optimizer's steps and its data loader."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from tula_agent.config import is_launched, read_config
+from tula_agent.guard import logger
+from tula_agent.rank_channel import current_group
+from tula_agent.run import Run, init
+from tula_agent.torch_private import loader_iterator_class
+
+_SAY_AFTER = 3
+"""Steps after which it is known what can't be seen."""
+
+
+class UneditedLoop:
+    """Drives a `Run` as `Run.steps` does: a step ends where the loop asks its loader for the batch after it.
+
+    Begins after the first step of an optimizer, once the process group exists. Where no batch comes from a DataLoader,
+    a step ends where the optimizer's step does. The loader of training is the one whose batch came last before a
+    step; another one's batches (an evaluation) belong to no step. Other threads than the main one are left alone: the
+    end of a profiling run could not end the script from there.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self._optimizer: weakref.ref[Any] | None = None
+        self._fetched = False
+        self._last: int | None = None
+        self._training: int | None = None
+        self._steps = 0
+        self._models = 0
+        self._left = False
+        config = read_config() if is_launched() else None
+        self._waits_for_group = config is not None and config.world_size > 1
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` has stepped."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self.run is None:
+            if not self._waits_for_group or current_group() is not None:
+                self._start(optimizer)
+            return
+        if not self.run.active or self._optimizer is None or self._optimizer() is not optimizer:
+            return
+        self._training = self._last
+        self._steps += 1
+        if self._steps == _SAY_AFTER:
+            self._say_what_is_not_seen(self.run)
+        if not self._fetched:
+            self._boundary(self.run)
+            self.run.batch_arrived(torch.empty(self._local_batch_size(self.run), 0))
+
+    def wants_batch(self, iterator: Any) -> None:
+        """The script asks `iterator` for a batch."""
+        run = self._measured()
+        if run is not None:
+            self._fetched = True
+            self._boundary(run)
+            if not self._is_training(iterator):
+                run.end_loop()
+
+    def has_batch(self, iterator: Any, batch: Any) -> None:
+        """`iterator` has delivered."""
+        run = self._measured()
+        if run is not None:
+            self._last = _key(iterator)
+            if self._is_training(iterator):
+                run.batch_arrived(batch)
+
+    def ended(self) -> None:
+        """A loader has no more batches."""
+        run = self._measured()
+        if run is not None:
+            run.end_loop()
+
+    def _start(self, optimizer: torch.optim.Optimizer) -> None:
+        self.run = run = init()
+        if not run.active:
+            return
+        self._optimizer = weakref.ref(optimizer)
+        models = _ddp_models_of(optimizer)
+        self._models = len(models)
+        run.watch(models, optimizer)
+        run.begin_loop()
+        _see_batches(self)
+
+    def _measured(self) -> Run | None:
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        return self.run if on_main_thread and self.run is not None and self.run.active else None
+
+    def _is_training(self, iterator: Any) -> bool:
+        return torch.is_grad_enabled() and self._training in (None, _key(iterator))
+
+    def _boundary(self, run: Run) -> None:
+        """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step."""
+        run.batch_done()
+        if run.stopping and not self._left:
+            self._left = True
+            raise SystemExit(0)
+
+    def _local_batch_size(self, run: Run) -> int:
+        return (run.config.local_batch_size if run.config is not None else None) or 1
+
+    def _say_what_is_not_seen(self, run: Run) -> None:
+        if run.config is None or run.config.rank != 0:
+            return
+        missing = [] if self._fetched else ["the batches, which come from no DataLoader (their size is the run's)"]
+        if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
+            missing.append("communication, since no DistributedDataParallel model holds the optimizer's parameters")
+        if missing:
+            logger.warning("the script calls no tula_agent.init(), and not seen is %s", ", and ".join(missing))
+
+
+_loop = UneditedLoop()
+stepped = _loop.stepped
+
+
+def _key(iterator: Any) -> int:
+    """Equal for the iterators of one loader in all epochs: the identity of its dataset."""
+    return id(getattr(iterator, "_dataset", iterator))
+
+
+def _ddp_models_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The DDP models that hold the optimizer's parameters; once, some tens of milliseconds."""
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    found = [one for one in gc.get_objects() if issubclass(type(one), wrapper)]
+    return [model for model in found if any(id(parameter) in wanted for parameter in model.parameters())]
+
+
+def _see_batches(loop: UneditedLoop) -> None:
+    """Let `loop` see every batch of every DataLoader, also of those that are being iterated over."""
+    kind = loader_iterator_class()
+    if kind is None:
+        return
+    assert loop.run is not None
+    fetch, guard = kind.__next__, loop.run.guard
+
+    def seen(iterator: Any) -> Any:
+        with guard("seeing batches"):
+            loop.wants_batch(iterator)
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            loop.ended()
+            raise
+        with guard("seeing batches"):
+            loop.has_batch(iterator, batch)
+        return batch
+
+    kind.__next__ = seen
