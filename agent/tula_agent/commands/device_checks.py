@@ -14,8 +14,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -30,10 +31,10 @@ from tula_agent.run import Run
 State = Literal["pass", "fail", "not measured"]
 ALLOCATION_BYTES = 256 * 2**20
 IMPOSSIBLE_BYTES = 2**50
-MAX_CLOCK_ERROR, MAX_STEP_OVERHEAD, MAX_CPU_S = 0.02, 0.003, 60e-6
+MAX_CLOCK_ERROR, MAX_STEP_OVERHEAD, MAX_CPU_S, MAX_PEAK_ERROR = 0.02, 0.003, 60e-6, 0.02
 MEMORY_TOLERANCE_BYTES = 32 * 2**20
 """The driver allocates in pages and the allocator in segments of 2 or 20 MiB."""
-WARMUP_STEPS = 5
+WARMUP_STEPS, MEASURED_STEPS = 5, 5
 T_OF_FIVE = 2.78
 """Of a 95 % interval of five readings."""
 SHIPPED_WITHIN_S = 2.5
@@ -112,6 +113,11 @@ class Device:
         train(self, steps=3, examples=examples)
         return self.allocated()["peak"]
 
+    def peaks_of_column(self, sizes: Sequence[int]) -> dict[int, int]:
+        """Peak bytes of each batch, as the agent reports them of one profiling launch; ascending sizes."""
+        steps = len(sizes) * (WARMUP_STEPS + MEASURED_STEPS)
+        return train(self, steps=steps, examples=sizes[-1], column=sizes[:-1]).peaks
+
     def oom_count(self) -> int:
         """Out-of-memory errors that the allocator has raised."""
         return cuda_oom_count()
@@ -124,7 +130,10 @@ class Device:
 
 @dataclass
 class Training:
-    """One short training: its weights, seconds of a step, of the host's thread too, and what the agent made of it."""
+    """One short training: its weights, seconds of a step, of the host's thread too, and what the agent made of it.
+
+    `peaks` are the bytes that the agent reported, by local batch.
+    """
 
     weights: list[torch.Tensor]
     step_s: float
@@ -133,6 +142,7 @@ class Training:
     skipped: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    peaks: dict[int, int] = field(default_factory=dict)
 
 
 def train(
@@ -142,12 +152,14 @@ def train(
     examples: int = 0,
     width: int = 0,
     agent: bool = False,
+    column: Sequence[int] = (),
     amp_spoiled_at: int | None = None,
     compiled: bool = False,
     at_end: Callable[[Run], None] | None = None,
 ) -> Training:
     """Train a perceptron for `steps` steps after WARMUP_STEPS, the same every time; `agent` measures it.
 
+    column: as a profiling launch, in which the agent measures these smaller batches first, MEASURED_STEPS of each.
     amp_spoiled_at: with mixed precision and a GradScaler; the loss of this step is infinite, so that it is skipped.
     """
     torch.manual_seed(0)
@@ -158,7 +170,7 @@ def train(
     scaler = None if amp_spoiled_at is None else _scaler(device)
     called = torch.compile(model, backend="inductor" if device.accelerated else "eager") if compiled else model
     result = Training([], math.nan, math.nan)
-    with _watching(agent, result) as run:
+    with _watching(agent or bool(column), result, _column_variables(column, examples)) as run:
         run.watch(model, optimizer)
         began = cpu_began = 0.0
         for step, data in enumerate(run.steps(itertools.repeat(batch, WARMUP_STEPS + steps))):
@@ -178,6 +190,19 @@ def train(
             at_end(run)
     result.weights = [parameter.detach().clone() for parameter in model.parameters()]
     return result
+
+
+def _column_variables(column: Sequence[int], whole: int) -> dict[str, str]:
+    """The environment of a profiling launch of these batches and the whole one; none without them."""
+    if not column:
+        return {}
+    return {
+        "TULA_KIND": "profile",
+        "TULA_WARMUP_STEPS": str(WARMUP_STEPS),
+        "TULA_MEASURE_STEPS": str(MEASURED_STEPS),
+        "TULA_LOCAL_BATCH_SIZE": str(whole),
+        "TULA_COLUMN": ",".join(f"{size}=check-{size}" for size in column),
+    }
 
 
 def _scaler(device: Device) -> Any:
@@ -203,18 +228,19 @@ def _amp_step(
 class _watching:
     """A run of the agent against a server of this process, or one that does nothing."""
 
-    def __init__(self, agent: bool, result: Training) -> None:
-        self._agent, self._result = agent, result
+    def __init__(self, agent: bool, result: Training, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._agent, self._result, self._variables = agent, result, variables
 
     def __enter__(self) -> Run:
         if not self._agent:
             self._run = Run(None)
             return self._run
         self._folder = tempfile.TemporaryDirectory()
-        self._server = _Server(self._result.requests)
+        self._server = _Server(self._result)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_port}"
-        self._run = Run(read_config({"TULA_URL": url, "TULA_RUN_ID": "check", "TULA_SPOOL_DIR": self._folder.name}))
+        variables = {"TULA_URL": url, "TULA_RUN_ID": "check", "TULA_SPOOL_DIR": self._folder.name}
+        self._run = Run(read_config({**variables, **self._variables}))
         if self._run.recorder is None:
             self.__exit__()
             raise NotMeasuredError("the agent did not start: its log says why")
@@ -232,13 +258,13 @@ class _watching:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Keeps the body of each PATCH in `requests` and accepts everything."""
+    """Keeps the body of each PATCH and the peaks of samples in `result`, and accepts everything."""
 
     daemon_threads = True
 
-    def __init__(self, requests: list[dict[str, Any]]) -> None:
+    def __init__(self, result: Training) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests = requests
+        self.result = result
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -248,7 +274,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.command == "PATCH":
-            self.server.requests.append(json.loads(body))
+            self.server.result.requests.append(json.loads(body))
+        elif self.path.endswith("/samples"):
+            samples = json.loads(body)
+            if "memory" in samples:
+                self.server.result.peaks[samples["local_batch_size"]] = samples["memory"]["peak_bytes"]
         self.send_response(200)
         self.send_header("content-length", "2")
         self.end_headers()
@@ -325,6 +355,23 @@ def peak_by_batch(device: Device) -> Verdict:
     sizes = ", ".join(f"{peak / 2**20:.1f}" for peak in (first, grown, again))
     found = f"{sizes} MiB at batches of {small}, {large}, {small}"
     return _judge("peak by batch", passed, found, first_bytes=first, larger_bytes=grown, again_bytes=again)
+
+
+def column(device: Device) -> Verdict:
+    """Each batch of a column launch has the peak of a process of its own, beside the whole batch that is held."""
+    sizes = [device.examples * times for times in (1, 2, 4)]
+    peaks = device.peaks_of_column(sizes)
+    if sorted(peaks) != sizes:
+        return _judge("column", False, f"peaks of batches {sorted(peaks)} were reported, not of {sizes}")
+    device.needs_accelerator(f"all of {sizes} were measured; a CPU's peaks are those of the process")
+    held = [4 * device.width * (sizes[-1] - size) for size in sizes]
+    alone = [device.peak_of(size) + more for size, more in zip(sizes, held, strict=True)]
+    errors = [peaks[size] / peak - 1.0 for size, peak in zip(sizes, alone, strict=True)]
+    worst = max(errors, key=abs)
+    found = (
+        f"peaks of {', '.join(map(str, sizes))} examples are at most {100 * worst:+.1f} % off those of single launches"
+    )
+    return _judge("column", abs(worst) <= MAX_PEAK_ERROR, found, worst_error=worst)
 
 
 def _same_weights(left: Training, right: Training) -> bool:
@@ -453,6 +500,7 @@ CHECKS: dict[str, Check] = {
     "allocator": allocator,
     "driver": driver,
     "peak by batch": peak_by_batch,
+    "column": column,
     "out of memory": out_of_memory,
     "mixed precision": mixed_precision,
     "overhead": overhead,

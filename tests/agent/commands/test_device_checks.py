@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tula_agent.commands.doctor import doctor
 from tula_agent.measure.device_clock import DeviceClock
 
 MIB = 2**20
-ONLY_ON_A_DEVICE = {"events", "allocator", "driver", "peak by batch", "step time", "CUDA graph"}
+ONLY_ON_A_DEVICE = {"events", "allocator", "driver", "peak by batch", "column", "step time", "CUDA graph"}
 
 
 class Event:
@@ -94,11 +95,18 @@ class StandIn(Device):
         self.peak = max(self.peak, needed) if self.fault == "a peak that stays" else needed
         return self.peak
 
+    def peaks_of_column(self, sizes: Sequence[int]) -> dict[int, int]:
+        if self.fault == "a batch that is not measured":
+            return {}
+        return {
+            size: self.peak_of(max(sizes) if self.fault == "a peak that stays in a column" else size) for size in sizes
+        }
+
     def oom_count(self) -> int:
         return self.ooms
 
 
-@pytest.mark.parametrize("name", ["events", "allocator", "driver", "peak by batch", "out of memory"])
+@pytest.mark.parametrize("name", ["events", "allocator", "driver", "peak by batch", "column", "out of memory"])
 def test_a_device_without_a_fault_gets_a_pass(name: str) -> None:
     assert [(one.state, one.name) for one in check(StandIn(), name)] == [("pass", name)]
 
@@ -112,12 +120,18 @@ def test_a_device_without_a_fault_gets_a_pass(name: str) -> None:
         ("allocator", "a doubled figure"),
         ("driver", "a driver that sees half"),
         ("peak by batch", "a peak that stays"),
+        ("column", "a peak that stays in a column"),
+        ("column", "a batch that is not measured"),
         ("out of memory", "an allocator that does not count"),
         ("out of memory", "an unknown error"),
     ],
 )
 def test_each_fault_of_a_device_fails_its_check(name: str, fault: str) -> None:
     assert [one.state for one in check(StandIn(fault), name)] == ["fail"]
+
+
+def test_a_column_launch_reports_a_peak_for_each_of_its_batches() -> None:
+    assert sorted(Device(torch.device("cpu")).peaks_of_column([2, 4, 8])) == [2, 4, 8]
 
 
 def test_a_figure_that_the_machine_lacks_is_not_measured() -> None:
