@@ -358,7 +358,7 @@ def peak_by_batch(device: Device) -> Verdict:
 
 
 def column(device: Device) -> Verdict:
-    """Each batch of a column launch has the peak of a process of its own, beside the whole batch that is held."""
+    """Each batch of a column launch has the peak of a separate process, beside the whole batch that is held."""
     sizes = [device.examples * times for times in (1, 2, 4)]
     peaks = device.peaks_of_column(sizes)
     if sorted(peaks) != sizes:
