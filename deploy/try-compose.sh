@@ -27,7 +27,7 @@ od -An -N12 -tx1 /dev/urandom | tr -d " " >"$folder/grafana-password"
 "${stack[@]}" up --detach postgres >/dev/null
 for _ in $(seq 60); do "${stack[@]}" exec -T postgres pg_isready --username tula --dbname tula >/dev/null 2>&1 && break; sleep 1; done
 TOKEN=$(token me --scope admin)
-token prometheus --scope user >"$folder/metrics-token"
+token prometheus --scope read >"$folder/metrics-token"
 chmod 0644 "$folder/metrics-token" "$folder/grafana-password"
 "${stack[@]}" down >/dev/null
 echo "tokens: made in the migrated Postgres before the service listens"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tula_wire._base import Name, Seconds, Timestamp, WireModel
 
-Scope = Literal["agent", "user", "admin"]
+Scope = Literal["agent", "read", "user", "admin"]
 
 
 class ProjectCreate(WireModel):
@@ -32,13 +32,16 @@ class ProjectList(WireModel):
 
 
 class TokenCreate(WireModel):
-    """A new token. `agent` needs `job_id`; `user` needs `project`; `admin` needs neither."""
+    """A new token. `agent` needs `job_id`; `read` and `user` take `project`; `admin` needs neither."""
 
     name: Name = Field(description="What the token is for, as people will read it in a list.")
     scope: Scope = Field(
-        description="`agent` measures for one job, `user` works in one project, `admin` may do everything."
+        description=(
+            "`agent` measures for one job, `read` reads one project and changes nothing, `user` works in one project, "
+            "`admin` may do everything."
+        )
     )
-    project: Name | None = Field(None, description="Name of the project that a `user` token belongs to.")
+    project: Name | None = Field(None, description="Name of the project that a `read` or `user` token belongs to.")
     job_id: str | None = Field(None, description="Job that an `agent` token is bound to.")
     expires_in_s: Seconds | None = Field(None, description="Seconds until the token expires; null: never.")
 

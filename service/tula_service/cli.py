@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 import uvicorn
@@ -23,6 +23,7 @@ from tula_service.store import Store
 from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
 from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
 from tula_service.usecases.jobs import prune_store
+from tula_wire import Scope
 
 _OPERATOR = Principal(name="command line", scope="admin")
 _DATABASE = typer.Option("--database", help="SQLite file, or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
@@ -93,8 +94,8 @@ def prune(
 @token.command("create")
 def token_create(
     name: Annotated[str, typer.Argument(help="Whose or what for.")],
-    scope: Annotated[str, typer.Option(help="agent, user or admin.")] = "user",
-    project: Annotated[str | None, typer.Option(help="For user tokens; the default project without it.")] = None,
+    scope: Annotated[str, typer.Option(help="agent, read, user or admin.")] = "user",
+    project: Annotated[str | None, typer.Option(help="For read and user tokens; without it the default.")] = None,
     job: Annotated[str | None, typer.Option(help="For agent tokens: the one job.")] = None,
     expires_in_days: Annotated[
         float | None, typer.Option(min=0.0, help="Without it the token does not expire.")
@@ -104,8 +105,8 @@ def token_create(
 ) -> None:
     """Make a token and print its secret, this once."""
     with _one_sentence():
-        if scope not in ("agent", "user", "admin"):
-            raise SettingsError(f"--scope is {scope!r}: use agent, user or admin.")
+        if scope not in get_args(Scope):
+            raise SettingsError(f"--scope is {scope!r}: use agent, read, user or admin.")
         with _opened(_settings(database=database), create=True) as store:
             issued = issue_token(
                 store,

@@ -21,17 +21,19 @@ AGENT_MAY: Final = frozenset(
 )
 _AGENTS_PATHS: Final = [(method, re.compile(re.sub(r"\{\w+\}", "[^/]+", route))) for method, route in AGENT_MAY]
 _ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
+_ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
 
 
 def required_scopes(method: str, route: str) -> frozenset[str]:
-    """Scopes that may use the route; administrators and users unless it is listed here."""
+    """Scopes that may use the route: administrators and users, and `read` where nothing changes, unless listed here."""
     key = ("GET" if method == "HEAD" else method, route)
+    readers = {"read"} if key[0] == "GET" and route not in _ABOUT_TOKENS else set()
     if key in _ADMIN_ONLY:
         return frozenset({"admin"})
     if key in AGENT_MAY:
-        return frozenset({"agent", "user", "admin"})
-    return frozenset({"user", "admin"})
+        return frozenset({"agent", "user", "admin", *readers})
+    return frozenset({"user", "admin", *readers})
 
 
 def is_of_agents(method: str, path: str) -> bool:

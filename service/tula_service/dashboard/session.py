@@ -70,7 +70,7 @@ def _signed_in(request: Request, secret: str) -> str:
         services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
         raise
     if principal.scope == "agent":
-        raise Unauthenticated("An agent's token opens no pages: use a user or admin token.")
+        raise Unauthenticated("An agent's token opens no pages: use a read, user or admin token.")
     return open_session(services.store, principal)
 
 

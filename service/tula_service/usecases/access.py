@@ -45,7 +45,10 @@ class BoundedDict(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
 
 @dataclass(frozen=True)
 class Principal:
-    """The sender of a request: `scope` is agent, user or admin; agents are bound to one job, users to one project."""
+    """The sender of a request: `scope` is agent, read, user or admin.
+
+    Agents are bound to one job, readers and users to one project. What a reader may not do, `api/scopes.py` refuses.
+    """
 
     name: str
     scope: str
@@ -74,7 +77,7 @@ class Principal:
         return self.project_id or DEFAULT_PROJECT_ID
 
     def may_touch(self, *, job_id: str, project_id: str) -> bool:
-        """The one rule: administrators everything, users their project, agents their job."""
+        """The one rule: administrators everything, users and readers their project, agents their job."""
         if self.is_admin:
             return True
         if self.scope == "agent":
@@ -126,12 +129,12 @@ def issue_token(
     job_id: str | None = None,
     expires_in_s: float | None = None,
 ) -> IssuedToken:
-    """Create a token. Administrators create any; users create agent tokens for jobs of their project.
+    """Create a token. Administrators create any; users create agent and read tokens in their project.
 
     Raises Forbidden, NotFound, or InvalidInput when scope, project and job do not go together.
     """
-    if not actor.is_admin and scope != "agent":
-        raise Forbidden("Only an administrator makes user and admin tokens: ask one, or make an agent token.")
+    if not actor.is_admin and scope not in ("agent", "read"):
+        raise Forbidden("Only an administrator makes user and admin tokens: ask one, or make an agent or read token.")
     if scope == "agent" and job_id is None:
         raise InvalidInput("An agent token belongs to one job: give job_id.", field="job_id")
     if scope != "agent" and job_id is not None:
@@ -143,8 +146,10 @@ def issue_token(
         project_id: str | None = None
         if scope == "agent":
             project_id = visible_job(tx, actor, str(job_id)).project_id
-        elif scope == "user":
-            project_id = tx.projects.by_name(project).id if project is not None else DEFAULT_PROJECT_ID
+        elif scope in ("read", "user"):
+            project_id = tx.projects.by_name(project).id if project is not None else actor.home_project_id
+            if not actor.is_admin and project_id != actor.project_id:
+                raise NotFound.of("project", str(project))
         expires_at = None if expires_in_s is None else tx.now() + timedelta(seconds=min(expires_in_s, 3e9))
         token = tx.tokens.create(
             sha256=digest(secret), name=name, scope=scope, project_id=project_id, job_id=job_id, expires_at=expires_at

@@ -51,7 +51,7 @@ def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["token", "create", "x", "--scope", "root"], "use agent, user or admin"),
+        (["token", "create", "x", "--scope", "root"], "use agent, read, user or admin"),
         (["token", "create", "x", "--scope", "agent"], "give job_id"),
         (["token", "create", "x", "--project", "nowhere"], "no project 'nowhere'"),
         (["token", "revoke", "token-0"], "no token 'token-0'"),

@@ -134,6 +134,35 @@ def test_an_agent_token_reaches_its_job_and_the_five_routes_it_needs(service: Se
                 problem(answer, 403)
 
 
+def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, red: Tenant, blue: Tenant) -> None:
+    """Every GET but the list of tokens and its page; no other method, and nothing of another project."""
+    read = service.token("read", project="red")
+    with service.client(read) as reader:
+        for method, path in all_routes(service):
+            if (method, path) in UNGUARDED or path == routes.JOB_EVENTS:  # the stream never ends by itself
+                continue
+            answer = reader.request(method, concrete(path, red), json=BODIES.get((method, path)))
+            if method != "GET" or path in (routes.TOKENS, "/admin"):
+                problem(answer, 403)
+            else:
+                assert answer.status_code not in (401, 403), (path, answer.text)
+        assert reader.get(routes.JOB.format(job_id=red.job_id)).status_code == 200
+        assert "/admin" not in reader.get("/").text
+        problem(reader.get(routes.JOB.format(job_id=blue.job_id)), 404)
+
+
+def test_users_make_read_tokens_of_their_own_project_only(service: Service, red: Tenant) -> None:
+    """A foreign project is not found, and without a name it is their own."""
+    with service.client(red.user) as user:
+        made = user.post(routes.TOKENS, json={"name": "viewer", "scope": "read"})
+        assert made.status_code == 201
+        assert made.json()["token"]["project"] == red.project_id
+        named = {"name": "viewer", "scope": "read", "project": "red"}
+        assert user.post(routes.TOKENS, json=named).status_code == 201
+        service.tenant("green")
+        problem(user.post(routes.TOKENS, json={**named, "project": "green"}), 404)
+
+
 def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: Tenant, blue: Tenant) -> None:
     """No way up from user to admin, and none across."""
     with service.client(red.user) as user:
