@@ -16,7 +16,7 @@ from tula_client.cli import format, jobs, output, recommend
 
 def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
     out = StringIO()
-    purpose = "Design: middle cluster with smallest batch; it tells most about the rest."
+    purpose = "Design: middle cluster with smallest batch, most informative for the model."
     runs = [
         models.run("run-8f004699939b2956", kind="profile", purpose=purpose),
         models.run("run-9", method="post_local_sgd"),

@@ -44,6 +44,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "runner_up": found(choice.runner_up),
         "least_time": found(choice.least_time),
         "least_cost": found(choice.least_cost),
+        "balanced": found(choice.balanced),
         "knee": wire.Knee(
             found=knee is not None,
             configuration=None if knee is None else knee.configuration,
@@ -268,11 +269,16 @@ def _nearest_misses(choice: Choice) -> list[str]:
 
 
 def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
-    time = other.time_s.mean / chosen.time_s.mean - 1.0
-    parts = [f"{abs(time):.1%} {'slower' if time >= 0 else 'faster'}"]
+    parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
     if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
-        cost = other.cost_usd.mean / chosen.cost_usd.mean - 1.0
-        parts.append(f"{abs(cost):.1%} {'dearer' if cost >= 0 else 'cheaper'}")
+        parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
-    at = "" if ratio == 1 else f", at {ratio:.3g} times the batch"
-    return f"The runner-up, {_named(other)}, is {' and '.join(parts)}{at}."
+    factor = {0.5: "half", 2.0: "twice"}.get(ratio, f"{ratio:.3g} times")
+    at = "" if ratio == 1 else f", at {factor} the batch"
+    return f"The runner-up, {_named(other)}, {' and '.join(parts)}{at}."
+
+
+def _compared(ratio: float, same: str, more: str, less: str) -> str:
+    if ratio >= 2.0:
+        return f"{ratio:.2g} times {same}"
+    return f"{abs(ratio - 1.0):.1%} {more if ratio >= 1.0 else less}"

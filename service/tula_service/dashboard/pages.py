@@ -118,7 +118,7 @@ def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None)
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
         trainings=runs.list_runs(user.store, user.principal, job_id, kind="train", limit=20).runs,
-        ledger=ledger.entries(user.store, user.principal, job_id, limit=20).entries,
+        ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=20).entries,
         activities=activities(listed),
     )
 
@@ -191,7 +191,7 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Chosen, runner-up, least time and least cost, one row for those that coincide."""
+    """What `charts.landmarks` names, one row for those that coincide."""
     named: list[tuple[str, Candidate]] = []
     for name, candidate in charts.landmarks(recommendation):
         at = next((row for row, (_, other) in enumerate(named) if other == candidate), None)

@@ -417,10 +417,12 @@ def _purpose(chosen: Configuration, candidates: Sequence[Configuration], *, per_
     same = [c for c in candidates if c.instance_type == chosen.instance_type]
     cluster = _place(chosen.world_size, [c.world_size for c in same])
     batch = _place(chosen.local_batch_size, [c.local_batch_size for c in same])
-    why = "nothing extrapolates beyond it" if cluster == "largest" else "it is the most informative about the rest"
+    why = "most informative for the model"
+    if cluster == "largest":
+        why = "so that nothing lies outside"
     if per_cost:
-        why = "predictions are still wide, and it is the most informative about the rest for what it costs"
-    return f"Design: {cluster} cluster with {batch} batch; {why}."
+        why = "most informative for what it costs"
+    return f"Design: {cluster} cluster with {batch} batch, {why}."
 
 
 def _place(value: int, among: Sequence[int]) -> str:

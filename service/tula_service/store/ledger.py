@@ -55,9 +55,10 @@ class Ledger(Repository):
         insert = self._insert(ledger_outcomes).values(ledger_id=recommendation_id, run_id=outcome.run_id, **values)
         self._connection.execute(insert.on_conflict_do_update(index_elements=["ledger_id", "run_id"], set_=values))
 
-    def list(self, job_id: str, *, limit: int = 200) -> Sequence[LedgerRecord]:
-        """Entries of a job, newest first; one row for each outcome of an entry."""
-        return self._records(ledger.c.job_id == job_id, limit=limit)
+    def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
+        """Entries of a job, newest first; one row for each outcome of an entry; `followed`: only those with one."""
+        wanted = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
+        return self._records(*wanted, limit=limit)
 
     def latest(self, job_id: str, objective: str | None = None) -> LedgerRecord | None:
         """The newest entry of a job (for one objective)."""

@@ -17,11 +17,13 @@ _SAME_STEP_TIME = 0.02
 _MAX_PAIRS = 100
 
 
-def entries(store: Store, principal: Principal, job_id: str, *, limit: int = 200) -> wire.Ledger:
-    """Predicted and measured step times of a job, newest recommendation first."""
+def entries(
+    store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
+) -> wire.Ledger:
+    """Predicted and measured step times of a job, newest recommendation first; `followed`: only measured ones."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        found = tx.ledger.list(job_id, limit=limit)
+        found = tx.ledger.list(job_id, followed=followed, limit=limit)
     return wire.Ledger(entries=[_wire_entry(entry) for entry in found])
 
 

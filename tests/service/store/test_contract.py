@@ -266,11 +266,13 @@ class TestLedgerFitsScalingEvents:
         run = a_run(store, job.id)
         with store.transaction() as tx:
             entry = tx.ledger.append(self.entry(job.id))
+            assert list(tx.ledger.list(job.id, followed=True)) == []
             tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.55, 0.1, True))
             tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.56, 0.12, True))
         with store.reading() as tx:
             (found,) = tx.ledger.list(job.id)
             assert tx.ledger.latest(job.id, "knee") == found
+            assert list(tx.ledger.list(job.id, followed=True)) == [found]
             assert list(tx.ledger.outcomes(project_id=DEFAULT_PROJECT_ID)) == [found]
             assert list(tx.ledger.outcomes(project_id="another")) == []
         assert found.prices == {"default": {"usd_per_node_hour": 2.5}}
