@@ -103,6 +103,7 @@ class Recommendation(WireModel):
     least_cost: Candidate | None = Field(
         None, description="The candidate of least expected cost; null without a price."
     )
+    balanced: Candidate | None = Field(None, description="What the objective `balanced` chooses among the candidates.")
     knee: Knee = Field(description="The knee of time against batch size.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")

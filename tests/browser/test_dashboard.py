@@ -118,6 +118,20 @@ def test_the_what_if_form_answers_while_one_types(visit: Visit, seeded: Seeded) 
     check(page, "what-if")
 
 
+def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> None:
+    page = visit(f"/jobs/{seeded.job_id}", scheme="dark", width=390)
+    figure = page.locator("[data-chart*='frontier']")
+    figure.scroll_into_view_if_needed()
+    expect(figure.locator("svg.marks")).to_contain_text("recommended")
+    point = figure.locator("svg.marks [aria-roledescription='point'][aria-label*='2 nodes, batch 128 ']")
+    point.hover()
+    expect(page.locator(".vg-tooltip")).to_contain_text("2 nodes, batch 128 (64 a rank)")
+    point.click()
+    expect(page.get_by_role("textbox", name="Nodes")).to_have_value("2")
+    expect(page.get_by_role("textbox", name="Global batch")).to_have_value("128")
+    expect(page.locator("#whatif-answer tbody tr")).to_have_text(re.compile("2 nodes, batch 128 "))
+
+
 def test_the_what_if_form_explains_a_wrong_value(chromium: Browser, server: Server, seeded: Seeded) -> None:
     context = chromium.new_context()
     page = context.new_page()

@@ -46,7 +46,7 @@ async def get_job_chart(
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     format: Format = "json",
 ) -> Response:
-    """A chart of a job: tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
+    """A chart of a job: frontier, tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
     make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
     return await _answer(services, caller, make, format)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tula_service.domain import Measure, Objective
 from tula_service.perfmodel.intervals import Interval
@@ -88,6 +88,7 @@ class Choice:
     runner_up: Estimate | None
     least_time: Estimate | None
     least_cost: Estimate | None
+    balanced: Estimate | None
     knee: Estimate | None
     knee_finding: KneeFinding
     frontier: tuple[Estimate, ...]
@@ -130,15 +131,17 @@ def choose(
         hopeful = [found.estimate for found in excluded if not found.certain]
         allowed = sorted(hopeful, key=lambda e: (_margin(e, limits), _order(e)))[:1]
     if not allowed:
-        return Choice(preference, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded))
+        return Choice(
+            preference, None, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded)
+        )
     by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
     by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
     rows = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
     frontier = tuple(allowed[row] for row in rows)
     at_knee = _nearest(finding, by_time)
-    if objective.measure is Measure.COMPROMISE:
-        ranked, reason = _balanced(preference, frontier)
-    else:
+    compromises, reason = _balanced(replace(preference, objective=Objective.BALANCED), frontier)
+    ranked = compromises
+    if objective.measure is not Measure.COMPROMISE:
         ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
     if not likely:
         reason = (
@@ -151,6 +154,7 @@ def choose(
         runner_up=ranked[1] if len(ranked) > 1 else None,
         least_time=by_time[0],
         least_cost=by_cost[0],
+        balanced=compromises[0],
         knee=at_knee,
         knee_finding=finding,
         frontier=frontier,
@@ -179,13 +183,13 @@ def _ranked(
     objective: Objective, by_time: list[Estimate], by_cost: list[Estimate], knee: Estimate | None, found: KneeFinding
 ) -> tuple[list[Estimate], str]:
     if objective.measure is Measure.COST:
-        return by_cost, "It has the least expected cost of the candidates within the limits."
+        return by_cost, "It is expected to be the cheapest of the candidates within the limits."
     if objective.measure is Measure.CURVE and knee is not None:
         rest = [estimate for estimate in by_time if estimate is not knee]
         return [knee, *rest], f"It is the candidate nearest the knee: {found.reason}"
     if objective.measure is Measure.CURVE:
-        return by_time, f"It has the least expected time of the candidates within the limits; {found.reason}"
-    return by_time, "It has the least expected time of the candidates within the limits."
+        return by_time, f"It is expected to be the fastest of the candidates within the limits; {found.reason}"
+    return by_time, "It is expected to be the fastest of the candidates within the limits."
 
 
 def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:

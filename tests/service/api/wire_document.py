@@ -27,6 +27,7 @@ _LEFT_OUT = {
     "runner_up": "… as chosen",
     "least_time": "… as chosen",
     "least_cost": "… as chosen",
+    "balanced": "… as chosen",
     "recommendation": "… as GET /v1/jobs/{job_id}/recommendation",
     "job": "… as GET /v1/jobs/{job_id}",
     "spec": "… as registered, with every default",

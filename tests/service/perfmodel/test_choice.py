@@ -241,6 +241,8 @@ def test_a_compromise_is_never_dominated_and_gives_up_at_most_a_tenth_for_a_smal
     choice = choose(Objective.BALANCED, found, priced=priced, usd_per_hour_of_waiting=waiting)
     chosen, value = choice.chosen, choice.preference.value
     assert chosen in choice.frontier
+    fastest = choose(Objective.TIME, found, priced=priced, usd_per_hour_of_waiting=waiting)
+    assert fastest.balanced.configuration == chosen.configuration, "every choice names the compromise"
     least = min(value(e).expected for e in choice.frontier)
     assert value(chosen).expected <= (1.0 if priced and waiting else 1.1) * least * (1 + 1e-9)
     if not (priced and waiting):

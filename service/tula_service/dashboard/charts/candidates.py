@@ -84,12 +84,15 @@ def row_of(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
 
 
 def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Chosen, runner-up, least time and least cost, those that exist."""
+    """Chosen, runner-up, least time, least cost, balanced and knee, those that exist."""
+    at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
         ("runner-up", recommendation.runner_up),
         ("least time", recommendation.least_time),
         ("least cost", recommendation.least_cost),
+        ("balanced", recommendation.balanced),
+        ("knee", next((each for each in recommendation.candidates if each.configuration == at_knee), None)),
     )
     return [(name, candidate) for name, candidate in named if candidate is not None]
 

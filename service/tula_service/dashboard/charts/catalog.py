@@ -15,7 +15,7 @@ from tula_service.dashboard.charts.style import Spec
 from tula_service.domain import MemoryReading
 from tula_wire import Job, Ledger, Recommendation, Run, ScalingThresholds, TelemetrySeries
 
-JOB_CHARTS: Final = ("tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy")
+JOB_CHARTS: Final = ("frontier", "tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy")
 
 _ALTAIR: Final = threading.Lock()
 """Held while a chart is built. Altair's method syntax keeps the channel being written in a descriptor of the class
@@ -96,7 +96,7 @@ def job_chart(
     trainings: Sequence[Run] = (),
 ) -> Spec:
     """One of `JOB_CHARTS` as a Vega-Lite specification. Raises KeyError for another name."""
-    from tula_service.dashboard.charts import accuracy, breakdown, memory, surface, tradeoff
+    from tula_service.dashboard.charts import accuracy, breakdown, frontier, memory, surface, tradeoff
 
     with _ALTAIR:
         if name == "tradeoff":
@@ -104,6 +104,7 @@ def job_chart(
         if name == "accuracy":
             return accuracy.accuracy(job, ledger, trainings)
         others = {
+            "frontier": frontier.frontier,
             "cost_surface": surface.cost_surface,
             "memory": memory.memory,
             "step_breakdown": breakdown.step_breakdown,

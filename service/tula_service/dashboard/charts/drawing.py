@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, log_ticks
+
+Ends = tuple[float, float]
+"""Least and greatest value of an axis."""
 
 
-def legend(names: Sequence[str]) -> alt.Legend:
-    """A legend above the chart whose samples are lines, in as many columns as such names leave room for."""
+def reach(values: Sequence[float]) -> Ends:
+    """Both ends of an axis for these values, with room beyond them where all are positive."""
+    least, most = min(values), max(values)
+    return (least * 0.9, most * 1.15) if least > 0 else (least, most)
+
+
+def axis_between(channel: Any, ends: Ends) -> Any:
+    """The channel with a logarithmic axis between two positive ends, else a linear one; its ticks are round numbers."""
+    low, high = ends
+    # A logarithmic axis would rule a line for every digit of every power of ten.
+    values = log_ticks(low, high) if low > 0 else []
+    ticks: dict[str, Any] = {"values": values} if values else {"tickCount": 6}
+    # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
+    scale = alt.Scale(type="log", domain=[low, high], nice=False) if low > 0 else alt.Scale(type="linear", zero=False)
+    return channel.scale(scale).axis(labelOverlap=True, grid=True, **ticks)
+
+
+def share(value: float, ends: Ends) -> float:
+    """How far along such an axis a value stands, 0 to 1."""
+    low, high, at = (math.log(each) if ends[0] > 0 else each for each in (*ends, value))
+    return (at - low) / max(high - low, 1e-9)
+
+
+def legend(names: Sequence[str], *, lines: bool = True) -> alt.Legend:
+    """A legend above the chart whose samples are lines or points, in as many columns as such names leave room for."""
     longest = max((len(name) for name in names), default=0)
     columns = max(1, min(6, 75 // (longest + 7)))
     return alt.Legend(
         title=None,
         orient="top",
         columns=columns,
-        symbolType="stroke",
-        symbolSize=400,
+        symbolType="stroke" if lines else "circle",
+        symbolSize=400 if lines else 70,
         symbolStrokeWidth=2.5,
         symbolOpacity=1,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
+from tula_service.dashboard.charts import labels
 from tula_service.dashboard.charts.candidates import (
     Quantity,
     estimate_of,
@@ -18,19 +18,24 @@ from tula_service.dashboard.charts.candidates import (
     row_of,
     unit_of,
 )
-from tula_service.dashboard.charts.drawing import candidate_tooltip, finish, legend, message, outlined
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, Unit, log_ticks
+from tula_service.dashboard.charts.drawing import (
+    Ends,
+    axis_between,
+    candidate_tooltip,
+    finish,
+    legend,
+    message,
+    outlined,
+    reach,
+    share,
+)
+from tula_service.dashboard.charts.labels import FRAME, Box, box, least_faulty
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, Unit
 from tula_wire import Job, Recommendation
 
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
-_FRAME = 440.0
-"""Width for which labels are placed, points: a chart of the page is about as wide."""
-_PLACES = (("left", 12, -11), ("right", -12, -11), ("left", 12, 15), ("right", -12, 15))
-"""Where a label may stand beside its point: alignment, dx and dy, the best place first."""
 _RULE_PLACES = (("left", 5, 2), ("right", -5, 2), ("left", 5, 18), ("right", -5, 18))
 """Where a label may stand beside its upright rule: alignment, dx and y, the best place first."""
-_Box = tuple[float, float, float, float]
-"""Left, top, right and bottom of a label in the frame, points."""
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
@@ -42,11 +47,9 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     unit = unit_of(drawn, quantity)
     rows = [row_of(candidate, quantity, unit) for candidate in drawn]
     names, colours, dashes = line_styles(recommendation.candidates)
-    positive = all(row["low"] > 0 for row in rows)
     x = alt.X("batch:Q").scale(type="log", base=2, nice=False).title("Global batch size (examples a step)")
     x = x.axis(values=sorted({row["batch"] for row in rows}), format="d", labelOverlap=True)
-    y = alt.Y("value:Q").title(f"Total {quantity} ({unit.name})")
-    y = y.scale(_scale(rows, positive)).axis(labelOverlap=True, grid=True, **_ticks(rows, positive))
+    y = axis_between(alt.Y("value:Q").title(f"Total {quantity} ({unit.name})"), _ends(rows))
     colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(legend(names))
     dash = alt.StrokeDash("cluster:N").scale(domain=names, range=dashes).legend(legend(names))
     allowed = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.excluded === ''")
@@ -71,37 +74,23 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
             tooltip=tooltip,
         ),
         *_rule_layers(ruled),
-        *_landmark_layers(marked),
+        *labels.layers(alt.X("batch:Q"), alt.Y("value:Q"), marked),
     ]
     chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
     datasets = {"candidates": rows, "landmarks": marked, "rules": ruled}
     return finish(chart, title, _subtitle(recommendation, rows), datasets)
 
 
-def _scale(rows: list[Row], positive: bool) -> alt.Scale:
-    if not positive:
-        return alt.Scale(type="linear", zero=False)
-    # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
-    return alt.Scale(type="log", domain=list(_reach(rows)), nice=False)
-
-
-def _ticks(rows: list[Row], positive: bool) -> dict[str, Any]:
-    """Round numbers only: a logarithmic axis would rule a line for every digit of every power of ten."""
-    values = log_ticks(*_reach(rows)) if positive else []
-    return {"values": values} if values else {"tickCount": 6}
-
-
-def _reach(rows: list[Row]) -> tuple[float, float]:
+def _ends(rows: list[Row]) -> Ends:
     """Both ends of the y axis."""
-    least, most = min(row["low"] for row in rows), max(row["high"] for row in rows)
-    return (least * 0.9, most * 1.15) if least > 0 else (least, most)
+    return reach([row[end] for row in rows for end in ("low", "high")])
 
 
 def _limits(job: Job, quantity: Quantity, rows: list[Row], unit: Unit) -> list[Any]:
     """Shaded regions that the job's limits forbid; drawn behind everything."""
     limits = job.spec.limits
     shades: list[Any] = []
-    bottom, top = _reach(rows)
+    bottom, top = _ends(rows)
     limit = limits.deadline_s if quantity == "time" else limits.budget_usd
     shade = {"opacity": 0.13, "color": FAINT, "tooltip": None}
     if limit is not None and limit / unit.size < top:
@@ -135,25 +124,16 @@ def _rule_layers(ruled: list[Row]) -> list[Any]:
     return layers
 
 
-def _landmark_layers(marked: list[Row]) -> list[Any]:
-    base = alt.Chart(alt.NamedData("landmarks"))
-    ring = base.mark_point(size=220, strokeWidth=2.2, filled=False, color=FAINT).encode(x="batch:Q", y="value:Q")
-    layers: list[Any] = [ring]
-    for place in sorted({row["place"] for row in marked}):
-        align, dx, dy = _PLACES[place]
-        text = base.transform_filter(f"datum.place === {place}").encode(x="batch:Q", y="value:Q", text="label:N")
-        layers += outlined(text, align=align, dx=dx, dy=dy, fontWeight="bold", fontSize=12)
-    return layers
-
-
 def _landmark_rows(
-    recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row], taken: list[_Box]
+    recommendation: Recommendation, quantity: Quantity, unit: Unit, rows: list[Row], taken: list[Box]
 ) -> list[Row]:
     merged: dict[tuple[int, float, str], list[str]] = {}
     # Where a configuration is offered at both prices, the line shows the lower: a landmark beside it says which it is.
     offers = [candidate.configuration for candidate in recommendation.candidates]
     twice = {each for each, count in Counter(offers).items() if count > 1} if quantity == "cost" else set()
     for name, candidate in landmarks(recommendation):
+        if name == "knee":
+            continue  # ruled over the whole height
         estimate = estimate_of(candidate, quantity)
         if estimate is not None:
             price = (" (spot)" if candidate.spot else " (on demand)") if candidate.configuration in twice else ""
@@ -161,60 +141,20 @@ def _landmark_rows(
             merged.setdefault(place, []).append(name)
     marked: list[Row] = []
     for (batch, value, price), names in merged.items():
-        marked.append({"batch": batch, "value": value, "label": ", ".join(names) + price})
-    _place(marked, rows, taken)
+        marked.append({"batch": batch, "value": value, "label": labels.of_names(names) + price})
+    ends = _ends(rows)
+    spots = [(_across(row["batch"], rows), HEIGHT * (1 - share(row["value"], ends))) for row in marked]
+    labels.place(marked, spots, taken)
     return marked
-
-
-def _place(marked: list[Row], rows: list[Row], ruled: list[_Box]) -> None:
-    """Give each label a place inside the frame where it covers no other label and no other landmark."""
-    bottom, top = _reach(rows)
-    height = math.log if bottom > 0 else float
-    spots = [
-        (
-            _across(row["batch"], rows),
-            HEIGHT * (height(top) - height(row["value"])) / max(height(top) - height(bottom), 1e-9),
-        )
-        for row in marked
-    ]
-    taken = list(ruled)
-    for row, (x, y) in zip(marked, spots, strict=True):
-        boxes = [_box(row["label"], align, x + dx, y + dy) for align, dx, dy in _PLACES]
-        others = [(a - 8, b - 8, a + 8, b + 8) for a, b in spots if (a, b) != (x, y)]
-        row["place"] = _least_faulty(boxes, [*taken, *others])
-        taken.append(boxes[row["place"]])
 
 
 def _across(batch: float, rows: list[Row]) -> float:
     """How far to the right of the frame's left end `batch` stands, points."""
     left, right = (math.log2(end(row["batch"] for row in rows)) for end in (min, max))
-    return _FRAME * (math.log2(batch) - left) / max(right - left, 1e-9)
+    return FRAME * (math.log2(batch) - left) / max(right - left, 1e-9)
 
 
-def _box(label: str, align: str, x: float, y: float) -> _Box:
-    """Of a label that begins or ends at `x`, its middle at height `y`."""
-    wide = 6.6 * len(label)
-    return (x - wide if align == "right" else x, y - 7, x if align == "right" else x + wide, y + 7)
-
-
-def _least_faulty(boxes: list[_Box], taken: list[_Box], lines: Sequence[_Box] = ()) -> int:
-    """Which of `boxes` lies best: inside the frame, over none of those `taken` and, if it can be, over no line."""
-    faults = [
-        (
-            # A label beyond the frame is worst: the page narrows the whole drawing until it fits.
-            2 * ((box[0] < 0) + (box[2] > _FRAME) + (box[3] > HEIGHT)) + sum(_overlap(box, other) for other in taken),
-            sum(_overlap(box, line) for line in lines),
-        )
-        for box in boxes
-    ]
-    return faults.index(min(faults))
-
-
-def _overlap(one: _Box, other: _Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Row], list[_Box]]:
+def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Row], list[Box]]:
     """What is ruled, each with the place of its label, and where those labels stand."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
@@ -223,13 +163,13 @@ def _rule_rows(recommendation: Recommendation, rows: list[Row]) -> tuple[list[Ro
     if sensible is not None and _in_frame(sensible, rows):
         at.setdefault(sensible, []).append("largest sensible batch")
     ruled: list[Row] = []
-    taken: list[_Box] = []
+    taken: list[Box] = []
     lines = [_across(batch, rows) for batch in at]
     for (batch, names), x in zip(at.items(), lines, strict=True):
         label = ", ".join(names)
-        boxes = [_box(label, align, x + dx, y + 7) for align, dx, y in _RULE_PLACES]
+        boxes = [box(label, align, x + dx, y + 7) for align, dx, y in _RULE_PLACES]
         others = [(line - 1, 0.0, line + 1, float(HEIGHT)) for line in lines if line != x]
-        place = _least_faulty(boxes, taken, others)
+        place = least_faulty(boxes, taken, others)
         taken.append(boxes[place])
         ruled.append({"batch": batch, "label": label, "place": place})
     return ruled, taken
@@ -256,5 +196,8 @@ def _subtitle(recommendation: Recommendation, rows: list[Row]) -> str:
 
 def _nothing(recommendation: Recommendation, quantity: Quantity) -> str:
     if quantity == "cost" and recommendation.candidates:
-        return "This job has no prices: set them and its cost is drawn."
+        return (
+            "This job has no prices (cluster.price), or a price per GB and no memory measured yet:\n"
+            "without a cost, time against cost draws node-hours."
+        )
     return "No candidate yet: the first profiling runs bring them."

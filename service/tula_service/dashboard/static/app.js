@@ -119,6 +119,9 @@ async function draw(figure) {
     known.shape = shape;
     known.names = new Set(made.vgSpec.data.map((each) => each.name));
     if ("zoom" in figure.dataset) { watchBrush(figure, made.view); watchPointer(figure, made.view); }
+    if ("pick" in figure.dataset) made.view.addEventListener("click", (_event, item) => {
+      if (item?.datum?.nodes) figure.dispatchEvent(new CustomEvent("pick", { bubbles: true, detail: item.datum }));
+    });
   }
   if ($("svg", box)) $("svg", box).setAttribute("aria-hidden", "true");
   figure.dataset.drawn = String(Number(figure.dataset.drawn || 0) + 1);

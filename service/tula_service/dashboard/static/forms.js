@@ -19,6 +19,12 @@ function startWhatIf() {
   }, 150);
   form.addEventListener("input", predict);
   form.addEventListener("submit", (event) => { event.preventDefault(); predict(); });
+  document.addEventListener("pick", ({ detail }) => {
+    form.elements.nodes.value = detail.nodes;
+    form.elements.global_batch.value = detail.batch;
+    form.scrollIntoView({ block: "center" });
+    predict();
+  });
   predict();
 }
 
