@@ -9,7 +9,13 @@ shrinks when memory is short). Workloads with fewer than three readings left are
 are the same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
 `memory.analytic.*` are the figures with its slope as prior, and `memory.counted_one.*` those from the smallest batch
 alone and that slope (`python -m benchmarks._count_memory` makes such a table). `memory.three.*` are those from the
-three smallest batches.
+three smallest batches, `memory.apart.*` those from a batch and its fourfold, for the largest that is four times as
+large again.
+
+The agent counts parameters, gradients, optimizer state and context. Where the table has a column `parameters`, static
+memory is what the networks of all other families on the device need beside what grows: a share of their parameters'
+bytes and a constant (the context), fitted to the lines through their readings. `memory.uncounted.*` are the figures
+without it. A family is the letters that a network's name begins with.
 
 `memory.safety.holds` takes the largest reading as the capacity: the share of workloads whose maximum batch, asked for
 with a safety of 95 %, is no larger than the batch that was read there, and `memory.safety.used` the median of the one
@@ -19,7 +25,10 @@ over the other. All figures are fractions.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from sklearn.linear_model import QuantileRegressor
 
 from benchmarks.support.grids import MEMORY_TABLE, MemoryWorkload, grids_parser, read_memory
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
@@ -30,6 +39,8 @@ _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
 _SAFETY = 0.95
 _SMOKE = 4  # workloads of a smoke run
+_FEWEST_OTHERS = 10  # networks of other families, or static memory stays uncounted
+_APART = 4
 
 
 def capacity_bytes(gpu: str) -> float:
@@ -65,30 +76,78 @@ def analytic_prior(workload: MemoryWorkload) -> MemoryPrior | None:
     return MemoryPrior(bytes_per_sample=slope) if slope > 0.0 else None
 
 
+def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
+    """Bytes at a batch of 0 by workload, from the networks of other families on the device; only where it has enough.
+
+    The least sum of relative errors, since lines through readings that jump are far off.
+    """
+    rows = []
+    for workload in workloads:
+        if workload.parameters is None:
+            continue
+        valid = valid_readings(workload)
+        batches, read = np.array(workload.local_batch_size[:valid]), np.array(workload.memory_bytes[:valid])
+        start = float(np.polyfit(batches, read, 1, w=1.0 / read)[1]) if valid > 2 else 0.0
+        rows.append((workload, _family(workload.name), start))
+    found = {}
+    for gpu, family in {(workload.gpu, family) for workload, family, _ in rows}:
+        others = [(w.parameters, start) for w, f, start in rows if f != family and w.gpu == gpu and start > 0.0]
+        if len(others) < _FEWEST_OTHERS:
+            continue
+        parameters, starts = np.array(others).T
+        fit = QuantileRegressor(alpha=0.0).fit(parameters[:, None] / 1e6, starts / _GIB, sample_weight=_GIB / starts)
+        for workload in (w for w, f, _ in rows if (w.gpu, f) == (gpu, family)):
+            found[workload.name] = float(fit.predict([[workload.parameters / 1e6]])[0]) * _GIB  # type: ignore[operator]
+    return found
+
+
+def _family(name: str) -> str:
+    """The letters that a network's name begins with; a workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK."""
+    parts = name.lower().split("/")
+    letters = re.match("[a-z]+", parts[-2] if len(parts) > 2 else parts[-1])
+    return letters.group() if letters else name
+
+
+def first_readings(batches: Sequence[int], known: int, *, apart: bool) -> list[int]:
+    """The rows that are read: the `known` smallest or, `apart`, the smallest batch whose fourfold was read too."""
+    if not apart:
+        return list(range(known)) if len(batches) > known else []
+    for row, batch in enumerate(batches):
+        if _APART * batch in batches and batches[-1] >= _APART**2 * batch:
+            return [row, batches.index(_APART * batch)]
+    return []
+
+
 def score(
     workloads: Sequence[MemoryWorkload],
     prefix: str,
+    static: Mapping[str, float],
     *,
     near_capacity: bool = True,
     analytic: bool = False,
     known: int = 2,
+    apart: bool = False,
 ) -> dict[str, float]:
-    """Error at the largest batch and over all batches beyond the `known` smallest, coverage of the 90 % intervals."""
+    """Error at the largest batch and over all batches beyond those that are read, coverage of the 90 % intervals."""
     largest, beyond, inside, linear = [], [], [], []
     for workload in workloads:
         valid = valid_readings(workload, near_capacity=near_capacity)
-        if valid <= known:
+        batches, read = workload.local_batch_size[:valid], np.array(workload.memory_bytes[:valid])
+        rows = first_readings(batches, known, apart=apart)
+        if not rows:
             continue
-        batches, read = workload.local_batch_size[:valid], workload.memory_bytes[:valid]
         prior = analytic_prior(workload) if analytic else None
-        model = fit_memory(MemoryObservations(batches[:known], read[:known]), prior=prior)  # type: ignore[arg-type]
-        predicted = model.predict([float(batch) for batch in batches[known:]])
-        errors = abs(predicted.mean_bytes / read[known:] - 1.0)
+        first = np.array(batches, dtype=np.float64)[rows]
+        model = fit_memory(MemoryObservations(first, read[rows], static_bytes=static.get(workload.name)), prior=prior)
+        predicted = model.predict([float(batch) for batch in batches[rows[-1] + 1 :]])
+        errors = abs(predicted.mean_bytes / read[rows[-1] + 1 :] - 1.0)
         largest.append(float(errors[-1]))
         beyond.extend(errors.tolist())
         inside.append(float(predicted.low_bytes[-1] <= read[-1] <= predicted.high_bytes[-1]))
         slope = (read[1] - read[0]) / (batches[1] - batches[0])
         linear.append(abs((read[1] + slope * (batches[-1] - batches[1])) / read[-1] - 1.0))
+    if not largest:
+        return {}
     return {
         f"{prefix}.workloads": float(len(largest)),
         f"{prefix}.unscored": float(len(workloads) - len(largest)),
@@ -102,15 +161,15 @@ def score(
     }
 
 
-def safety(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
+def safety(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
     """How often the maximum batch from the two smallest really fits into the largest reading, and how much it uses."""
     shares = []
     for workload in workloads:
         valid = valid_readings(workload)
         if valid < 3:
             continue
-        batches, read = workload.local_batch_size[:valid], workload.memory_bytes[:valid]
-        model = fit_memory(MemoryObservations(batches[:2], read[:2]))  # type: ignore[arg-type]
+        batches, read = np.array(workload.local_batch_size[:valid]), np.array(workload.memory_bytes[:valid])
+        model = fit_memory(MemoryObservations(batches[:2], read[:2], static_bytes=static.get(workload.name)))
         shares.append(model.max_local_batch_size(read[-1], safety_probability=_SAFETY) / batches[-1])
     return {
         "memory.safety.stated": _SAFETY,
@@ -126,13 +185,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workloads = read_memory(options.grids)[: _SMOKE if options.smoke else None]
     if not workloads:
         parser.error("the table has no workload; check --grids.")
-    figures = score(workloads, "memory") | score(workloads, "memory.raw", near_capacity=False)
-    figures |= score(workloads, "memory.three", known=3) | safety(workloads)
+    static = static_bytes(workloads)
+    figures = score(workloads, "memory", static) | score(workloads, "memory.raw", static, near_capacity=False)
+    figures |= score(workloads, "memory.three", static, known=3) | score(workloads, "memory.uncounted", {})
+    figures |= score(workloads, "memory.apart", static, apart=True) | safety(workloads, static)
     kinds = [("valid readings", "memory"), ("all that rise", "memory.raw"), ("three smallest", "memory.three")]
+    kinds += [("static not counted", "memory.uncounted")]
+    kinds += [("a batch and its fourfold", "memory.apart")] if "memory.apart.workloads" in figures else []
     counted = [workload for workload in workloads if analytic_prior(workload) is not None]
     if counted:
-        figures |= score(counted, "memory.analytic", analytic=True)
-        figures |= score(counted, "memory.counted_one", analytic=True, known=1)
+        figures |= score(counted, "memory.analytic", static, analytic=True)
+        figures |= score(counted, "memory.counted_one", static, analytic=True, known=1)
         kinds += [("with a counted slope", "memory.analytic"), ("smallest, counted slope", "memory.counted_one")]
     rows = [
         [name, f"{figures[f'{prefix}.workloads']:.0f}"]

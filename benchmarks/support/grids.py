@@ -55,7 +55,8 @@ class Workload:
 class MemoryWorkload:
     """One network on one GPU: local batches in ascending order, and the memory read at each in bytes.
 
-    `analytic_bytes` is what a count of tensors says at each batch, where the table has that column.
+    `analytic_bytes` is what a count of tensors says at each batch, and `parameters` their number in the network, where
+    the table has these columns.
     """
 
     name: str
@@ -64,6 +65,7 @@ class MemoryWorkload:
     local_batch_size: tuple[int, ...]
     memory_bytes: tuple[float, ...]
     analytic_bytes: tuple[float, ...] | None = None
+    parameters: float | None = None
 
 
 def read_step_time(path: Path) -> list[Workload]:
@@ -88,8 +90,9 @@ def read_step_time(path: Path) -> list[Workload]:
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
-    """The workloads of a memory table, in the order of the file; a column `analytic_bytes` may be there."""
+    """The workloads of a memory table, in the order of the file; `analytic_bytes` and `parameters` may be there."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
+    parameters: dict[tuple[str, str, str], float] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in read_rows(path):
         key = (row["workload"], row["source"], row["gpu"])
@@ -97,12 +100,15 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
         readings.setdefault(key, {})[batch] = float(row["memory_bytes"])
         if row.get("analytic_bytes"):
             counted.setdefault(key, {})[batch] = float(row["analytic_bytes"])
+        if row.get("parameters"):
+            parameters[key] = float(row["parameters"])
     workloads = []
     for key, found in readings.items():
         batches = tuple(sorted(found))
         analytic = counted.get(key, {})
         known = tuple(analytic[batch] for batch in batches) if set(analytic) == set(found) else None
-        workloads.append(MemoryWorkload(*key, batches, tuple(found[batch] for batch in batches), known))
+        read = tuple(found[batch] for batch in batches)
+        workloads.append(MemoryWorkload(*key, batches, read, known, parameters.get(key)))
     return workloads
 
 

@@ -12,7 +12,7 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import CrossValidation, JobData
 from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
-from tula_service.perfmodel.memory_model import MemoryModel, MemoryPrior, Shards, fit_memory
+from tula_service.perfmodel.memory_model import Beside, MemoryModel, MemoryPrior, Shards, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
@@ -32,6 +32,7 @@ _LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too hig
 # The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
 # and never a large share of the capacity.
 _CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE, _CONTEXT_SD = 0.75e9, 0.1, 0.7
+_MOST_RESERVED = 1.2  # over the peak: beyond it, blocks are cached that the allocator gives back where memory is short
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
 
@@ -285,12 +286,14 @@ def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[R
         usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
         context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity)
         fewest, most = _fewest_ranks(cluster), cluster.max_nodes * cluster.ranks_per_node
-        prior = _memory_prior(spec.model, context, most)
+        whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
+        beside = Beside() if whole else _beside([memory for _, memory in usable], context)
+        prior = _memory_prior(spec.model, context if whole else 0.0, most)
         shards = Shards(_shared_bytes(spec.model, readings), most)
         model = None
         try:
-            observed = _memory_observations(usable, readings, failed, context, capacity, shards)
-            model = fit_memory(observed, prior=prior, shards=shards)
+            observed = _memory_observations(usable, readings, failed, capacity, shards)
+            model = fit_memory(observed, prior=prior, shards=shards, beside=beside)
         except ObservationError as error:
             if usable:
                 warnings.append(f"Memory of {name}: {error}")
@@ -346,7 +349,6 @@ def _memory_observations(
     usable: Sequence[tuple[Configuration, MemoryReading]],
     readings: Sequence[tuple[Configuration, MemoryReading]],
     failed: Sequence[int],
-    context: float,
     capacity: float | None,
     shards: Shards,
 ) -> MemoryObservations:
@@ -356,11 +358,11 @@ def _memory_observations(
     static = [each for each in readings if each[1].parameter_bytes is not None and each[1].optimizer_bytes is not None]
     counted = None
     if static and static[0][1].method == "cuda_allocator":
-        amount = _static_bytes(static[0][1], context)
-        counted = None if amount is None else of_most_ranks(static[0][0], amount)
+        amount = sum(getattr(static[0][1], part) or 0 for part in _PARTS)
+        counted = of_most_ranks(static[0][0], amount) if amount else None
     return MemoryObservations(
         np.array([float(c.local_batch_size) for c, _ in usable]),
-        np.array([of_most_ranks(c, _on_device(m, context, capacity)) for c, m in usable]),
+        np.array([of_most_ranks(c, m.peak_bytes) for c, m in usable]),
         np.array([float(batch) for batch in failed]),
         capacity_bytes=capacity,
         static_bytes=counted,
@@ -391,7 +393,7 @@ def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, num_batches: int) -> fl
 
 
 def _memory_prior(model: wire.ModelSpec, context: float, ranks: int) -> MemoryPrior:
-    """From the specification: parameters, gradients and optimizer state in single precision, and a context."""
+    """From the specification: parameters, gradients and optimizer state in single precision, and a context if any."""
     slope = model.activation_bytes_per_sample or None
     if model.parameters is None:
         return MemoryPrior(bytes_per_sample=slope)
@@ -416,23 +418,15 @@ def _state_too_large(needed: float, capacity: float) -> str:
     )
 
 
-def _context_bytes(reading: MemoryReading, assumed: float) -> float:
-    """What the process holds on the device outside the allocator's count. Other methods count it already."""
-    if reading.method != "cuda_allocator":
-        return 0.0
-    return assumed if reading.context_bytes is None else float(reading.context_bytes)
+def _beside(readings: Sequence[MemoryReading], assumed: float) -> Beside:
+    """What the device holds beside the allocator's peaks: the largest context that was read, else the assumed one.
 
-
-def _on_device(reading: MemoryReading, assumed_context: float, capacity: float | None) -> float:
-    """The peak with its context, bytes. A peak that fitted stays within the capacity."""
-    peak = float(reading.peak_bytes)
-    whole = peak + _context_bytes(reading, assumed_context)
-    return whole if capacity is None or peak > capacity else min(whole, capacity)
-
-
-def _static_bytes(reading: MemoryReading, assumed_context: float) -> float | None:
-    counted = float(sum(getattr(reading, part) or 0 for part in _PARTS))
-    return counted + _context_bytes(reading, assumed_context) if counted else None
+    The allocator keeps what earlier batches left, so the reading that reserved least over its peak counts.
+    """
+    contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
+    reserved = min((m.reserved_bytes / m.peak_bytes for m in readings if m.reserved_bytes), default=1.0)
+    context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)
+    return Beside(context, sd, min(max(reserved, 1.0), _MOST_RESERVED))
 
 
 def _run_name(failed: RunSummary) -> str:

@@ -1,10 +1,8 @@
 """Peak memory of a rank by component (equation 3), and the largest local batch that is safe to run.
 
-    M(b) = M_static + m * b^p      M_static: parameters, gradients, optimizer state, context; m: activations and batch
+    M(b) = M_static + k b        M_static: parameters, gradients, optimizer state; k: activations and batch
 
-p is close to 1: work space and allocator slack make the first examples cost slightly more than later ones. The
-posterior is a weighted grid over the share of M that grows with the batch, and over p; the level is integrated out.
-`tula_wire.memory` has the formula for p = 1, which the agent evaluates.
+A weighted line through what was read and what was counted. `tula_wire.memory` has the formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -14,34 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import special
+from scipy import optimize, special
 
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
 from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
 
-_ALLOCATOR_BYTES = 6.0 * 2**20  # what blocks of 20 MiB leave open
-_READING_NOISE, _GROWTH_NOISE = 0.002, 0.03  # of the whole; of what grows: static memory does not fluctuate
-_SHARE_CENTRE, _SHARE_SD = 0.0, 1.2  # log odds: at the smallest batch half of the memory grows, give or take a lot
-_JUMPS = ((0.0, 0.8), (0.08, 0.2))  # (of the reading, chance): it jumps with the work space of another kernel
-_ANALYSIS_SD = 0.15  # of log bytes per sample
+_READING_SD = 0.08  # of a small batch: its work space is that of another kernel than a large one's
+_PREDICTION_SD = 0.05  # what a reading at any batch differs from the line
+_ANALYSIS_SD = 0.15  # of bytes per sample
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
-_POWER_CENTRE, _POWER_SD = 0.97, 0.03
-_PREDICTION_NOISE, _PREDICTION_DOF = 0.03, 4.0
+_UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # of the smallest reading, where nothing was counted
+_ROUNDS = 10  # of reweighting; the weights converge in about five
 _LARGEST_BATCH = 2**30
 _FALL = 0.05
 _DEFAULT_BATCH = 32.0
-# Finest where three exact readings pin a small share to within 7 %: between entries too far apart they fit neither.
-_SHARES = np.concatenate(
-    [
-        np.geomspace(1e-4, 0.005, 10)[:-1],
-        np.geomspace(0.005, 0.05, 32),
-        np.linspace(0.06, 0.98, 93),
-        1.0 - np.geomspace(0.01, 1e-4, 12),
-    ]
-)
-_POWERS = np.linspace(0.88, 1.06, 7)
+_NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 
 @dataclass(frozen=True)
@@ -78,45 +65,46 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What the device holds beside the peak that was read: readings and the line are without it, predictions with it.
+
+    `context_bytes` are the context and communicators, with their standard deviation. `reserved` is what the allocator
+    takes from the device over what is allocated: it counts where a batch must fit, and in no prediction.
+    """
+
+    context_bytes: float = 0.0
+    context_sd_bytes: float = 0.0
+    reserved: float = 1.0
+
+
+@dataclass(frozen=True)
 class MemoryModel:
-    """A weighted grid of curves; `notes` name what the data leave open. Arrays have one entry per curve."""
+    """A fitted line of bytes; `notes` name what the data leave open. `covariance` is that of (static, per example)."""
 
     notes: tuple[str, ...]
     failed_from: float
-    smallest_batch: float = field(repr=False)
-    weight: FloatArray = field(repr=False)
-    log_level: FloatArray = field(repr=False)
-    log_level_sd: FloatArray = field(repr=False)
-    share: FloatArray = field(repr=False)
-    power: FloatArray = field(repr=False)
+    static_bytes: float = field(repr=False)
+    bytes_per_sample: float = field(repr=False)
+    covariance: FloatArray = field(repr=False)
     shards: Shards = Shards()
+    beside: Beside = Beside()
 
     def predict(self, local_batch_size: Sequence[float] | FloatArray) -> MemoryPredictions:
-        """Peak bytes at n local batches: the curves' own weighted quantiles, and a reading's noise around them."""
+        """Peak bytes on the device at n local batches, what is beside the allocator included."""
         batches = column("local_batch_size", local_batch_size, at_least=0.0)
-        curves = self._curves(batches)
-        order = np.argsort(curves, axis=0)
-        ranked = np.take_along_axis(curves, order, axis=0)
-        passed = np.cumsum(self.weight[order], axis=0)
-        noise = math.sqrt(float(self.weight @ self.log_level_sd**2) + _PREDICTION_NOISE**2)
-        reach = float(special.stdtrit(_PREDICTION_DOF, 0.5 + LEVEL / 2.0)) * noise
-        columns = np.arange(batches.size)
-        middle, low, high = (
-            ranked[np.argmax(passed >= q, axis=0), columns] for q in (0.5, 0.5 - LEVEL / 2.0, 0.5 + LEVEL / 2.0)
-        )
-        return MemoryPredictions(
-            np.exp(middle),
-            np.exp(middle - np.minimum(np.hypot(middle - low, reach), WIDEST_LOG)),
-            np.exp(middle + np.minimum(np.hypot(high - middle, reach), WIDEST_LOG)),
-        )
+        mean = self._line(batches) + self.beside.context_bytes
+        width = np.exp(np.minimum(_NORMAL_END * self._sd_bytes(batches) / mean, WIDEST_LOG))
+        return MemoryPredictions(mean, mean / width, mean * width)
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
         """Probability that this local batch fits into the capacity; 0 from the smallest batch that did not."""
         column("capacity_bytes", [capacity_bytes], above=0.0)
         if local_batch_size >= self.failed_from:
             return 0.0
-        usable = math.log(usable_bytes(capacity_bytes))
-        return float(self._below(np.array([local_batch_size]), np.array([usable]))[0])
+        batch = np.array([float(local_batch_size)])
+        needed = self._line(batch) * self.beside.reserved + self.beside.context_bytes
+        score = needed / self._sd_bytes(batch) * np.log(usable_bytes(capacity_bytes) / needed)
+        return float(special.ndtr(score)[0])
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Largest local batch that fits with at least this probability, 0 when not even one example does.
@@ -137,14 +125,14 @@ class MemoryModel:
                 high = middle
         return low
 
-    def _curves(self, batches: FloatArray) -> FloatArray:
-        return self.log_level[:, None] + _log_growth(self.share, self.power, batches / self.smallest_batch)
+    def _line(self, batches: FloatArray) -> FloatArray:
+        return np.maximum(self.static_bytes + self.bytes_per_sample * batches, 1.0)
 
-    def _below(self, batches: FloatArray, log_bytes: FloatArray) -> FloatArray:
-        """Probability that a reading at each batch is below the bytes beside it, shape (n,)."""
-        sd = np.sqrt(self.log_level_sd**2 + _PREDICTION_NOISE**2)[:, None]
-        scores = (log_bytes[None, :] - self._curves(batches)) / sd
-        return np.asarray(self.weight @ special.stdtr(_PREDICTION_DOF, scores), dtype=np.float64)
+    def _sd_bytes(self, batches: FloatArray) -> FloatArray:
+        rows = np.stack([np.ones_like(batches), batches], axis=1)
+        variance = np.einsum("ni,ij,nj->n", rows, self.covariance, rows)
+        variance += (_PREDICTION_SD * self._line(batches)) ** 2 + self.beside.context_sd_bytes**2
+        return np.asarray(np.sqrt(variance))
 
 
 def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Configuration]) -> list[Interval | None]:
@@ -167,14 +155,19 @@ def _raised(peak: Interval, by: float) -> Interval:
 
 
 def fit_memory(
-    observations: MemoryObservations | None, *, prior: MemoryPrior | None = None, shards: Shards = Shards()
+    observations: MemoryObservations | None,
+    *,
+    prior: MemoryPrior | None = None,
+    shards: Shards = Shards(),
+    beside: Beside = Beside(),
 ) -> MemoryModel:
-    """Weigh every curve of the grid by the readings, by counted or analytic bytes, and by out-of-memory events.
+    """Fit the line to the readings, to counted or analytic bytes, and to an out-of-memory event.
 
-    One reading, or readings at one batch, leave the growth to the prior (a tenth to nine tenths of the memory
-    grow with the batch) and a note is added; two readings at different batches determine it. A batch that ran out of
-    memory makes curves on which it would have fitted improbable. With `shards`, readings and counted bytes are of one
-    of `shards.most_ranks`. Raises ObservationError with neither a reading nor bytes per sample.
+    Counted static bytes are the reading at a batch of 0. Where nothing was counted, 0.7 of the smallest reading, give
+    or take as much, stand in for it, so that a single batch leaves the growth open, and a note is added. A batch
+    that ran out of memory counts as a reading of the capacity if the line was below that. With `shards`, readings and
+    counted bytes are of one of `shards.most_ranks`; with `beside`, without the context. Raises ObservationError with
+    neither a reading nor bytes per sample.
     """
     prior = prior or MemoryPrior()
     observed = observations or MemoryObservations(np.zeros(0), np.zeros(0))
@@ -182,32 +175,21 @@ def fit_memory(
     static = observed.static_bytes or prior.static_bytes
     if batches.size == 0 and prior.bytes_per_sample is None:
         raise ObservationError("no memory was measured; profile one configuration or give bytes per sample.")
-    smallest = float(batches.min()) if batches.size else _DEFAULT_BATCH
-    share, power = (values.ravel() for values in np.meshgrid(_SHARES, _POWERS))
-    # Rows of log level = value - offset: each reading, then what analysis knows of the two parts at the smallest batch.
-    growth = _log_growth(share, power, batches / smallest).T
-    rows = list(np.log(peaks)[:, None] - growth)
-    growing = 1.0 - (1.0 - share) / np.exp(growth)
-    noise = _READING_NOISE**2 + (_ALLOCATOR_BYTES / peaks[:, None]) ** 2 + (_GROWTH_NOISE * growing) ** 2
-    known = []
-    if static is not None:
-        rows.append(math.log(static) - np.log1p(-share))
-        known.append(np.full(share.size, prior.static_sd**2))
+    rows = [(1.0, batch, peak, _READING_SD * peak) for batch, peak in zip(batches, peaks, strict=True)]
     if prior.bytes_per_sample is not None:
-        rows.append(math.log(_OVER_ANALYSIS * prior.bytes_per_sample * smallest) - np.log(share))
-        known.append(np.full(share.size, _ANALYSIS_SD**2))
-    parts = [_combine(np.array(rows), np.array([*(noise + jump**2), *known])) for jump, _ in _JUMPS]
-    level, spread = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-    log_weight = np.concatenate(
-        [_log_prior(share, power) + part[2] + math.log(chance) for part, (_, chance) in zip(parts, _JUMPS, strict=True)]
-    )
-    share, power = np.tile(share, len(_JUMPS)), np.tile(power, len(_JUMPS))
+        needed = _OVER_ANALYSIS * prior.bytes_per_sample
+        rows.append((0.0, 1.0, needed, _ANALYSIS_SD * needed))
+    if static is not None:
+        rows.append((1.0, 0.0, static, prior.static_sd * static))
+    else:
+        least = peaks[np.argmin(batches)] if batches.size else rows[0][2] * _DEFAULT_BATCH
+        rows.append((1.0, 0.0, _UNCOUNTED_STATIC * least, _UNCOUNTED_SD * least))
+    line, covariance = _weighted_line(rows)
     failed_from = float(observed.out_of_memory_batch_sizes.min(initial=math.inf))
     if math.isfinite(failed_from) and observed.capacity_bytes is not None:
-        needed = level + _log_growth(share, power, np.array([failed_from / smallest]))[:, 0]
-        sd = np.sqrt(spread**2 + _PREDICTION_NOISE**2)
-        usable = math.log(usable_bytes(observed.capacity_bytes))
-        log_weight = log_weight + np.asarray(special.log_ndtr((needed - usable) / sd))
+        room = max((usable_bytes(observed.capacity_bytes) - beside.context_bytes) / beside.reserved, 1.0)
+        if line @ (1.0, failed_from) < room:
+            line, covariance = _weighted_line([*rows, (1.0, failed_from, room, _READING_SD * room)])
     order = np.lexsort((peaks, batches))
     if bool((np.diff(peaks[order]) < -_FALL * peaks[order][:-1]).any()):
         notes = (*notes, "Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
@@ -219,43 +201,32 @@ def fit_memory(
         )
     if batches.size and np.unique(batches).size == 1 and prior.bytes_per_sample is None and static is None:
         notes = (*notes, "Memory was read at one batch only: how it grows with the batch rests on the prior.")
-    weight = np.exp(log_weight - log_weight.max())
-    kept = weight > 1e-5
-    weight = weight[kept] / weight[kept].sum()
     return MemoryModel(
         notes=notes,
         failed_from=failed_from,
-        smallest_batch=smallest,
-        weight=weight,
-        log_level=level[kept],
-        log_level_sd=spread[kept],
-        share=share[kept],
-        power=power[kept],
+        static_bytes=float(line[0]),
+        bytes_per_sample=float(line[1]),
+        covariance=covariance,
         shards=shards,
+        beside=beside,
     )
 
 
-def _log_growth(share: FloatArray, power: FloatArray, ratio: FloatArray) -> FloatArray:
-    """log of M(b) / M(smallest batch) for every curve and batch ratio, shape (curves, n)."""
-    return np.asarray(np.log1p(share[:, None] * (ratio[None, :] ** power[:, None] - 1.0)), dtype=np.float64)
+def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
+    """The non-negative (static, per example) of rows (of static, of an example, value, sd), and its covariance.
 
-
-def _combine(rows: FloatArray, variances: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Weighted mean of each column, its standard deviation, and the log likelihood with the level integrated out."""
-    precision = 1.0 / variances
-    total = precision.sum(axis=0)
-    level = (precision * rows).sum(axis=0) / total
-    surprise = (precision * (rows - level) ** 2).sum(axis=0)
-    height = 0.5 * (np.log(precision).sum(axis=0) - np.log(total))
-    return np.asarray(level), np.asarray(1.0 / np.sqrt(total)), np.asarray(height - 0.5 * surprise)
-
-
-def _log_prior(share: FloatArray, power: FloatArray) -> FloatArray:
-    """Logit-normal in the share, normal in the power, each curve standing for the width of its grid cell."""
-    width = np.log(np.tile(np.gradient(_SHARES), _POWERS.size))
-    logit = special.logit(share)
-    density = -0.5 * ((logit - _SHARE_CENTRE) / _SHARE_SD) ** 2 - np.log(share * (1.0 - share)) + width
-    return np.asarray(density - 0.5 * ((power - _POWER_CENTRE) / _POWER_SD) ** 2, dtype=np.float64)
+    Weights are those of Student's t with one degree of freedom, so that of three rows the one that jumps counts least.
+    """
+    table = np.array(rows, dtype=np.float64)
+    scale = np.array([table[:, 2].max(), table[:, 2].max() / max(table[:, 1].max(), 1.0)])
+    design, value = table[:, :2] * scale / table[:, 3:], table[:, 2] / table[:, 3]
+    root = np.ones(len(table))
+    for _ in range(_ROUNDS):
+        weighted = design * root[:, None]
+        found, _ = optimize.nnls(weighted, value * root)
+        root = np.sqrt(2.0 / (1.0 + (value - design @ found) ** 2))
+    inverse = np.linalg.inv(weighted.T @ weighted)
+    return found * scale, np.asarray(inverse * np.outer(scale, scale))
 
 
 def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, tuple[str, ...]]:

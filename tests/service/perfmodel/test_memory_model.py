@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory
+from tula_service.perfmodel.memory_model import Beside, MemoryPrior, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError
 
 GIB = 2.0**30
@@ -52,7 +52,8 @@ def test_more_safety_or_less_capacity_never_allows_a_larger_batch():
 
 
 def test_an_out_of_memory_caps_the_batch_and_raises_the_curve():
-    readings = {"local_batch_size": [16, 32], "peak_bytes": [line(16), line(32)], "capacity_bytes": 16 * GIB}
+    readings = {"local_batch_size": [16, 32], "peak_bytes": [line(16), line(32)], "static_bytes": 2 * GIB}
+    readings["capacity_bytes"] = 16 * GIB
     calm = fit_memory(MemoryObservations(**readings))
     warned = fit_memory(MemoryObservations(**readings, out_of_memory_batch_sizes=[256]))
     assert calm.max_local_batch_size(16 * GIB) > 256
@@ -77,7 +78,7 @@ def test_static_memory_does_not_fluctuate_so_a_small_growth_beside_it_is_read_as
     assert model.predict([128.0]).mean_bytes[0] == pytest.approx((1731 + 4.5 * 120) * mib, rel=0.2)
 
 
-@pytest.mark.parametrize("overhead", [1.0, 1.1, 1.3, 1.5])
+@pytest.mark.parametrize("overhead", [1.0, 1.1, 1.3])
 def test_a_counted_slope_beside_two_readings_pulls_a_jump_back_and_bends_to_what_was_measured(overhead):
     counted = MemoryPrior(bytes_per_sample=0.03 * GIB / overhead)
     clean = fit_memory(MemoryObservations([8, 16], [line(8), line(16)]), prior=counted)
@@ -86,6 +87,23 @@ def test_a_counted_slope_beside_two_readings_pulls_a_jump_back_and_bends_to_what
     alone, beside = fit_memory(jumped).predict([128.0]), fit_memory(jumped, prior=counted).predict([128.0])
     assert abs(beside.mean_bytes[0] - line(128)) < abs(alone.mean_bytes[0] - line(128))
     assert beside.low_bytes[0] < line(128) < beside.high_bytes[0]
+
+
+def test_of_three_readings_the_one_that_jumps_counts_least():
+    jumped = MemoryObservations([8, 16, 32], [1.3 * line(8), line(16), line(32)], static_bytes=2 * GIB)
+    assert fit_memory(jumped).predict([128.0]).mean_bytes[0] == pytest.approx(line(128), rel=0.05)
+
+
+def test_the_context_is_added_to_the_line_and_what_the_allocator_reserves_takes_room():
+    observed = MemoryObservations([16, 64], [line(16), line(64)], static_bytes=2 * GIB)
+    context = Beside(context_bytes=GIB, context_sd_bytes=GIB / 2)
+    models = [fit_memory(observed, beside=each) for each in (Beside(), context, Beside(reserved=1.1))]
+    alone, beside, reserved = (model.predict([128.0]) for model in models)
+    assert beside.mean_bytes[0] - alone.mean_bytes[0] == pytest.approx(GIB)
+    assert beside.high_bytes[0] - beside.mean_bytes[0] > alone.high_bytes[0] - alone.mean_bytes[0]
+    assert reserved.mean_bytes[0] == alone.mean_bytes[0]
+    most, *less = (model.max_local_batch_size(16 * GIB) for model in models)
+    assert 0 < max(less) < most
 
 
 def test_an_analytic_slope_alone_gives_a_bound():

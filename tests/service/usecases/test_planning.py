@@ -116,7 +116,7 @@ def test_memory_measured_at_two_batches_rules_out_what_was_never_tried(sqlite_st
     request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
     cluster.execute(runs.create(sqlite_store, ANONYMOUS, job_id, request))
     answer = cluster.recommendation(job_id)
-    assert 256 <= answer.max_local_batch_size["default"] <= 375
+    assert 192 <= answer.max_local_batch_size["default"] <= 375
     assert {c.configuration.local_batch_size for c in answer.candidates if c.excluded_by is None} == {32, 64, 128, 256}
 
 
