@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.__main__ import main, names
 from benchmarks.support import clean_environment
-from tests.support.fork_server import SERVICE, ForkServer
+from benchmarks.support.fork_server import SERVICE, ForkServer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

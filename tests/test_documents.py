@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import clean_environment
+from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
-from tests.support.server import Server
 from tula_wire import JobSpec
 
 ROOT = Path(__file__).parents[1]

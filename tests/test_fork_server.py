@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.fork_server import ForkServer
+from benchmarks.support.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]
 KILLED = """
 import sys, time
-from tests.support.fork_server import ForkServer
+from benchmarks.support.fork_server import ForkServer
 print(ForkServer([]).start([sys.argv[1]], {}, sys.argv[2]).pid, flush=True)
 time.sleep(60)
 """

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.fork_server import AGENT, ForkServer
 from tests.agent.sink import Sink, start
-from tests.support.fork_server import AGENT, ForkServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _PATIENCE_S = 120.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.fork_server import AGENT, ForkServer
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tests.support.fork_server import AGENT, ForkServer
 
 FRAMEWORKS = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
 

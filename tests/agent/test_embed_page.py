@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.fork_server import ForkServer
 from tests.agent.conftest import run_script
 from tests.agent.sink import Sink
-from tests.support.fork_server import ForkServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "embed.md"
 BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from benchmarks.support.chromium import FLAGS, chromium_path
+from benchmarks.support.forked import Server
 from benchmarks.support.seed import Seeded, seed
-from tests.support.server import Server
 
 ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts" / "screenshots"
 

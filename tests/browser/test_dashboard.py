@@ -10,9 +10,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from benchmarks.support.forked import Server
 from benchmarks.support.seed import Seeded, a_million_steps, specification
 from tests.browser.conftest import picture
-from tests.support.server import Server
 from tula_wire import routes
 
 Visit = Callable[..., Page]

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from benchmarks.support.forked import Server
 from benchmarks.support.seed import Seeded
 from tests.browser.test_dashboard import draw_all
-from tests.support.server import Server
 from tula_wire import routes
 
 Visit = Callable[..., Page]

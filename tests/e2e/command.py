@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import clean_environment
+from benchmarks.support.forked import Server
 from tests.support.forked_commands import launchers
-from tests.support.server import Server
 from tula_client import Client
 from tula_client.launch.spec import load_spec
 from tula_wire import Run

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import started
-from tests.support.server import Server
 
 
 @pytest.fixture(scope="session")

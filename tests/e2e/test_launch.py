@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import ALONE, BATCH, HANGS, SCRIPT, TORCHRUN, Tula, wait_until
 from tests.e2e.memory_limit import limited
 from tests.e2e.slurm import slurm
-from tests.support.server import Server
 
 
 def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server: Server, tmp_path: Path) -> None:

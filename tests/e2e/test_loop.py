@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import Tula
-from tests.support.server import Server
 from tula_client import Client
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_ddp.py"

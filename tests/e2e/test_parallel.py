@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import STAND_IN, Tula
-from tests.support.server import Server
 
 RUN = ["--", "sh", "-c", f"sleep 1; exec {sys.executable} {STAND_IN} {{world_size}} {{local_batch_size}}"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import ALONE, BATCH, Tula, wait_until
-from tests.support.server import Server
 from tula_client import Client
 from tula_wire import JobPatch, Limits
 

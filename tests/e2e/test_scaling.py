@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.support import clean_environment
+from benchmarks.support.forked import Server
 from tests.support.forked_commands import launchers
-from tests.support.server import Server
 from tula_client import Client
 from tula_wire import Configuration, JobSpec, RunCreate, ScalingPatch
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.support.forked import Server
 from tests.e2e.command import BATCH, Tula
-from tests.support.server import Server
 from tula_client.launch.environment import startup_folder
 
 PLAIN = str(Path(__file__).parent / "scripts" / "unedited" / "plain_ddp.py")

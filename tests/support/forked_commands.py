@@ -20,7 +20,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.fork_server import AGENT, ForkedProcess, ForkServer
+from benchmarks.support.fork_server import AGENT, ForkedProcess, ForkServer
 
 __all__ = ["launchers"]
 

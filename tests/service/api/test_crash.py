@@ -14,12 +14,12 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.prepared import prepare
+from benchmarks.support.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
 from benchmarks.support.server import Server as StartedServer
 from benchmarks.support.server import migrate
-from tests.service.api.prepared import prepare
-from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
-from tests.support.server import Server
 from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.support.forked import Server
+from benchmarks.support.prepared import Prepared, prepare
+from benchmarks.support.senders import Sender, progressed, sending
 from tests.service.api.conftest import SPEC
-from tests.service.api.prepared import Prepared, prepare
-from tests.service.api.senders import Sender, progressed, sending
-from tests.support.server import Server
 from tula_wire import routes
 
 _CALLS = "read,readv,recvfrom,recvmsg,write,writev,sendto,sendmsg,pwrite64,fsync,fdatasync"

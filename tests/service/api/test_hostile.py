@@ -16,9 +16,9 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.types import Message
 
+from benchmarks.support.forked import Server
+from benchmarks.support.prepared import Prepared, prepare
 from benchmarks.support.server import migrate
-from tests.service.api.prepared import Prepared, prepare
-from tests.support.server import Server
 from tula_service.api import errors
 from tula_service.api.instruments import Metrics
 from tula_service.api.middleware import BODY_TIMEOUT_S, RequestMiddleware

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import tula_wire as wire
-from tests.support.server import Server
+from benchmarks.support.forked import Server
 
 SPEC: dict[str, Any] = {
     "name": "loop",

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 import tula_wire as wire
+from benchmarks.support.forked import Server
 from tests.service.api.test_loop import ok, path, problem, step_time
-from tests.support.server import Server
 
 GB = 10**9
 CAPACITY = 16 * GB

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.support.forked import Server
 from benchmarks.support.server import make_token, migrate
 from tests.service.api.conftest import Service
-from tests.support.server import Server
 from tula_service.api.docs import EXAMPLES, TAGS, document
 from tula_service.app import create_app
 from tula_service.settings import Settings

@@ -12,8 +12,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from benchmarks.support.forked import Server
 from benchmarks.support.server import make_token, migrate
-from tests.support.server import Server
 
 TOKEN: list[str] = []
 

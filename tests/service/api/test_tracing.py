@@ -16,8 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from benchmarks.support.forked import Server
 from benchmarks.support.server import make_token
-from tests.support.server import Server
 from tula_wire import routes
 
 

@@ -25,14 +25,14 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
+from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.prepared import Prepared, prepare
+from benchmarks.support.senders import nothing_lost_nothing_twice, progressed, sending
 from benchmarks.support.server import migrate
 from tests.service.api.conftest import SPEC, Service
-from tests.service.api.prepared import Prepared, prepare
-from tests.service.api.senders import nothing_lost_nothing_twice, progressed, sending
 from tests.service.api.test_ingest import batch, chunk
 from tests.service.store.examples import a_job, a_run
-from tests.support.server import Server
 from tula_service.errors import StoreUnavailable
 from tula_service.store import NewChunk, Store, telemetry_writer
 from tula_service.store.telemetry import chunk_row

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.support.forked import Server
 from benchmarks.support.server import migrate
-from tests.support.server import Server
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "wire.md"
 ROUTE = re.compile(r"^### `([A-Z]+) ([^`]+)`$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`tula serve` for tests: forked where the claim is not about how the service starts."""
+"""`tula serve`, forked where nothing is claimed about how the service starts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import sys
 
 from benchmarks.support import server
-from tests.support.fork_server import SERVICE, ForkServer
+from benchmarks.support.fork_server import SERVICE, ForkServer
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """One for all tests of this process, since importing the service takes seconds."""
+    """One for all servers of this process, since importing the service takes seconds."""
     made = ForkServer(SERVICE)
     atexit.register(made.close)
     return made

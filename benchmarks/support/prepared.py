@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.support.server import make_token
-from tests.support.configurations import make_configuration
 from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
+from tula_wire import Configuration
 
 # One statement, so one snapshot: between two, a server may commit.
 _COUNTED_AND_STORED = (
@@ -42,7 +42,7 @@ class Prepared:
 def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
     """Register a job with a training run of 256 ranks, and pending profiling runs."""
     store = Store.open(database)
-    configuration = make_configuration(1, 256, 32)
+    configuration = Configuration(num_nodes=1, ranks_per_node=256, local_batch_size=32)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
         run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, configuration, RunState.RUNNING))
