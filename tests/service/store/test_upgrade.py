@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from benchmarks.support import clean_environment
+from benchmarks.support.fork_server import SERVICE, ForkedProcess, ForkServer
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import command
 from tests.service.store.examples import a_job
@@ -26,6 +31,7 @@ from tula_service.store.migrations import check_schema, head_revision, is_empty,
 from tula_service.store.tables import METADATA, scaling_versions
 
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
+KILLS = int(os.environ.get("TULA_MIGRATION_KILLS", "12"))
 ASSETS = Path(__file__).parent / "assets"
 """One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest.
 
@@ -64,6 +70,40 @@ def test_a_released_postgres_database_is_upgraded_with_its_data(asset: Path, pos
     engine = restored(asset, url)
     holds_the_examples(engine)
     postgres_server.drop_database(url)
+
+
+def test_kills_in_the_middle_of_an_upgrade_leave_the_old_schema_or_the_new(tmp_path: Path, forks: ForkServer) -> None:
+    """`kill -9` at every point of an upgrade of the oldest schema: the next `tula migrate` finishes, with all data."""
+    old = tmp_path / "old.db"
+    restored(min(ASSETS.glob("*.sqlite.sql")), str(old)).dispose()
+    for _ in range(2):  # the first waits for the imports of the parent
+        began = time.monotonic()
+        assert start_upgrade(forks, old, tmp_path / "whole.db").wait(60) == 0
+        whole_s = time.monotonic() - began
+    killed = 0
+    for number in range(KILLS):
+        database = tmp_path / f"{number}.db"
+        process = start_upgrade(forks, old, database)
+        time.sleep(whole_s * (number + 0.5) / KILLS)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait(60) == -signal.SIGKILL
+        holds_the_examples(open_engine(str(database)))
+    assert killed >= KILLS // 2, "most were killed before they had ended"
+
+
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    """Starts commands of the service at once, so that a kill meets the upgrade and not the imports before it."""
+    made = ForkServer([*SERVICE, "alembic.command"])
+    yield made
+    made.close()
+
+
+def start_upgrade(forks: ForkServer, old: Path, database: Path) -> ForkedProcess:
+    """`tula migrate` of a copy of `old`, under way."""
+    shutil.copy(old, database)
+    arguments = ["-m", "tula_service", "migrate", "--database", str(database)]
+    return forks.start(arguments, clean_environment(), database.with_suffix(".log"))
 
 
 def holds_the_examples(engine: sa.Engine) -> None:
