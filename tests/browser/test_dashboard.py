@@ -160,6 +160,32 @@ def test_a_run_is_live_and_zoom_asks_for_more(visit: Visit, seeded: Seeded) -> N
         page.get_by_role("button", name="All steps").click()
 
 
+def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_runs(
+    visit: Visit, seeded: Seeded
+) -> None:
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
+    run_id = str(seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"])
+    seeded.telemetry(run_id, 0, range(5, 1200, 10), {"eval_loss": [5 * 0.97**at for at in range(120)]})
+    page = visit(f"/runs/{run_id}", scheme="dark", width=390)
+    figure = page.locator("[data-chart$='/eval_loss']")
+    figure.scroll_into_view_if_needed()
+    expect(figure.locator("svg.marks [aria-roledescription='point']")).to_have_count(120)
+    with page.expect_response(lambda answer: "charts/eval_loss" in answer.url and "logarithmic=true" in answer.url):
+        page.get_by_role("combobox", name="Values").select_option("logarithmic")
+    page.get_by_role("combobox", name="Smoothing").select_option("median of 1/15")
+    expect(figure.locator(".subtitle")).to_have_text("Line: median of every 8")
+    assert "logarithmic=true" in page.url
+    seeded.telemetry(run_id, 1, range(3), {"lr": [0.1, 0.2, 0.3]})
+    expect(page.locator("[data-chart$='/lr']")).to_be_attached()
+    draw_all(page)
+    check(page, "metrics-dark-390")
+    figure.get_by_role("link", name="All runs").click()
+    draw_all(page)
+    expect(page.get_by_role("combobox", name="Metric")).to_have_value("eval_loss")
+    expect(page.locator("[data-live='compared'] tbody tr")).to_have_count(1)
+    check(page, "compared-dark-390")
+
+
 def test_one_pointer_reads_every_chart_of_a_run(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/runs/{seeded.runs['lars']}")
     draw_all(page)

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Query, Response
 
 from tula_service.api.deps import AppServices, Caller, Services
 from tula_service.dashboard import charts
-from tula_service.dashboard.chart_data import quality_runs, series_of
+from tula_service.dashboard.chart_data import compare_runs, series_of
 from tula_service.errors import Busy, NotFound
 from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
 from tula_service.usecases.access import Principal
-from tula_service.usecases.telemetry import SeriesQuery, memory_of
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of
 from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
 
 router = APIRouter(tags=["charts"])
@@ -44,10 +44,15 @@ async def get_job_chart(
     services: AppServices,
     quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
+    column: Annotated[str | None, Query(max_length=64, description="Metric that `quality` draws.")] = None,
+    logarithmic: Annotated[bool, Query(description="Logarithmic axis of `quality`.")] = False,
     format: Format = "json",
 ) -> Response:
     """A chart of a job: frontier, tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
-    make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
+    if name == "quality":
+        make = partial(_quality_chart, services.store, caller, job_id, column, logarithmic)
+    else:
+        make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
     return await _answer(services, caller, make, format)
 
 
@@ -55,8 +60,6 @@ def _job_chart(
     store: Store, caller: Principal, job_id: str, name: str, quantity: Quantity, objective: Objective | None
 ) -> charts.Spec:
     job = jobs.get(store, caller, job_id)
-    if name == "quality":
-        return charts.quality_chart(job, quality_runs(store, caller, job_id))
     if name not in charts.JOB_CHARTS:
         raise NotFound(_unknown("job", name, (*charts.JOB_CHARTS, "quality")), field="name")
     recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))
@@ -65,6 +68,11 @@ def _job_chart(
     if name == "accuracy":
         trainings = runs.list_runs(store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
     return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
+
+
+def _quality_chart(store: Store, caller: Principal, job_id: str, column: str | None, logarithmic: bool) -> charts.Spec:
+    job = jobs.get(store, caller, job_id)
+    return charts.quality_chart(job, compare_runs(store, caller, job_id, column).runs, logarithmic=logarithmic)
 
 
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
@@ -77,17 +85,25 @@ async def get_run_chart(
     max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of a line.")] = 1200,
     first_step: FirstStep = None,
     last_step: LastStep = None,
+    trend: Annotated[int, Query(ge=0, le=1000, description="Medians in the line over a long series; 0: none.")] = 150,
+    logarithmic: Annotated[bool, Query(description="Logarithmic axis of values.")] = False,
     format: Format = "json",
 ) -> Response:
-    """A chart of a run: step_time, memory, gradient, scale, loss or accuracy; `first_step` and `last_step` zoom in."""
-    where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step)
-    return await _answer(services, caller, partial(_run_chart, services.store, caller, name, where), format)
+    """A chart of a run: step_time, memory, gradient, scale, loss, accuracy, or any column that the run has reported.
+
+    `first_step` and `last_step` zoom in.
+    """
+    where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step, trend)
+    make = partial(_run_chart, services.store, caller, name, where, logarithmic)
+    return await _answer(services, caller, make, format)
 
 
-def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery) -> charts.Spec:
+def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery, logarithmic: bool) -> charts.Spec:
     run = runs.get(store, caller, where.run_id)
     if name not in charts.RUN_CHARTS:
-        raise NotFound(_unknown("run", name, charts.RUN_CHARTS), field="name")
+        reported = columns_of(store, caller, run.id)
+        if name not in reported:
+            raise NotFound(_unknown("run", name, (*charts.RUN_CHARTS, *reported)), field="name")
     found, trends = {}, {}
     for column in charts.columns_of(name):
         series, trend = series_of(store, caller, replace(where, column=column))
@@ -101,7 +117,7 @@ def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery) -
     if name == "gradient":
         body = scaling.current(store, caller, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
-    return charts.run_chart(name, run, found, limits, trends)
+    return charts.run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
 
 
 async def _answer(services: Services, caller: Principal, make: Callable[[], charts.Spec], format: Format) -> Response:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tula_service.dashboard import charts
 from tula_service.errors import NotFound
 from tula_service.store import Store
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal
-from tula_service.usecases.telemetry import SeriesQuery, read_with_trend
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, read_with_trend
 from tula_wire import TelemetrySeries
 
 QUALITY_COLUMNS = ("validation_accuracy", "accuracy", "loss")
-MAX_QUALITY_RUNS = 24
+MAX_COMPARED = 24
 
 
 def series_of(
@@ -26,12 +28,21 @@ def series_of(
         return None, None
 
 
-def quality_runs(store: Store, principal: Principal, job_id: str) -> list[charts.QualityRun]:
-    """Training runs with the first of accuracy on held-out data, accuracy, or loss that any of them reports."""
-    listed = runs.list_runs(store, principal, job_id, kind="train", limit=MAX_QUALITY_RUNS).runs
-    for column in QUALITY_COLUMNS:
-        series = [(run, *series_of(store, principal, SeriesQuery(run.id, column, max_points=400))) for run in listed]
-        found = [charts.QualityRun(run, trend or each) for run, each, trend in series if each is not None]
-        if found:
-            return found
-    return []
+@dataclass(frozen=True)
+class Comparison:
+    """Training runs by one column; `columns` are all that any of the job's newest training runs has reported."""
+
+    column: str
+    columns: list[str]
+    runs: list[charts.QualityRun]
+
+
+def compare_runs(store: Store, principal: Principal, job_id: str, column: str | None = None) -> Comparison:
+    """The newest training runs that reported `column`; without one, the first that any reported of accuracy on held-out
+    data, accuracy, loss and whatever else."""
+    listed = runs.list_runs(store, principal, job_id, kind="train", limit=MAX_COMPARED).runs
+    columns = sorted({name for run in listed for name in columns_of(store, principal, run.id)})
+    wanted = column or next((name for name in (*QUALITY_COLUMNS, *columns) if name in columns), QUALITY_COLUMNS[0])
+    series = [(run, *series_of(store, principal, SeriesQuery(run.id, wanted, max_points=400))) for run in listed]
+    found = [charts.QualityRun(run, trend or each) for run, each, trend in series if each is not None]
+    return Comparison(wanted, columns, found)

@@ -13,11 +13,11 @@ from starlette.responses import HTMLResponse
 
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
-from tula_service.dashboard.chart_data import quality_runs
+from tula_service.dashboard.chart_data import compare_runs
 from tula_service.dashboard.charts.catalog import method_name
-from tula_service.dashboard.format import render
+from tula_service.dashboard.format import NOTHING, render
 from tula_service.store import Store
-from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
+from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
 from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
 
@@ -27,6 +27,7 @@ PAGE = 50
 MAX_CANDIDATES = 60
 MAX_EVENTS = 12
 MAX_WHAT_IF = 12
+MAX_LOGGED = 60
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,24 @@ def what_if(
 
 
 @router.get("/jobs/{job_id}/quality")
-def quality_page(job_id: str, user: CurrentUser) -> HTMLResponse:
-    """Methods of large-batch training side by side."""
+def quality_page(
+    job_id: str,
+    user: CurrentUser,
+    column: Annotated[str | None, Query(max_length=64)] = None,
+    logarithmic: bool = False,
+) -> HTMLResponse:
+    """Training runs side by side, by any column that they reported."""
     job = jobs.get(user.store, user.principal, job_id)
-    found = quality_runs(user.store, user.principal, job_id)
-    column = found[0].series.column if found else "accuracy"
-    return _page(user, "quality.html", job=job, compared=_compared(found, column), column=column)
+    found = compare_runs(user.store, user.principal, job_id, column)
+    return _page(
+        user,
+        "quality.html",
+        job=job,
+        compared=_compared(found.runs, found.column),
+        column=found.column,
+        columns=found.columns,
+        logarithmic=logarithmic,
+    )
 
 
 @router.get("/runs/{run_id}")
@@ -162,7 +175,11 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     run = runs.get(user.store, user.principal, run_id)
     job = jobs.get(user.store, user.principal, run.job_id)
     listed = events.recent(user.store, user.principal, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
-    return _page(user, "run.html", run=run, job=job, names=charts.RUN_CHARTS, activities=activities(listed))
+    drawn = {column for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
+    logged = [name for name in telemetry.columns_of(user.store, user.principal, run_id) if name not in drawn]
+    names = {name: charts.columns_of(name)[0] for name in (*charts.RUN_CHARTS, *logged[:MAX_LOGGED])}
+    left_out = max(0, len(logged) - MAX_LOGGED)
+    return _page(user, "run.html", run=run, job=job, names=names, left_out=left_out, activities=activities(listed))
 
 
 @router.get("/admin")
@@ -203,13 +220,15 @@ def _landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
 
 
 def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any]]:
-    """A row per run, best first; its distance from plain large batches where runs of those have the same batch."""
+    """A row per run, the least loss first, else the greatest value; its distance from plain large batches where runs of
+    those have the same batch."""
     rows: list[dict[str, Any]] = []
     for each in found:
         values = [value for value in each.series.values if value is not None]
         if values:
-            best = min(values) if column == "loss" else max(values)
-            rows.append({"run": each.run, "method": method_name(each.run), "last": values[-1], "best": best})
+            last, least, most = values[-1], min(values), max(values)
+            method = method_name(each.run) if each.run.method else NOTHING
+            rows.append({"run": each.run, "method": method, "last": last, "least": least, "most": most})
     plain: dict[int, list[float]] = {}
     for row in rows:
         if row["run"].method == "lbt":
@@ -217,7 +236,7 @@ def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any
     for row in rows:
         base = plain.get(row["run"].configuration.global_batch_size, [])
         row["gain"] = row["last"] - sum(base) / len(base) if base and row["run"].method != "lbt" else None
-    return sorted(rows, key=lambda row: row["last"], reverse=column != "loss")
+    return sorted(rows, key=lambda row: row["last"], reverse="loss" not in column)
 
 
 def _page(user: User, name: str, **context: Any) -> HTMLResponse:

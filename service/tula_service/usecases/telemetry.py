@@ -7,7 +7,7 @@ bytes (or a list), each column as float64 or float32 bytes (or a list, if a valu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Final
@@ -20,7 +20,7 @@ from tsdownsample import MinMaxDownsampler
 
 from tula_service.domain import MemoryReading
 from tula_service.errors import InvalidInput, NotFound, ServiceError
-from tula_service.store import NewChunk, Store
+from tula_service.store import NewChunk, RunRecord, Store
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
@@ -86,6 +86,14 @@ class SeriesQuery:
     max_points: int = 2000
     first_step: int | None = None
     last_step: int | None = None
+    trend_points: int = TREND_POINTS
+
+
+def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
+    """The names of everything that a run has reported by step. Raises NotFound for an unknown run."""
+    with store.reading() as tx:
+        run = visible_run(tx, principal, run_id)
+        return _names(run, tx.telemetry.columns(run.key))
 
 
 def read_series(store: Store, principal: Principal, query: SeriesQuery) -> TelemetrySeries:
@@ -99,7 +107,7 @@ def read_with_trend(
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
     """The same, and its `trend`, in which a person sees a noisy series at a glance; None with few points."""
     found = _read(store, principal, query)
-    smooth = trend(found.steps, found.values)
+    smooth = trend(found.steps, found.values, query.trend_points)
     return (
         found.series(*downsample(found.steps, found.values, query.max_points)),
         None if smooth is None else found.series(*smooth),
@@ -143,25 +151,29 @@ def _read(store: Store, principal: Principal, query: SeriesQuery) -> _Column:
         steps, values = tx.telemetry.read(run.key, query.column, **where)
         if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
             steps, values = tx.samples.step_times(run.key, **where, limit=_MOST_SAMPLES)
-    names = sorted({*available, *([_STEP_TIME] if run.num_samples else [])})
+    names = _names(run, available)
     if query.column not in names:
         known = ", ".join(names) or "none yet"
         raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
     return _Column(query, steps, values, names)
 
 
-def trend(steps: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray] | None:
-    """The medians of `TREND_POINTS` intervals of equally many points, each at its middle step.
+def _names(run: RunRecord, columns: Iterable[str]) -> list[str]:
+    return sorted({*columns, *([_STEP_TIME] if run.num_samples else [])})
+
+
+def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
+    """The medians of as many intervals as `points`, of equally many points each, at its middle step.
 
     A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. None if an interval would hold fewer than three points.
+    downsampling keeps. None if an interval would hold fewer than three points, and with no interval.
     """
     known = ~np.isnan(values)
     if not bool(known.all()):
         steps, values = steps[known], values[known]
-    if steps.size < 3 * TREND_POINTS:
+    if not 0 < 3 * points <= steps.size:
         return None
-    edges = np.linspace(0, steps.size, TREND_POINTS + 1).astype(np.int64)
+    edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
     medians = np.array([np.median(values[start:end]) for start, end in pairwise(edges)])
     return steps[(edges[:-1] + edges[1:]) // 2], medians
 

@@ -164,12 +164,32 @@ def test_delta_is_drawn_where_variability_is() -> None:
 def test_a_thinned_series_says_how_many_points_there_were() -> None:
     spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=1000, total=1_000_000)})
     assert "1,000 of 1,000,000" in spec["title"]["subtitle"]
-    assert len(spec["datasets"]["loss"]) == 1000
+    assert len(spec["datasets"]["loss"]) == 999, "all but the one without a value"
 
 
-def test_a_missing_value_stays_missing() -> None:
-    spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=10)})
-    assert [row["step"] for row in spec["datasets"]["loss"] if row["value"] is None] == [5]
+def test_a_value_at_every_tenth_step_is_drawn_as_a_line_with_its_points() -> None:
+    """Between nulls there is no line: the chart of a loss that was logged at every tenth step was blank."""
+    series = models.series("loss", points=120)
+    sparse = series.model_copy(update={"values": [v if i % 10 == 5 else None for i, v in enumerate(series.values)]})
+    spec = charts.run_chart("loss", models.run(), {"loss": sparse})
+    assert [row["step"] for row in spec["datasets"]["loss"]] == list(range(5, 120, 10))
+    drawn = compiles(spec)
+    (line,) = re.findall(r'aria-roledescription="line mark"[^>]* d="([^"]+)"', drawn)
+    assert line.count("L") == 11
+    assert drawn.count('aria-roledescription="point"') == 12
+
+
+def test_any_column_is_drawn_by_its_name_and_on_a_logarithmic_axis() -> None:
+    found = {"tokens_per_s": models.series("tokens_per_s", points=30, level=1e4)}
+    spec = charts.run_chart("tokens_per_s", models.run(), found, logarithmic=True)
+    assert "tokens per s" in spec["title"]["text"]
+    assert spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "log"
+    assert spec["usermeta"]["readout"] == [{"column": "tokens_per_s", "name": "tokens per s", "unit": ""}]
+    compiles(spec)
+    negative = {"reward": models.series("reward", points=30, level=-1.0)}
+    spec = charts.run_chart("reward", models.run(), negative, logarithmic=True)
+    assert spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "symlog"
+    compiles(spec)
 
 
 def test_methods_stand_side_by_side_over_epochs() -> None:
@@ -178,7 +198,10 @@ def test_methods_stand_side_by_side_over_epochs() -> None:
         for method in ("lbt", "ags", "mine")
     ]
     spec = charts.quality_chart(models.job(), runs)
-    assert {row["method"] for row in spec["datasets"]["runs"]} == {"LBT (plain large batch)", "AGS", "mine"}
+    runs.append(charts.QualityRun(models.run("run_plain"), models.series("accuracy")))
+    spec = charts.quality_chart(models.job(), runs, logarithmic=True)
+    named = {"LBT (plain large batch)", "AGS", "mine", "run_plain"}
+    assert {row["method"] for row in spec["datasets"]["runs"]} == named
     assert spec["datasets"]["runs"][0]["epoch"] == pytest.approx(128 / 50_000)
     compiles(spec)
 

@@ -72,7 +72,7 @@ def train(browser: Browser, job_id: str, method: str = "ags", columns: tuple[str
     configuration = {"num_nodes": 2, "local_batch_size": 64}
     path = wire.routes.JOB_RUNS.format(job_id=job_id)
     run_id: str = browser(
-        "POST", path, json={"kind": "train", "configuration": configuration, "method": method}
+        "POST", path, json={"kind": "train", "configuration": configuration, "method": method or None}
     ).json()["id"]
     chunk = {
         "boot_id": "b",
@@ -206,6 +206,26 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     assert "by validation accuracy" in page
     assert "AGS" in page
     assert "LBT" not in page.split("<tbody>")[1].split("</tbody>")[0]
+
+
+def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id, "", ("eval_loss", "tokens_per_s"))
+    page = browser.page(f"/runs/{run_id}")
+    for name in ("eval_loss", "tokens_per_s"):
+        assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
+        assert f'href="/jobs/{job_id}/quality?column={name}"' in page
+        chart = wire.routes.RUN_CHART.format(run_id=run_id, name=name)
+        spec = browser("GET", f"{chart}?trend=10&logarithmic=true").json()
+        assert len(spec["datasets"][f"{name}_trend"]) == 10
+    missing = browser("GET", wire.routes.RUN_CHART.format(run_id=run_id, name="lr"))
+    assert missing.status_code == 404
+    assert "eval_loss" in missing.json()["detail"]
+    assert "by eval loss" in browser.page(f"/jobs/{job_id}/quality"), "no accuracy, and no loss of training"
+    assert "by tokens per s" in browser.page(f"/jobs/{job_id}/quality?column=tokens_per_s&logarithmic=true")
+    path = wire.routes.JOB_CHART.format(job_id=job_id, name="quality")
+    spec = browser("GET", f"{path}?column=tokens_per_s&logarithmic=true").json()
+    assert {row["run"] for row in spec["datasets"]["runs"]} == {run_id}
 
 
 def test_the_what_if_form_takes_typed_lists_and_compares_with_the_recommendation(browser: Browser) -> None:

@@ -16,6 +16,14 @@ def test_a_straggling_step_in_ten_does_not_move_it() -> None:
     assert found[1].tolist() == [1.0] * TREND_POINTS
 
 
+def test_fewer_points_smooth_more_and_none_not_at_all() -> None:
+    values = np.arange(90.0)
+    found = trend(np.arange(90), values, 15)
+    assert found is not None
+    assert found[1].tolist() == [2.5 + 6 * at for at in range(15)]
+    assert trend(np.arange(90), values, 0) is None
+
+
 def test_a_few_points_are_their_own_trend() -> None:
     assert trend(np.arange(3 * TREND_POINTS - 1), np.ones(3 * TREND_POINTS - 1)) is None
 

@@ -112,12 +112,12 @@ def job_chart(
         return others[name](job, recommendation)
 
 
-def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
-    """The runs' accuracy (or loss, if none reports accuracy) over epochs, a colour per method."""
+def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False) -> Spec:
+    """One column of several runs over epochs, a colour per method, or per run where no method is named."""
     from tula_service.dashboard.charts import quality
 
     with _ALTAIR:
-        return quality.quality_chart(job, runs)
+        return quality.quality_chart(job, runs, logarithmic)
 
 
 def run_chart(
@@ -126,15 +126,17 @@ def run_chart(
     series: Mapping[str, TelemetrySeries],
     thresholds: ScalingThresholds | None = None,
     trends: Mapping[str, TelemetrySeries] | None = None,
+    *,
+    logarithmic: bool = False,
 ) -> Spec:
-    """One of `RUN_CHARTS`; columns missing from `series` are left out. Raises KeyError for another name.
+    """One of `RUN_CHARTS`, or the column of that name; columns missing from `series` are left out.
 
     A column with a trend is drawn pale, the trend over it.
     """
     from tula_service.dashboard.charts import series as drawing
 
     with _ALTAIR:
-        return drawing.run_chart(name, run, series, thresholds, trends or {})
+        return drawing.run_chart(name, run, series, thresholds, trends or {}, logarithmic)
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
@@ -146,5 +148,11 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """The telemetry columns that a chart draws. Raises KeyError for an unknown chart."""
-    return tuple(column for panel in PANELS[name][1] for column in panel.columns)
+    """The telemetry columns that a chart of a run draws."""
+    return tuple(column for panel in panels_of(name)[1] for column in panel.columns)
+
+
+def panels_of(name: str) -> tuple[str, tuple[Panel, ...]]:
+    """What a chart of a run is of, and its panels. A name that is none of `RUN_CHARTS` is that of a column."""
+    words = name.replace("_", " ")
+    return PANELS.get(name) or (words, (Panel((name,), words[:1].upper() + words[1:]),))

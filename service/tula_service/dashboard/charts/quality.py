@@ -1,4 +1,4 @@
-"""Training quality: methods of large-batch training side by side."""
+"""Training runs of a job side by side, by one column: methods of large-batch training, or runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tula_service.dashboard.charts.style import DASHES, HEIGHT, PALETTE, WIDTH, 
 from tula_wire import Job
 
 
-def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
-    """The runs' accuracy (or loss, where none reports accuracy) over epochs, a colour per method."""
-    title = f"{job.name}: training quality"
+def quality_chart(job: Job, runs: Sequence[QualityRun], logarithmic: bool) -> Spec:
+    """See `catalog.quality_chart`."""
+    title = f"{job.name}: training runs"
     drawn = [each for each in runs if any(value is not None for value in each.series.values)]
     if not drawn:
-        return message(title, "No training run has reported accuracy or loss yet.")
+        return message(title, "No training run has reported this yet.")
     column = drawn[0].series.column
     rows: list[Row] = []
     for each in drawn:
@@ -25,20 +25,26 @@ def quality_chart(job: Job, runs: Sequence[QualityRun]) -> Spec:
         for step, value in zip(each.series.steps, each.series.values, strict=True):
             if value is not None:
                 epoch = (step + 1) * examples / job.spec.dataset.size
-                method, run_id = method_name(each.run), each.run.id
+                run_id = each.run.id
+                method = method_name(each.run) if each.run.method else run_id
                 rows.append({"run": run_id, "method": method, "epoch": epoch, "value": value, "batch": examples})
     methods = sorted({row["method"] for row in rows})
+    few = len(rows) < 80 * len(drawn)
+    positive = all(row["value"] > 0 for row in rows)
+    scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
     lines = (
         alt.Chart(alt.NamedData("runs"), width=WIDTH, height=HEIGHT)
-        .mark_line(strokeWidth=2, point={"opacity": 0, "size": 90})
+        .mark_line(
+            strokeWidth=2, point={"opacity": 1, "size": 24, "filled": True} if few else {"opacity": 0, "size": 90}
+        )
         .encode(
             x=alt.X("epoch:Q").title("Epoch").scale(nice=False).axis(tickCount=10),
-            y=alt.Y("value:Q").title(column.replace("_", " ").capitalize()).scale(zero=False),
+            y=alt.Y("value:Q").title(column.replace("_", " ").capitalize()).scale(**scale),
             color=alt.Color("method:N")
             .scale(domain=methods, range=[PALETTE[i % 8] for i in range(len(methods))])
             .legend(legend(methods)),
             strokeDash=alt.StrokeDash("method:N")
-            .scale(domain=methods, range=[list(DASHES[i % 8]) for i in range(len(methods))])
+            .scale(domain=methods, range=[list(DASHES[(i + i // 8) % 8]) for i in range(len(methods))])
             .legend(legend(methods)),
             detail="run:N",
             tooltip=[

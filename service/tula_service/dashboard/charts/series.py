@@ -11,17 +11,19 @@ from typing import Any, Final
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.catalog import PANELS, SOURCES, Panel, columns_of
+from tula_service.dashboard.charts.catalog import SOURCES, Panel, columns_of, panels_of
 from tula_service.dashboard.charts.drawing import finish, legend, message, outlined
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, bytes_unit, time_unit
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
 
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
+_FEW: Final = 200
+"""A series of fewer points is drawn with its points, since a single one has no line."""
 _DELTA: Final = 0.5
 """The agent's default when neither the service nor the script sets one (section 5 of the paper)."""
 _TREND: Final = "_trend"
-_STEP_LABEL: Final = "format(datum.value, '~s')"
+_STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
 """Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
 
 
@@ -31,9 +33,10 @@ def run_chart(
     series: Mapping[str, TelemetrySeries],
     thresholds: ScalingThresholds | None,
     trends: Mapping[str, TelemetrySeries],
+    logarithmic: bool,
 ) -> Spec:
     """See `catalog.run_chart`."""
-    noun, panels = PANELS[name]
+    noun, panels = panels_of(name)
     title = f"{run.id}, {configuration_name(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
@@ -46,13 +49,15 @@ def run_chart(
         unit = _unit(panel, [series[column] for column in columns])
         for column in columns:
             datasets[column] = _rows(series[column], unit)
-            label = column.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+            label = (column.removesuffix("_s").removesuffix("_bytes") if unit.name else column).replace("_", " ")
             read.append({"column": column, "name": label, "unit": unit.name})
             if column in trends:
                 datasets[column + _TREND] = _rows(trends[column], unit)
-        few = max(len(datasets[column]) for column in columns) < 80
+        few = max(len(datasets[column]) for column in columns) < _FEW
         trended = tuple(column for column in columns if column in trends)
-        areas.append(_Area(panel, columns, trended, unit, few, _levels(panel, unit, run, thresholds)))
+        positive = all(row["value"] > 0 for column in columns for row in datasets[column])
+        scale = ("log" if positive else "symlog") if logarithmic else "symlog" if panel.logarithmic else "linear"
+        areas.append(_Area(panel, columns, trended, unit, few, scale, _levels(panel, unit, run, thresholds)))
     subtitle = _subtitle(list(series.values()), list(trends.values()))
     return finish(_drawing(tuple(areas)), title, subtitle, datasets) | {"usermeta": {"readout": read}}
 
@@ -66,6 +71,7 @@ class _Area:
     trended: tuple[str, ...]
     unit: Unit
     few_points: bool
+    scale: str
     levels: tuple[tuple[str, float], ...]
 
 
@@ -92,15 +98,11 @@ def _area(area: _Area) -> alt.LayerChart:
     x = alt.X("step:Q").title("Step").axis(labelExpr=_STEP_LABEL, tickMinStep=1, tickCount=8)
     x = x.scale(zero=False, nice=False)
     y = alt.Y("value:Q").title(panel.title + suffix).axis(tickCount=5)
-    y = (
-        y.scale(type="symlog", constant=0.05)
-        if panel.logarithmic
-        else y.scale(domain=[0, 1])
-        if panel.columns == ("scaled_share",)
-        else y.scale(zero=False)
-    )
+    scales = {"log": {"type": "log", "nice": False}, "symlog": {"type": "symlog", "constant": 0.05}}
+    share = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
+    y = y.scale(**scales.get(area.scale, share))
     # Few points stay visible as points; a thousand would draw one thick band.
-    sparse: Any = {"size": 14, "filled": True} if area.few_points else False
+    sparse: Any = {"size": 24, "filled": True} if area.few_points else False
     layers: list[Any] = []
     for place, column in enumerate(columns):
         dash = [1, 0] if place == 0 else [6, 3]
@@ -153,12 +155,14 @@ def _unit(panel: Panel, found: Sequence[TelemetrySeries]) -> Unit:
 def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
     """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
 
-    A value beyond what a double holds in this unit is a gap: JSON has no infinity.
+    Steps without a value are left out: between nulls no line is drawn, and what is logged at every tenth step stands
+    between nulls. So is a value beyond what a double holds in this unit: JSON has no infinity.
     """
     size = unit.size
     return [
-        {"step": step, "value": None if value is None or isinf(value / size) else float(f"{value / size:.6g}")}
+        {"step": step, "value": float(f"{value / size:.6g}")}
         for step, value in zip(found.steps, found.values, strict=True)
+        if value is not None and not isinf(value / size)
     ]
 
 
@@ -179,4 +183,5 @@ def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries
 
 def _nothing(name: str) -> str:
     wanted = " or ".join(columns_of(name))
-    return f"Nothing received yet. {SOURCES[name]}\nThis chart draws {wanted}."
+    source = SOURCES.get(name, f"run.log({name}=...) in the training script reports it.")
+    return f"Nothing received yet. {source}\nThis chart draws {wanted}."

@@ -158,16 +158,16 @@ async function load(figure) {
   }
 }
 
-// Steps and rank: one choice for every chart of a run, kept in the address
+// Steps, rank, smoothing and scale: one choice for every chart of a run, kept in the address
 
-const STEPS = ["first_step", "last_step", "rank"];
+const VIEW = ["first_step", "last_step", "rank", "trend", "logarithmic"];
 let wanted = {};
 
 function show(asked) {
   const before = JSON.stringify(wanted);
   wanted = Object.fromEntries(Object.entries(asked).filter(([, value]) => value !== "" && value !== null && value !== undefined));
   const form = $("#zoom"), address = new URL(location.href);
-  for (const name of STEPS) {
+  for (const name of VIEW) {
     form.elements[name].value = wanted[name] ?? "";
     if (name in wanted) address.searchParams.set(name, wanted[name]);
     else address.searchParams.delete(name);
@@ -184,9 +184,10 @@ function startZoom() {
   const form = $("#zoom");
   if (!form) return;
   const asked = new URLSearchParams(location.search);
-  show(Object.fromEntries(STEPS.map((name) => [name, asked.get(name)])));
+  show(Object.fromEntries(VIEW.map((name) => [name, asked.get(name)])));
   form.addEventListener("submit", (event) => { event.preventDefault(); show(Object.fromEntries(new FormData(form))); });
-  form.addEventListener("reset", (event) => { event.preventDefault(); show({ rank: wanted.rank }); });
+  form.addEventListener("change", (event) => { if (event.target.matches("select")) form.requestSubmit(); });
+  form.addEventListener("reset", (event) => { event.preventDefault(); show({ ...wanted, first_step: "", last_step: "" }); });
 }
 
 // What a chart says at the step under the pointer, in every chart of the run at once; the last values otherwise
@@ -202,9 +203,8 @@ function tell(figure, step) {
     while (step !== null && low < high) { const middle = (low + high) >> 1; if (rows[middle].step < step) low = middle + 1; else high = middle; }
     if (step === null) low = high;
     if (low > 0 && step !== null && step - rows[low - 1].step < rows[low].step - step) low -= 1;
-    while (low > 0 && rows[low].value === null) low -= 1;
     at = rows[low].step;
-    values.push(`${name} ${rows[low].value === null ? "–" : number(rows[low].value, 4)}${unit && ` ${unit}`}`);
+    values.push(`${name} ${number(rows[low].value, 4)}${unit && ` ${unit}`}`);
   }
   readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${values.join(", ")}`;
 }
@@ -234,14 +234,15 @@ function watchBrush(figure, view) {
   }, 80);
 }
 
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (!entry.isIntersecting) continue;
+    seen.unobserve(entry.target);
+    load(entry.target);
+  }
+}, { rootMargin: "300px" });
+
 function startCharts() {
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (!entry.isIntersecting) continue;
-      seen.unobserve(entry.target);
-      load(entry.target);
-    }
-  }, { rootMargin: "300px" });
   for (const figure of $$("[data-chart]")) seen.observe(figure);
   let width = innerWidth;
   addEventListener("resize", later(() => { if (innerWidth !== width) { width = innerWidth; redrawAll(); } }, 200));
@@ -274,6 +275,9 @@ const refreshParts = later(async () => {
     for (const each of $$("details", part)) each.open = open.includes(each.dataset.kept);
     if (held) $$("a", part).find((link) => link.getAttribute("href") === held)?.focus({ preventScroll: true });
   }
+  // A metric that was logged since the page was opened.
+  const known = new Set($$("[data-chart]").map((figure) => figure.dataset.chart));
+  for (const figure of $$("[data-zoom]", fresh)) if (!known.has(figure.dataset.chart)) { $(".charts").append(figure); seen.observe(figure); }
   localTimes();
 }, 400);
 
