@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from tula_agent.readings import StepTiming
@@ -86,12 +86,15 @@ class StepTimer:
 def median_relative_error(times_s: Sequence[float]) -> float:
     """Half-width of a 95 % interval of the median step time over that median; infinite below eight steps.
 
-    The spread is the median absolute deviation, so that one slow step does not prolong a run. The service decides by
-    the trimmed mean of the run's steps (`tula_service.perfmodel`); this is the agent's own check without NumPy.
+    Infinite too while mean and median differ by more than 10 %: some steps are slow, and eight may not hold their share
+    of them. The service decides by the robust mean of the run's steps (`tula_service.perfmodel.step_summary`); this is
+    the agent's own check without NumPy.
     """
     if len(times_s) < 8:
         return math.inf
     centre = median(times_s)
+    if abs(fmean(times_s) - centre) > 0.1 * centre:
+        return math.inf
     spread = 1.4826 * median(abs(value - centre) for value in times_s)
     return float(1.96 * 1.2533 * spread / math.sqrt(len(times_s)) / centre) if centre > 0 else math.inf
 
