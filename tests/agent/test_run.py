@@ -61,7 +61,7 @@ def test_a_profile_run_ends_by_itself_even_when_the_loader_is_short(sink: Sink, 
 
 def test_ranks_of_a_profile_run_stop_at_the_same_step_once_it_is_precise(sink: Sink, launch: Launch) -> None:
     done = launch(
-        "train.py", "--pause", "0.01", ranks=2, torchrun=True,
+        "train.py", "--pause", "0.05", ranks=2, torchrun=True,
         TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="60", TULA_PRECISION="0.5",
     )  # fmt: skip
     counts = {line.split()[2] for line in done.printed("micro-steps")}

@@ -70,7 +70,7 @@ class TestSamples:
         job = a_job(store)
         run = a_run(store, job.id)
         times = np.full(100, 0.5)
-        times[::25] = 60.0
+        times[50] = 60.0
         with store.transaction() as tx:
             tx.samples.add(run.key, job.id, samples(5, warmup=True, boot_id="w", step_time_s=np.full(5, 9.0)))
             tx.samples.add(
