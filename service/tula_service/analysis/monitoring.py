@@ -21,6 +21,7 @@ from tula_service.analysis.explanation import name_of
 from tula_service.domain import Measure
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.step_summary import robust_mean
 from tula_wire import Configuration
 
 CHECK_EVERY_STEPS = 50
@@ -37,9 +38,9 @@ _Floats = npt.NDArray[np.float64]
 class Alarm:
     """A change of speed that was noticed, with what diagnosis and advice need of that moment.
 
-    `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the median of the
-    newest step times, `compute_s` their compute time if the agent reports it. `examples_left` is None if it is unknown.
-    After the diagnosis was announced (`explained`), only the advice is due.
+    `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the robust mean of
+    the newest step times, `compute_s` that of their compute time if the agent reports it. `examples_left` is None if it
+    is unknown. After the diagnosis was announced (`explained`), only the advice is due.
     """
 
     kind: str
@@ -121,9 +122,10 @@ class Monitor:
         self, step: int, recent_s: _Floats, compute_s: _Floats | None, examples_left: float | None
     ) -> Monitor:
         """The state once the detector has fired: rearmed around the new level, with an alarm unless it recovered."""
-        if self.detector is None or self.detector.alarm is None or self.detector.alarm_after_steps is None:
+        level_s = robust_mean(recent_s)[0]
+        if self.detector is None or self.detector.alarm is None or level_s is None:
             return self
-        level_s, after_steps = float(np.median(recent_s)), self.detector.alarm_after_steps
+        after_steps = self.detector.alarm_after_steps or recent_s.size
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         monitor = replace(self, detector=DriftState.expecting(level_s / width, level_s * width))
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
@@ -136,7 +138,7 @@ class Monitor:
             after_steps=after_steps,
             from_start=from_start,
             level_s=level_s,
-            compute_s=float(np.median(known)) if known.size else None,
+            compute_s=robust_mean(known)[0],
             examples_left=examples_left,
         )
         return replace(monitor, alarm=alarm, changed=True, unsteady=not from_start)

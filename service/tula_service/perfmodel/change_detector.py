@@ -10,9 +10,10 @@ import numpy as np
 
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 
-_THRESHOLD = 12.0
+_THRESHOLD = 18.0
 _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
+_LEAST_CHANGE = 0.1  # of the expected step time
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,30 @@ class DriftState:
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
+    def confirmed_by(self, recent_s: FloatArray) -> bool:
+        """True if the mean of these newest steps is off the centre by 10 % and twice its standard error, as alarmed.
+
+        The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row are no change.
+        """
+        if self.alarm is None or recent_s.size < 2:
+            return False
+        expected = math.exp(self.centre)
+        change = float(recent_s.mean()) - expected
+        doubt = 2.0 * float(recent_s.std(ddof=1)) / math.sqrt(recent_s.size)
+        return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
+
+    def rearmed(self) -> DriftState:
+        """The same detector with sums at zero and no alarm."""
+        return replace(self, slower=0.0, faster=0.0, alarm=None, alarm_after_steps=None)
+
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
     """The state after these steps, in order; the sums continue, and an alarm stays.
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
-    adds nothing, one step adds at most 2, and the sum must reach 12. So single stragglers (one in ten, however slow)
-    never accumulate, a speed inside the interval never alarms, and one far outside does after six steps.
+    adds nothing, one step adds at most 2, and the sum must reach 18. So single stragglers (one in ten, however slow)
+    never accumulate, a speed inside the interval never alarms, and one far outside does after nine steps. An alarm
+    counts once the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps

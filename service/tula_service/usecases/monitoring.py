@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
 from tula_service.domain import RunKind
+from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
 from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
 
-_RECENT_STEPS = 8
-"""The level after a change is the median of the newest steps; the detector fires after six of them at the earliest."""
+_CONFIRMING_STEPS, _LEVEL_STEPS = 12, 8
+"""The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after nine."""
 
 
 def start(
@@ -50,8 +49,9 @@ def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bo
         left = _examples_left(tx, run, monitor, new, step)
         monitor = _check_alarm(tx, run, monitor, step, left)
         if left is not None and monitor.limits_due(step):
-            spec, median_s = spec_of(tx.jobs.get(run.job_id)), float(np.median(times))
-            broken = list(monitoring.broken_limits(spec, run.configuration, monitor, step, left, median_s))
+            recent = tx.samples.recent(run.key, limit=monitoring.CHECK_EVERY_STEPS, rank=0)
+            spec, mean_s = spec_of(tx.jobs.get(run.job_id)), robust_mean(recent.step_time_s)[0] or float(times.mean())
+            broken = list(monitoring.broken_limits(spec, run.configuration, monitor, step, left, mean_s))
             for advice in broken:
                 tx.events.append(run.job_id, "advice", run_id=run.id, data=advice)
             announced = [*monitor.announced, *(advice["kind"] for advice in broken)]
@@ -73,12 +73,15 @@ def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: NewSa
 def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, left: float | None) -> Monitor:
     if monitor.detector is None or monitor.detector.alarm is None:
         return monitor
-    recent = tx.samples.recent(run.key, limit=_RECENT_STEPS, rank=0)
-    changed = monitor.raise_alarm(step, recent.step_time_s, recent.compute_time_s, left)
+    recent = tx.samples.recent(run.key, limit=_CONFIRMING_STEPS, rank=0)
+    if not monitor.detector.confirmed_by(recent.step_time_s):
+        return replace(monitor, detector=monitor.detector.rearmed())
+    newest_s, compute_s = recent.step_time_s[-_LEVEL_STEPS:], recent.compute_time_s
+    changed = monitor.raise_alarm(step, newest_s, None if compute_s is None else compute_s[-_LEVEL_STEPS:], left)
     if changed.alarm is not None:
         return changed
     tx.runs.update(run.id, drifted=False, drift_state=changed.to_json(), bump=True)
-    level_s = float(np.median(recent.step_time_s))
+    level_s = robust_mean(newest_s)[0] or monitor.high_s
     event = monitor.event("recovered", step=step, after_steps=monitor.detector.alarm_after_steps, level_s=level_s)
     sentence = "Training runs at the predicted speed again."
     tx.events.append(run.job_id, "drift", run_id=run.id, data=event | {"sentence": sentence})
