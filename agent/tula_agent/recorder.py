@@ -91,6 +91,8 @@ class Recorder:
         self._begun = False  # in the current process group
         self._last_world_size = config.world_size
         self._in_step = False
+        self._paused = False
+        self._unclocked_step: int | None = None
         self._batch_size: int | None = None
         self._last_step_s = 0.1
         self._threshold_poller: ThresholdPoller | None = None
@@ -286,6 +288,25 @@ class Recorder:
         if self.timer.step and not self.memory.was_read and not self.finished:
             self._read_memory()  # a short run: its model may be freed before the end
 
+    def pause(self) -> bool:
+        """Leave out what follows, until `unpause`; False if that is so already."""
+        if self.finished or self._paused:
+            return False
+        self._paused = True
+        self.timer.leave_out()
+        if self._device_clock is not None:
+            self._device_clock.drop()
+            # Of the step under way the host's time alone is left, which may run ahead of the device's.
+            self._unclocked_step = None if self.timer.between_steps else self.timer.step
+        return True
+
+    def unpause(self) -> None:
+        """Count time in steps again."""
+        self._paused = False
+        self.timer.count_again()
+        if self._device_clock is not None and self.timer.between_steps and self._is_sampled(self.timer.step):
+            self._device_clock.begin()
+
     def log(self, values: dict[str, Any]) -> None:
         """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
         if not self.leads or self.finished:
@@ -362,7 +383,7 @@ class Recorder:
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
         since = step - self.profiling.first_step
         # The last, smaller batch of an epoch belongs to another configuration.
-        usual = timing.local_batch_size == self._batch_size and not timing.uneven
+        usual = timing.local_batch_size == self._batch_size and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
         if interval is not None:
             self.readings.add_device(step, interval) if sampled else interval.release()

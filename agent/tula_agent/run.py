@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -191,6 +192,24 @@ class Run:
         )
         self.oom_watch.start()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For evaluating and saving in the middle of the loop: `with run.paused():`. That time counts in no step.
+
+        A step that is measured is then the same in a long training, whatever share of it is spent so. May be nested;
+        exceptions pass through.
+        """
+        outermost = False
+        if self.recorder is not None:
+            with self.guard("timing"):
+                outermost = self.recorder.pause()
+        try:
+            yield
+        finally:
+            if outermost and self.recorder is not None:
+                with self.guard("timing"):
+                    self.recorder.unpause()
+
     def begin_at(self, epoch: float) -> None:
         """Report where training continues, for a script that loads its own checkpoints; `resume` does it by itself.
 
@@ -295,8 +314,9 @@ class Run:
                     recorder.finish("out_of_memory", text, local_batch_size)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tula_agent.checkpoint.save`; without its first argument."""
-        return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
+        """See `tula_agent.checkpoint.save`; without its first argument. Its time counts in no step."""
+        with self.paused():
+            return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
 
     def resume(self, *args: Any, **kwargs: Any) -> Any:
         """See `tula_agent.checkpoint.resume`; without its first argument."""

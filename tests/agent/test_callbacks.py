@@ -58,6 +58,15 @@ def test_a_training_that_the_framework_resumes_reports_its_earlier_epochs(
     assert {body["epochs_before"] for body in sink.samples} == {0.0, 1.5}
 
 
+@pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])
+def test_evaluation_inside_the_framework_s_loop_belongs_to_no_step(sink: Sink, launch: Launch, script: str) -> None:
+    launch(script, "1", SLOW_EVALUATION_S="1.5")
+    assert sink.column("validation_accuracy")
+    times = sink.column("step_time_s")
+    assert len(times) >= 3
+    assert max(times.values()) < 1.5
+
+
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
 def test_two_ranks_of_the_framework_s_own_ddp_end_with_the_same_bits(
     sink: Sink, launch: Launch, framework: str

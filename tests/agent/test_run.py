@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -259,6 +260,22 @@ def test_the_length_of_sequences_is_reported(sink: Sink, tmp_path: Path) -> None
         run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
     run.finish()
     assert sink.column("tokens_per_example") == dict(enumerate(map(float, lengths)))
+
+
+def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
+    """On a run that does nothing it does nothing, and what is raised in it passes through."""
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    began = time.monotonic()
+    for _ in run.steps([torch.zeros(2)] * 3):
+        with run.paused(), run.paused():
+            time.sleep(0.5)
+        run.recorder.before_optimizer_step(None, (), {})  # type: ignore[union-attr,arg-type]
+    took_s = time.monotonic() - began
+    run.finish()
+    assert sum(sink.column("step_time_s").values()) <= took_s - 1.5
+    assert len(sink.steps()) == 3
+    with pytest.raises(KeyError), Run(None).paused():
+        raise KeyError
 
 
 def test_processes_that_share_a_replica_count_as_one_rank(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tula_agent.callbacks._names import columns
@@ -32,6 +33,7 @@ class TulaCallback(Callback):
         self.run: Run | None = None
         del epochs
         self._dataset_size = dataset_size
+        self._pause = ExitStack()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start the agent's run."""
@@ -52,6 +54,7 @@ class TulaCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step begins."""
+        self._pause.close()
         if self.run is not None:
             self.run.batch_arrived(batch, trainer.train_dataloader)
 
@@ -71,6 +74,15 @@ class TulaCallback(Callback):
         """Stop timing the loop."""
         if self.run is not None:
             self.run.end_loop()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Until the next micro-step, time counts in no step."""
+        if self.run is not None:
+            self._pause.enter_context(self.run.paused())
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+        """The same: what saves is called last in a batch's end, and the file is written after this."""
+        self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the metrics of the validation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ class TulaTrainerCallback(TrainerCallback):
         self.run: Run | None = None
         self._dataset_size = dataset_size
         self._loader: Any = None
+        self._pause = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Start the agent's run; watch the trainer's model and optimizer."""
@@ -51,6 +53,7 @@ class TulaTrainerCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
+        self._pause.close()
         if self.run is not None:
             stand_in = torch.empty(args.train_batch_size, 0)
             self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
@@ -63,6 +66,8 @@ class TulaTrainerCallback(TrainerCallback):
         if self.run.stopping:
             control.should_training_stop = True
             control.should_evaluate = control.should_save = False
+        if control.should_evaluate or control.should_save:
+            self._pause.enter_context(self.run.paused())  # until the next step begins
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Stop timing the loop."""

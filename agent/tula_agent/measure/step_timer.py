@@ -19,7 +19,9 @@ class StepTimer:
     """
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
-    __slots__ = ("_clock", "_expected", "_input", "_sizes", "_started", "_stepped", "_wanted", "step", "watched")
+    __slots__ = (
+        "_clock", "_expected", "_input", "_left_at", "_sizes", "_started", "_stepped", "_wanted", "step", "watched",
+    )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.step = 0
@@ -30,6 +32,7 @@ class StepTimer:
         self._started: float | None = None
         self._wanted = 0.0
         self._input = 0.0
+        self._left_at: float | None = None
         self._sizes: list[int | None] = []
 
     @property
@@ -76,6 +79,19 @@ class StepTimer:
     def pause(self) -> None:
         """The loop is left: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
         self._started, self._input, self._sizes, self._stepped = None, 0.0, [], False
+        self._left_at = None
+
+    def leave_out(self) -> None:
+        """The time from now until `count_again` belongs to no step, also in the middle of one."""
+        self._left_at = self._clock()
+
+    def count_again(self) -> None:
+        """Move the step's begin, and that of its wait for data, by the time since `leave_out`."""
+        now, left_at = self._clock(), self._left_at
+        self._left_at = None
+        if left_at is not None and self._started is not None:
+            self._started = min(now, self._started + now - left_at)
+            self._wanted = min(now, self._wanted + now - left_at)
 
     def restart(self) -> None:
         """Begin the next step now, so that the agent's own work since the boundary does not count."""

@@ -113,3 +113,39 @@ def test_slow_steps_that_recur_are_never_enough(every: int) -> None:
     """The median alone would end the run after eight steps, as if there were no slow ones."""
     times = [0.162 if step % every == 0 else 0.012 for step in range(200)]
     assert all(median_relative_error(times[:count]) == math.inf for count in range(8, 201))
+
+
+@pytest.mark.parametrize("where", ["in a step", "while waiting for data"])
+def test_time_left_out_belongs_to_no_step(where: str) -> None:
+    clock = Clock()
+    timer = StepTimer(1, clock)
+    timer.want_batch()
+    for moment in ("while waiting for data", "in a step"):
+        clock.now += 0.25
+        if where == moment:
+            timer.leave_out()
+            clock.now += 60.0
+            timer.count_again()
+        if moment == "while waiting for data":
+            timer.batch_ready(8)
+    step = timer.want_batch()
+    assert step is not None
+    assert (step.step_time_s, step.input_time_s) == (0.5, 0.25)
+
+
+def test_a_loop_that_is_left_while_time_is_left_out_begins_at_its_next_batch() -> None:
+    clock = Clock()
+    timer = StepTimer(1, clock)
+    timer.want_batch()
+    timer.batch_ready(8)
+    timer.leave_out()
+    clock.now += 60.0
+    timer.pause()
+    timer.want_batch()
+    clock.now += 0.5
+    timer.count_again()
+    timer.batch_ready(8)
+    clock.now += 0.5
+    step = timer.want_batch()
+    assert step is not None
+    assert (step.step_time_s, step.input_time_s) == (1.0, 0.5)

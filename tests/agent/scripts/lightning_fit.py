@@ -1,6 +1,8 @@
 """Lightning, with a model built from nothing."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,8 +20,9 @@ class Module(pl.LightningModule):
         x, y = batch
         return torch.nn.functional.cross_entropy(self.net(x), y)
 
-    def validation_step(self, batch, index):  # noqa: ARG002
+    def validation_step(self, batch, index):
         x, y = batch
+        time.sleep(SLOW_S if index == 0 else 0.0)
         self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
 
     def configure_optimizers(self):
@@ -34,6 +37,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(CHECKPOINT)
 
 
+SLOW_S = float(os.environ.get("SLOW_EVALUATION_S", "0"))
 CHECKPOINT = sys.argv[2] if len(sys.argv) > 2 else None
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
@@ -42,6 +46,7 @@ callback = TulaCallback(dataset_size=64)
 trainer = pl.Trainer(
     max_epochs=int(sys.argv[1]),
     accumulate_grad_batches=2,
+    val_check_interval=4 if SLOW_S else 1.0,
     callbacks=[callback, Saves()] if CHECKPOINT else [callback],
     logger=False,
     accelerator="cpu",

@@ -1,7 +1,9 @@
 """The Hugging Face Trainer, with a model built from its configuration: nothing is downloaded."""
 
+import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -10,6 +12,14 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from tula_agent.callbacks.transformers import TulaTrainerCallback
 
 torch.manual_seed(0)
+SLOW_S = float(os.environ.get("SLOW_EVALUATION_S", "0"))
+
+
+def metrics(got):
+    time.sleep(SLOW_S)
+    return {"accuracy": float((got.predictions.argmax(1) == got.label_ids).mean())}
+
+
 config = BertConfig(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30, num_labels=2
 )
@@ -21,7 +31,8 @@ with tempfile.TemporaryDirectory() as temporary:
         num_train_epochs=int(sys.argv[1]),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        eval_strategy="epoch",
+        eval_strategy="steps" if SLOW_S else "epoch",
+        eval_steps=3,
         logging_steps=2,
         report_to=[],
         save_strategy="steps" if folder != temporary else "no",
@@ -34,7 +45,7 @@ with tempfile.TemporaryDirectory() as temporary:
         arguments,
         train_dataset=rows,
         eval_dataset=rows[:8],
-        compute_metrics=lambda got: {"accuracy": float((got.predictions.argmax(1) == got.label_ids).mean())},
+        compute_metrics=metrics,
         callbacks=[TulaTrainerCallback(dataset_size=64)],
     )
     checkpoint = Path(folder, "checkpoint-12")
