@@ -16,7 +16,7 @@ JOBS_COUNTED: Final = 1000
 """The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
 
 Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
-Search = Literal["full", "partial", "adaptive"]
+Search = Literal["full", "partial", "adaptive", "paper"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
@@ -193,7 +193,8 @@ class JobSpec(WireModel):
     )
     search: Search = Field(
         "adaptive",
-        description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative.",
+        description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative, "
+        "`paper` two points: the smallest batch on the smallest cluster, the largest on the largest.",
     )
     step_time_model: StepTimeModel = Field(
         "overlap",
@@ -210,6 +211,12 @@ class JobSpec(WireModel):
         names = [cluster.instance_type for cluster in self.cluster]
         if len(set(names)) != len(names):
             raise ValueError("cluster: two entries have the same instance_type; give each another one")
+        return self
+
+    @model_validator(mode="after")
+    def _two_points_suffice(self) -> Self:
+        if self.search == "paper" and self.step_time_model == "overlap":
+            raise ValueError('search "paper" needs step_time_model "ring" or "parameter_server": give one of them')
         return self
 
 

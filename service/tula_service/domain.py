@@ -53,6 +53,7 @@ class Search(str, Enum):
     FULL = "full"
     PARTIAL = "partial"
     ADAPTIVE = "adaptive"
+    PAPER = "paper"
 
 
 class StepTimeForm(str, Enum):

@@ -60,8 +60,11 @@ def greedy_design(
     return chosen
 
 
-def corner_design(candidates: Sequence[Configuration]) -> list[int]:
-    """The paper's partial search: smallest and largest batch on the smallest and the largest cluster of each type."""
+def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[int]:
+    """Smallest and largest batch on the largest and the smallest cluster of each type.
+
+    `two`: as the paper has it (IV-B), the largest batch on the largest and the smallest on the smallest cluster.
+    """
     rows: list[int] = []
     for name in sorted({c.instance_type for c in candidates}):
         of_type = [row for row, c in enumerate(candidates) if c.instance_type == name]
@@ -69,7 +72,8 @@ def corner_design(candidates: Sequence[Configuration]) -> list[int]:
         for size in dict.fromkeys((max(sizes), min(sizes))):
             cluster = [row for row in of_type if candidates[row].world_size == size]
             ordered = sorted(cluster, key=lambda row: (candidates[row].local_batch_size, candidates[row]))
-            rows.extend(dict.fromkeys((ordered[-1], ordered[0])))
+            ends = (ordered[-1], ordered[0])
+            rows.extend(dict.fromkeys(ends if not two else ends[:1] if size == max(sizes) else ends[1:]))
     return rows
 
 

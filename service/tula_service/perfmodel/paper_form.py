@@ -2,8 +2,8 @@
 
     t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
 
-Equation 2b prints compute as proportional to b; the least-squares line through it has the constant a, which is 0 where
-the data say so. Fitted by non-negative least squares on relative errors.
+Equation 2b prints compute as proportional to b, and so does the fit to two configurations. From three on the line has
+the constant a, which is 0 where the data say so. Fitted by non-negative least squares on relative errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.step_time_form import LogStepTimes
 
+_TERMS = 3
 _PRIOR_DOF = 3.0
 _PRIOR_SD = 0.1
 _LEAST = 1e-12
@@ -49,13 +50,15 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """The fit to the rows of one instance type; None while they do not determine a, A and s (three rows at least)."""
+    """The fit to the rows of one instance type; None of a single one. Two rows determine A and s, and a is 0."""
     from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
-    columns = _columns(observations.points, form) / observations.step_time_s[:, None]
-    size = np.maximum(np.linalg.norm(columns, axis=0), _LEAST)
-    if len(observations) < columns.shape[1]:
+    if len(observations) < _TERMS - 1:
         return None
+    columns = _columns(observations.points, form) / observations.step_time_s[:, None]
+    if len(observations) < _TERMS:
+        columns[:, 0] = 0.0
+    size = np.maximum(np.linalg.norm(columns, axis=0), _LEAST)
     coefficients = nnls(columns / size, np.ones(len(observations)))[0] / size
     missed = columns @ coefficients - 1.0
     dof = _PRIOR_DOF + max(len(observations) - int(np.count_nonzero(coefficients)), 0)

@@ -113,7 +113,8 @@ def plan(
 ) -> Plan:
     """What to profile next, deterministically.
 
-    `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `adaptive`: first
+    `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
+    these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first
     the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
     goal, `_refine_choice`; without, whatever is least certain. With `budget.by_column`, the first runs are the largest
     and the smallest cluster, and every cluster is planned with all of its batches.
@@ -133,8 +134,8 @@ def plan(
     if search is Search.FULL:
         runs = [PlannedRun(left[row], "Full search: every candidate is profiled.") for row in state.open_rows]
         return Plan(tuple(runs[: state.runs_left]), None)
-    if search is Search.PARTIAL:
-        return _corners(state)
+    if search in (Search.PARTIAL, Search.PAPER):
+        return _corners(state, two=search is Search.PAPER)
     first = _first_columns(state) if budget.by_column else _next_design_runs(state, goal)
     if first is not None:
         return first
@@ -166,7 +167,7 @@ def _state_of(
         rows = model.predict(candidates).measured
         measured = frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
     open_rows = tuple(row for row, c in enumerate(candidates) if c not in measured and c not in pending)
-    # The paper's two searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
+    # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
     used = measured | pending
     limit = budget.max_runs if search is Search.ADAPTIVE and budget.max_runs is not None else len(candidates) + 1
     return _State(
@@ -217,11 +218,12 @@ def _exhausted(state: _State, budget: PlanBudget) -> str | None:
     return None
 
 
-def _corners(state: _State) -> Plan:
-    purpose = "Partial search: a corner of the space: extreme batch and cluster size."
-    rows = [row for row in dict.fromkeys(corner_design(state.candidates)) if row in state.affordable]
+def _corners(state: _State, *, two: bool) -> Plan:
+    name = "The paper's search" if two else "Partial search"
+    purpose = f"{name}: a corner of the space: extreme batch and cluster size."
+    rows = [row for row in dict.fromkeys(corner_design(state.candidates, two=two)) if row in state.affordable]
     if not rows:
-        return Plan((), None if state.pending else "Partial search: every corner has been profiled.")
+        return Plan((), None if state.pending else f"{name}: its corners have been profiled.")
     return Plan(tuple(PlannedRun(state.candidates[row], purpose) for row in rows), None)
 
 

@@ -216,7 +216,7 @@ def _paper_fits(
         return {}, ()
     fits = {name: fit_paper_form(observations, form) for name, observations in rows.items()}
     missing = tuple(
-        f"The form {form.value} of {name} needs three configurations: until then the form overlap predicts."
+        f"The form {form.value} of {name} needs two configurations: until then the form overlap predicts."
         for name, found in fits.items()
         if found is None
     )

@@ -48,12 +48,21 @@ def test_intervals_hold_noisy_measurements_of_that_form(form: StepTimeForm) -> N
 
 
 @pytest.mark.parametrize("form", PAPER)
-def test_overlap_predicts_and_a_note_says_so_until_three_configurations_were_measured(form: StepTimeForm) -> None:
-    observed = StepTimeObservations.at(PLANNED[:2], [additive(c, form) for c in PLANNED[:2]])
+def test_two_configurations_determine_the_equation_as_printed(form: StepTimeForm) -> None:
+    printed = {c: additive(c, form) - 0.02 * c.grad_accum_steps for c in GRID}
+    corners = [GRID[0], GRID[-1]]
+    model = fit_step_time(StepTimeObservations.at(corners, [printed[c] for c in corners]), form=form)
+    assert np.allclose(model.predict(GRID).mean_s, list(printed.values()), rtol=1e-6)
+    assert model.notes == ()
+
+
+@pytest.mark.parametrize("form", PAPER)
+def test_overlap_predicts_and_a_note_says_so_until_two_configurations_were_measured(form: StepTimeForm) -> None:
+    observed = StepTimeObservations.at(PLANNED[:1], [additive(c, form) for c in PLANNED[:1]])
     few, overlap = (fit_step_time(observed, form=each, candidates=GRID) for each in (form, StepTimeForm.OVERLAP))
     assert np.array_equal(few.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
-    assert any("needs three configurations" in note for note in few.notes)
-    assert not any("three configurations" in note for note in overlap.notes)
+    assert any("needs two configurations" in note for note in few.notes)
+    assert not any("two configurations" in note for note in overlap.notes)
 
 
 def test_before_any_run_the_prior_is_that_of_overlap() -> None:

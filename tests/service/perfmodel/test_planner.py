@@ -63,6 +63,12 @@ def test_partial_search_profiles_the_four_corners():
     assert "corner" in str(reason)
 
 
+def test_the_papers_search_profiles_two_opposite_corners():
+    done, reason = work_through(Search.PAPER, GRID)
+    assert done == [make_configuration(8, 4, 256), make_configuration(1, 4, 32)]
+    assert "corner" in str(reason)
+
+
 @settings(max_examples=15, deadline=None)
 @given(most=st.integers(1, 8), speed=st.floats(0.01, 100))
 def test_adaptive_search_holds_the_largest_cluster_and_its_budget(most, speed):

@@ -58,6 +58,14 @@ def test_a_job_may_ask_for_the_papers_step_time_model(cluster: Cluster) -> None:
     assert cluster.recommendation(job_id).model.form == "ring"
 
 
+def test_the_papers_search_profiles_two_points_and_answers_by_its_equation(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(search="paper", step_time_model="parameter_server")).job.id
+    assert len(cluster.work(job_id)) == 2
+    assert cluster.recommendation(job_id).model.form == "parameter_server"
+    with pytest.raises(ValidationError, match='needs step_time_model "ring" or "parameter_server"'):
+        spec(search="paper")
+
+
 def test_the_deprecated_collective_is_accepted_and_changes_nothing(cluster: Cluster) -> None:
     plain, old = cluster.register(spec(name="plain")), cluster.register(spec(name="old", collective="tree"))
     assert [run.configuration for run in old.runs] == [run.configuration for run in plain.runs]
