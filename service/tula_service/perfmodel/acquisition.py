@@ -41,11 +41,16 @@ def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: G
     steps = np.log(model.predict(candidates).mean_s)
     value = np.full(len(candidates), _FORBIDDEN)
     largest = goal.limits.max_global_batch_size or math.inf
+    rates: dict[tuple[str, int, int], float] = {}
     for row, c in enumerate(candidates):
-        offers = [each[c.instance_type] for each in (goal.offers, goal.spot_offers) if c.instance_type in each]
-        rate = min((_rate(offer, c, goal.objective) for offer in offers), default=math.inf)
+        cluster = (c.instance_type, c.num_nodes, c.world_size)
+        if cluster not in rates:
+            offers = [each[c.instance_type] for each in (goal.offers, goal.spot_offers) if c.instance_type in each]
+            rates[cluster] = min((_rate(offer, c, goal.objective) for offer in offers), default=math.inf)
+        rate = rates[cluster]
         if math.isfinite(rate) and c.global_batch_size <= largest:
-            rate *= goal.steps_factor.get(c, 1.0)
+            if goal.steps_factor:
+                rate *= goal.steps_factor.get(c, 1.0)
             value[row] = min(steps[row] - math.log(c.global_batch_size) + math.log(rate), _FORBIDDEN)
     return value
 

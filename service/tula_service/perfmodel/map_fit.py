@@ -66,29 +66,15 @@ class Member:
 
     def predict(self, points: Points, measured: Points, reference: float) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
-        mean, slopes, cross, own, explained = self._joint(points, measured, reference)
-        variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
-        variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
-        return mean + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
-
-    def covariance_at(self, points: Points, measured: Points, reference: float) -> FloatArray:
-        """Posterior covariance of noise-free log step time between all points, shape (n, n)."""
-        _, slopes, _, own, explained = self._joint(points, measured, reference)
-        covariance = residual_covariance(points, points, self.scales) + np.diag(own) - explained.T @ explained
-        return np.asarray((covariance + slopes @ self.covariance @ slopes.T) * self.variance_factor)
-
-    def _joint(
-        self, points: Points, measured: Points, reference: float
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-        """At `points`: the form, its slopes as far as the data leave them open, covariances with the measured points,
-        the variance of each point's own, and the whitened covariances."""
         terms, slopes, _ = jacobian(self.theta, points, reference)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
         explained = self.whitener @ cross.T
-        slopes = slopes - explained.T @ self.whitened_slopes
-        return terms.step, slopes, cross, np.asarray(own, dtype=np.float64), explained
+        slopes = slopes - explained.T @ self.whitened_slopes  # as far as the data leave them open
+        variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
+        variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
+        return terms.step + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
 
 
 @dataclass(frozen=True)
@@ -132,13 +118,6 @@ class Posterior:
             compute=terms.compute + np.log(points.grad_accum_steps) + correction,
             communication=terms.communication + correction,
         )
-
-    def covariance_at(self, points: Points) -> FloatArray:
-        """Posterior covariance of noise-free log step time between all points, shape (n, n)."""
-        total = np.zeros((len(points), len(points)))
-        for weight, member in zip(self.member_weights, self.members, strict=True):
-            total += weight * member.covariance_at(points, self.points, self.reference_batch_size)
-        return total
 
     def as_prior(self) -> StepTimePrior:
         """Mean and standard deviation of theta over all members, as a prior for other jobs and types."""

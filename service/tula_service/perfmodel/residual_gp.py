@@ -65,11 +65,20 @@ SURPRISING = Hypothesis(batch=1.0, cluster=5.0, own=5.0, log_weight=0.0)
 
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
     """Covariance without `own` and `noise`, shape (len(first), len(second)); exponential in log2 distance."""
-    batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)
+    batch, cluster = batch_correlation(first, second, scales), cluster_correlation(first, second, scales)
+    return scales.batch**2 * batch + scales.cluster**2 * cluster + scales.both**2 * batch * cluster
+
+
+def batch_correlation(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
+    """Correlation of what is shared by all clusters at one batch, shape (len(first), len(second))."""
+    apart = _distance(first.local_batch_size, second.local_batch_size)
+    return np.asarray(np.exp(-apart / scales.batch_doublings), dtype=np.float64)
+
+
+def cluster_correlation(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
+    """Correlation of what is shared by all batches on one cluster, shape (len(first), len(second))."""
     apart = _distance(first.world_size, second.world_size) + 0.5 * _distance(first.num_nodes, second.num_nodes)
-    cluster = np.exp(-apart / scales.cluster_doublings)
-    total = scales.batch**2 * batch + scales.cluster**2 * cluster + scales.both**2 * batch * cluster
-    return np.asarray(total, dtype=np.float64)
+    return np.asarray(np.exp(-apart / scales.cluster_doublings), dtype=np.float64)
 
 
 def residual_variance(scales: ResidualScales) -> float:

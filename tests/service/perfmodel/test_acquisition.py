@@ -10,7 +10,6 @@ from tula_service.domain import Objective, Search
 from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.optimal_design import greedy_design
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
@@ -130,12 +129,6 @@ def test_where_little_is_uncertain_three_runs_are_enough():
     done = designed(similar, TIME)
     assert len(done) == 3
     assert "stable" in str(following(done, similar, TIME, time=mostly_launches).stop_reason)
-
-
-def test_the_variance_that_a_run_removes_is_divided_by_its_cost():
-    covariance, costs = np.diag([1.0, 0.9, 0.2]), np.array([2.0, 1.0, 1.0])
-    assert greedy_design(covariance, 0.01, 1, allowed=[0, 1, 2]) == [0]
-    assert greedy_design(covariance, 0.01, 1, allowed=[0, 1, 2], costs=costs) == [1]
 
 
 def test_a_model_doubt_adds_a_tenth_of_its_expected_improvement():

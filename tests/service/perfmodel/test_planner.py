@@ -14,7 +14,6 @@ from tula_service.domain import Objective, Search
 from tula_service.perfmodel.acquisition import expected_improvements, log_value
 from tula_service.perfmodel.choice import Limits, choose
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.optimal_design import greedy_design
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
@@ -149,12 +148,6 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     )
     assert memory == pytest.approx(rank)
     assert memory - nothing == pytest.approx(np.log(5.0 / 3.0))
-
-
-def test_a_design_spends_its_runs_where_variance_matters():
-    covariance = np.diag([1.0, 1.0, 1.0]) + 0.0
-    weights = np.array([0.1, 1.0, 0.5])
-    assert greedy_design(covariance, 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
 
 
 def test_the_recommendation_was_measured_and_is_near_the_best():

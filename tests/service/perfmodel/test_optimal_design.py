@@ -1,0 +1,121 @@
+"""Designs: the runs that a plain matrix of covariances would choose, and a first plan of thousands is quick."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.configurations import make_configuration
+from tula_service.domain import Objective, Search
+from tula_service.perfmodel.optimal_design import Uncertainty, greedy_design, uncertainty
+from tula_service.perfmodel.planner import plan
+from tula_service.perfmodel.points import Points
+from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.priors import Priors, generic_prior
+from tula_service.perfmodel.recommend import Goal
+from tula_service.perfmodel.residual_gp import residual_covariance
+from tula_service.perfmodel.step_time_form import jacobian
+from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
+from tula_wire import Configuration
+
+NOISE = 0.015**2
+
+
+def model_of(candidates: list[Configuration]) -> StepTimeModel:
+    return unmeasured_model(Priors(anywhere=generic_prior()), candidates)
+
+
+def matrix(model: StepTimeModel, candidates: list[Configuration]) -> np.ndarray:
+    """The oracle's covariance of log step time between all candidates; types are independent."""
+    found = np.zeros((len(candidates), len(candidates)))
+    for name in {c.instance_type for c in candidates}:
+        at = [row for row, c in enumerate(candidates) if c.instance_type == name]
+        points, posterior = Points.of([candidates[row] for row in at]), model.posterior_for(name)
+        member = posterior.leading
+        slopes = jacobian(member.theta, points, posterior.reference_batch_size)[1]
+        residual = residual_covariance(points, points, member.scales) + member.scales.own**2 * np.eye(len(at))
+        found[np.ix_(at, at)] = residual + slopes @ member.covariance @ slopes.T
+    return found
+
+
+def conditioned(covariance: np.ndarray, row: int) -> np.ndarray:
+    column = covariance[:, row]
+    return covariance - np.outer(column, column) / (column[row] + NOISE)
+
+
+def picked(covariance: np.ndarray, wanted: int, known: list[int], weights: np.ndarray) -> list[int]:
+    """The oracle: each pick removes most of the weighted variance."""
+    for row in known:
+        covariance = conditioned(covariance, row)
+    chosen: list[int] = []
+    for _ in range(wanted):
+        gain = weights @ covariance**2 / (np.diag(covariance) + NOISE)
+        gain[[*known, *chosen]] = 0.0
+        chosen.append(int(np.argmax(np.round(gain / gain.max(), 9))))
+        covariance = conditioned(covariance, chosen[-1])
+    return chosen
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cells=st.sets(
+        st.tuples(
+            st.sampled_from([1, 2, 3, 8]),
+            st.sampled_from([1, 4]),
+            st.sampled_from([8, 24, 32, 256]),
+            st.sampled_from([1, 4]),
+            st.sampled_from(["a", "b"]),
+        ),
+        min_size=6,
+        max_size=40,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_a_design_is_that_of_the_whole_matrix(cells: set[tuple[int, int, int, int, str]], seed: int) -> None:
+    candidates = [
+        replace(make_configuration(nodes, ranks, batch), grad_accum_steps=steps, instance_type=name)
+        for nodes, ranks, batch, steps, name in sorted(cells)
+    ]
+    model = model_of(candidates)
+    weights = np.random.default_rng(seed).uniform(0.01, 1.0, len(candidates))
+    whole = matrix(model, candidates)
+    gains = np.zeros(len(candidates))
+    for part in uncertainty(model, candidates):
+        gains[part.rows] = part.gains(weights[part.rows], NOISE)
+    assert gains == pytest.approx(weights @ whole**2 / (np.diag(whole) + NOISE), rel=1e-9)
+    open_rows = [row for row in range(len(candidates)) if row != 1]
+    design = greedy_design(uncertainty(model, candidates), NOISE, 4, allowed=open_rows, known=[1], weights=weights)
+    assert design == picked(whole, 4, [1], weights)
+
+
+def independent(*variances: float) -> list[Uncertainty]:
+    """Candidates that say nothing about one another."""
+    rows, none = np.arange(len(variances)), np.zeros((len(variances), 0))
+    return [Uncertainty(rows, rows, 0 * rows, [(np.diag(variances), np.ones((1, 1)))], none, np.zeros(0))]
+
+
+def test_a_design_spends_its_runs_where_variance_matters() -> None:
+    weights = np.array([0.1, 1.0, 0.5])
+    assert greedy_design(independent(1.0, 1.0, 1.0), 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
+
+
+def test_the_variance_that_a_run_removes_is_divided_by_its_cost() -> None:
+    costs = np.array([2.0, 1.0, 1.0])
+    assert greedy_design(independent(1.0, 0.9, 0.2), 0.01, 1, allowed=[0, 1, 2]) == [0]
+    assert greedy_design(independent(1.0, 0.9, 0.2), 0.01, 1, allowed=[0, 1, 2], costs=costs) == [1]
+
+
+def test_the_first_plan_of_thousands_of_candidates_needs_little_memory() -> None:
+    candidates = [make_configuration(nodes, 4, 8 * batch) for nodes in range(1, 65) for batch in range(1, 65)]
+    goal = Goal(Objective.TIME, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+    tracemalloc.start()
+    try:
+        assert len(plan(Search.ADAPTIVE, candidates, goal=goal).runs) == 3
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
