@@ -87,14 +87,14 @@ def test_a_choice_that_was_measured_still_gets_a_fourth_run_while_predictions_ar
     done = designed(GRID, TIME)
     assert chosen_after(done, TIME, mostly_launches) in done
     (run,) = following(done, GRID, TIME, time=mostly_launches).runs
-    assert "predictions are still wide" in run.purpose
+    assert "most informative for what it costs" in run.purpose
     assert run.configuration.num_nodes < 8, "a small cluster costs little"
 
 
 @pytest.mark.parametrize("time", [step_time, mostly_launches])
 def test_up_to_two_further_runs_each_add_at_most_a_fifth_to_what_was_spent(time):
     done, purposes = to_its_end(GRID, TIME, time=time)
-    further = [row for row, why in enumerate(purposes) if row >= 4 and "predictions are still wide" in why]
+    further = [row for row, why in enumerate(purposes) if row >= 4 and "most informative for what it costs" in why]
     assert further
     assert max(further) < 6
     for row in further:
@@ -105,10 +105,10 @@ def test_up_to_two_further_runs_each_add_at_most_a_fifth_to_what_was_spent(time)
 def test_a_cheap_run_that_fails_counts_as_one():
     """Where none on small clusters can run, each of them would be tried in turn."""
     done, purposes = to_its_end(GRID, TIME)
-    first = next(row for row, why in enumerate(purposes) if row >= 4 and "predictions are still wide" in why)
+    first = next(row for row, why in enumerate(purposes) if row >= 4 and "most informative for what it costs" in why)
     ended, failed = done[:first], []
     while runs := following(ended, GRID, TIME, 16, failed=failed).runs:
-        assert all("predictions are still wide" in run.purpose for run in runs)
+        assert all("most informative for what it costs" in run.purpose for run in runs)
         failed += [run.configuration for run in runs]
     assert len(failed) == 2
 
@@ -120,7 +120,7 @@ def test_where_every_run_is_dear_predictions_stay_wide():
         return 1.0 + 0.02 * (c.local_batch_size % 7)
 
     done, purposes = to_its_end(dear, TIME, time=much_at_any_batch)
-    assert not any("predictions are still wide" in why for why in purposes[4:])
+    assert not any("most informative for what it costs" in why for why in purposes[4:])
     assert len(done) < len(dear)
 
 
