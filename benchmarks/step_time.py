@@ -1,25 +1,33 @@
 """Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
 
     python -m benchmarks.step_time [--grids FILE] [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE]
-                                   [--by-source] [--smoke]
+                                   [--by-source] [--noise SD] [--draws N] [--smoke]
 
 `--by-source` also gives the figures of each source beside those of all other sources, so that no constant that was
 chosen on some sources is judged by them alone.
 `columns`: a launch measures every batch of a cluster, and the planner plans clusters; `columns2` and `columns3` are the
 errors on the other clusters after the largest and the smallest cluster, and after one between them as well.
-All figures are fractions (0.04 = 4 %) except `fit_ms`.
+`noise.*`: what profiling reads differs from the truth by `--noise` (a log standard deviation, one value a run), in
+`--draws` draws. The regret is that of the true times, and `noise.coverage.chosen` is how often the true time of the
+configuration that was chosen for least time or cost lies inside its 90 % interval. Beside every mean M, M.low and
+M.high are the ends of a 90 % interval by resampling workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the
+memory of the first plan of a job of 4,096 candidates.
+All figures are fractions (0.04 = 4 %) except those, `fit_ms`, launches and runs.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+import tracemalloc
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
-from benchmarks.support.report import mean, median, percentile, print_table, write_json
+from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.columns import column_of, columns_of, first_columns
@@ -42,13 +50,15 @@ BY_SOURCE = (
     "regret.deadline.violations_with_warned",
 )
 COLUMNS = ("columns2", "columns3")
+NOISY = ("time", "cost", "best_num_nodes")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
 _DEADLINE = 1.5
 _RUNS = 6
 _SAME_BATCH = 1.03
 _TIMED_CANDIDATES = 64
-_NOISE = 0.03
+_NOISE, _DRAWS = 0.03, 3
+_PLANNED_SIDE = 64  # clusters, and batches
 _NEVER = 1e30  # times as many steps: such a candidate may be profiled and is never chosen
 
 
@@ -65,6 +75,8 @@ class Figures:
     largest: dict[str, float] = field(default_factory=dict)
     runs: dict[str, float] = field(default_factory=dict)
     column_regret: dict[str, float] = field(default_factory=dict)
+    noisy: dict[str, float] = field(default_factory=dict)
+    noisy_coverage: float = float("nan")
     launches: float = 0.0
     violated: float = 0.0
     promised: float = 1.0
@@ -106,8 +118,8 @@ def held_out(
     return np.abs(predicted.mean_s / actual - 1.0).tolist(), inside.astype(float).tolist()
 
 
-def replay(workload: Workload) -> Figures:
-    """Everything that is measured on one workload."""
+def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
+    """Everything that is measured on one workload; `noise` is the log standard deviation of a run in each draw."""
     found = Figures(workload.name, workload.source, workload.grid)
     corners = profile(workload, Search.PARTIAL, runs=None)
     profiled = {
@@ -125,7 +137,40 @@ def replay(workload: Workload) -> Figures:
     found.fit_ms = time_fit(workload, profiled["adaptive6"])
     regret(workload, profiled["adaptive6"], found)
     columns(workload, found)
+    noisy_choices(workload, found, noise, draws)
     return found
+
+
+def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) -> None:
+    """The regret of choices from noisy runs, by the truth, and whether the truth is inside the intervals of these."""
+    each, inside = [], []
+    for draw in range(draws):
+        table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
+        drawn = Figures(workload.name, workload.source, workload.grid)
+        value = training_values(workload)
+        for name in ("time", "cost"):
+            _, choice = recommended(table, goal_of(name))
+            chosen = choice.chosen
+            assert chosen is not None
+            drawn.regret[name] = value[name][chosen.configuration] / min(value[name].values()) - 1.0  # type: ignore[index]
+            truth = value["time"][chosen.configuration]  # type: ignore[index]
+            inside.append(float(chosen.time_s.low <= truth <= chosen.time_s.high))
+        best_num_nodes(table, profile(table, Search.ADAPTIVE, runs=_RUNS), drawn)
+        each.append(drawn.regret)
+    found.noisy = {name: mean([one[name] for one in each if name in one]) for name in NOISY}
+    found.noisy_coverage = mean(inside)
+
+
+def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
+    """Time and cost of a whole training at each configuration; a price of 1 a GPU-second."""
+    spent = {c: seconds * _DATASET / c.global_batch_size for c, seconds in workload.step_time_s.items()}
+    return {"time": spent, "cost": {c: spent[c] * c.world_size for c in spent}}
+
+
+def goal_of(name: str, limits: Limits | None = None) -> Goal:
+    """The goal of that name; prices are per GPU-hour."""
+    objective = Objective.TIME if name == "time" else Objective.COST
+    return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
 
 def columns(workload: Workload, found: Figures) -> None:
@@ -134,16 +179,10 @@ def columns(workload: Workload, found: Figures) -> None:
         chosen = first_columns(workload.candidates, middle=name == "columns3")
         errors, _ = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen])
         found.error[name] = median(errors)
-    generator = np.random.default_rng(1)
-    noisy = {c: t * float(generator.lognormal(0.0, _NOISE)) for c, t in workload.step_time_s.items()}
     launches = []
-    for table, suffix in ((workload, ""), (replace(workload, step_time_s=noisy), ".noisy")):
-        for name, objective in (("time", Objective.TIME), ("cost", Objective.COST)):
-            goal = Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, Limits())
-            runs, choice = recommended(table, goal, by_column=True)
-            value = {c: t / c.global_batch_size for c, t in workload.step_time_s.items()}
-            if name == "cost":
-                value = {c: each * c.world_size for c, each in value.items()}
+    for table, suffix in ((workload, ""), (workload.noisy(_NOISE, np.random.default_rng(1)), ".noisy")):
+        for name, value in training_values(workload).items():
+            runs, choice = recommended(table, goal_of(name), by_column=True)
             chosen_value = value[choice.chosen.configuration]  # type: ignore[union-attr, index]
             found.column_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
             if not suffix:
@@ -163,20 +202,31 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
     return 1000.0 * min(taken)
 
 
+def time_plan() -> dict[str, float]:
+    """Milliseconds (best of three) and MiB of the first plan for least time of a job of 4,096 candidates."""
+    side = range(1, _PLANNED_SIDE + 1)
+    candidates = [Placement(num_nodes=n, local_batch_size=8 * batch, ranks=n) for n in side for batch in side]
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        plan(Search.ADAPTIVE, candidates, goal=goal_of("time"))
+        taken.append(time.perf_counter() - started)
+    tracemalloc.start()
+    plan(Search.ADAPTIVE, candidates, goal=goal_of("time"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {f"plan_ms.{len(candidates)}": 1000.0 * min(taken), f"plan_mib.{len(candidates)}": peak / 2**20}
+
+
 def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
     """How much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
-    spent = {c: workload.step_time_s[c] * _DATASET / c.global_batch_size for c in workload.candidates}
-    paid = {c: spent[c] * c.world_size for c in workload.candidates}
+    values = training_values(workload)
+    spent, paid = values["time"], values["cost"]
     largest = max(workload.candidates, key=lambda c: (c.world_size, c.local_batch_size))
     deadline = _DEADLINE * min(spent.values())
-    cases = {
-        "time": (Objective.TIME, Limits(), spent),
-        "cost": (Objective.COST, Limits(), paid),
-        "deadline": (Objective.COST, Limits(deadline_s=deadline), paid),
-    }
-    for name, (objective, limits, value) in cases.items():
-        goal = Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits)
-        runs, choice = recommended(workload, goal)
+    cases = {"time": (Limits(), spent), "cost": (Limits(), paid), "deadline": (Limits(deadline_s=deadline), paid)}
+    for name, (limits, value) in cases.items():
+        runs, choice = recommended(workload, goal_of(name, limits))
         chosen = choice.chosen.configuration if choice.chosen else largest
         allowed = [c for c in workload.candidates if name != "deadline" or spent[c] <= deadline]
         found.regret[name] = value[chosen] / min(value[c] for c in allowed) - 1.0  # type: ignore[index]
@@ -235,6 +285,12 @@ def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
 def summarise(results: Sequence[Figures]) -> dict[str, float]:
     """The figures over all workloads, by key."""
     out: dict[str, float] = {}
+
+    def add_mean(key: str, values: Sequence[float]) -> None:
+        known = [value for value in values if value == value]
+        out[key] = mean(known)
+        out[f"{key}.low"], out[f"{key}.high"] = bootstrap(known)
+
     for grid in ("regular", "hard"):
         chosen = [r for r in results if r.grid == grid]
         out[f"{grid}.workloads"] = float(len(chosen))
@@ -248,9 +304,9 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
     for name in CHOICES:
         regrets = [r.regret[name] for r in results if name in r.regret]
         always = [r.largest[name] for r in results if name in r.largest]
-        out[f"regret.{name}.mean"] = mean(regrets)
+        add_mean(f"regret.{name}.mean", regrets)
         out[f"regret.{name}.within5"] = mean([float(value <= 0.05) for value in regrets])
-        out[f"regret.{name}.largest.mean"] = mean(always)
+        add_mean(f"regret.{name}.largest.mean", always)
         out[f"regret.{name}.largest.within5"] = mean([float(value <= 0.05) for value in always])
         runs = [float(r.runs[name]) for r in results if name in r.runs]
         if runs:
@@ -259,7 +315,10 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
         errors = [r.error[name] for r in results if r.error[name] == r.error[name]]
         out[f"{name}.median"], out[f"{name}.p90"] = median(errors), percentile(errors, 0.9)
     for name in results[0].column_regret:
-        out[f"columns.regret.{name}.mean"] = mean([r.column_regret[name] for r in results])
+        add_mean(f"columns.regret.{name}.mean", [r.column_regret[name] for r in results])
+    for name in NOISY:
+        add_mean(f"noise.regret.{name}.mean", [r.noisy.get(name, float("nan")) for r in results])
+    add_mean("noise.coverage.chosen", [r.noisy_coverage for r in results])
     out["columns.launches"] = mean([r.launches for r in results])
     out["regret.deadline.promised"] = mean([r.promised for r in results])
     out["regret.deadline.violations"] = mean([r.violated * r.promised for r in results])
@@ -299,7 +358,13 @@ def show_sources(figures: dict[str, float]) -> None:
 
 def show(figures: dict[str, float]) -> None:
     """The same for people."""
-    percent = lambda key: f"{100 * figures[key]:.1f} %" if key in figures else "-"  # noqa: E731
+
+    def percent(key: str) -> str:
+        value = f"{100 * figures[key]:.1f} %" if key in figures else "-"
+        if f"{key}.low" not in figures:
+            return value
+        return f"{value} [{100 * figures[f'{key}.low']:.1f}, {100 * figures[f'{key}.high']:.1f}]"
+
     for grid in ("regular", "hard"):
         rows = [[name, *(percent(f"{grid}.{name}.{part}") for part in ("median", "p90", "coverage"))] for name in PLANS]
         print_table(f"{grid} grids ({figures[f'{grid}.workloads']:.0f})", ["plan", "median", "p90", "coverage"], rows)
@@ -311,7 +376,10 @@ def show(figures: dict[str, float]) -> None:
     regrets = [percent(f"columns.regret.{name}.mean") for name in ("time", "cost", "time.noisy", "cost.noisy")]
     heads = ["launches", "time", "cost", "time, 3 % noise", "cost, 3 % noise"]
     print_table("regret of planned columns", heads, [[f"{figures['columns.launches']:.2f}", *regrets]])
+    noisy = [*(f"noise.regret.{name}.mean" for name in NOISY), "noise.coverage.chosen"]
+    print_table("choices from noisy runs", [*NOISY, "chosen inside its interval"], [[percent(key) for key in noisy]])
     print(f"\ndeadline violations {percent('regret.deadline.violations')}; median fit {figures['fit_ms']:.1f} ms")
+    print(f"first plan of 4,096 candidates: {figures['plan_ms.4096']:.0f} ms, {figures['plan_mib.4096']:.0f} MiB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -319,13 +387,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = workloads_parser("step_time", __doc__)
     parser.add_argument("--by-source", action="store_true", help="each source beside all others together")
     parser.add_argument("--details", action="store_true", help="one line for each workload")
-    options, pairs = over_workloads(parser, replay, arguments)
+    parser.add_argument("--noise", type=float, default=_NOISE, help=f"log standard deviation of a run ({_NOISE})")
+    parser.add_argument("--draws", type=int, default=_DRAWS, help=f"draws of that noise ({_DRAWS})")
+    options = parser.parse_args(arguments)
+    if options.noise < 0.0 or options.draws < 1:
+        parser.error("--noise: give at least 0, and --draws: at least 1.")
+    measured = functools.partial(replay, noise=options.noise, draws=options.draws)
+    smoke = functools.partial(replay, noise=options.noise, draws=1)
+    _, pairs = over_workloads(parser, measured, arguments, smoke=smoke)
     results = [found for _, found in pairs]
     if options.details:
         for r in results:
             cells = " ".join(f"{name} {100 * r.error[name]:.1f}" for name in PLANS)
             print(f"{r.workload} {r.grid} {cells} | " + " ".join(f"{k} {100 * v:.1f}" for k, v in r.regret.items()))
-    figures = summarise(results)
+    figures = summarise(results) | time_plan()
     show(figures)
     if options.by_source:
         sources = by_source(results)

@@ -6,9 +6,11 @@ import argparse
 import csv
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from benchmarks.support.report import parser_of
 from tula_service.perfmodel.points import StepTimeObservations
@@ -34,12 +36,16 @@ class Placement(Configuration):
 
 @dataclass(frozen=True)
 class Workload:
-    """One (GPU, network, placement): every configuration that was measured, with its mean step time in seconds."""
+    """One (GPU, network, placement): every configuration that was measured, with its mean step time in seconds.
+
+    `observed_s` is what profiling reads of each, where that differs from the truth in `step_time_s`.
+    """
 
     name: str
     source: str
     grid: str
     step_time_s: dict[Placement, float] = field(repr=False)
+    observed_s: dict[Placement, float] | None = field(default=None, repr=False)
 
     @property
     def candidates(self) -> tuple[Placement, ...]:
@@ -48,7 +54,13 @@ class Workload:
 
     def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
         """What profiling these configurations would have observed."""
-        return StepTimeObservations.at(configurations, [self.step_time_s[c] for c in configurations])  # type: ignore[index]
+        observed = self.observed_s or self.step_time_s
+        return StepTimeObservations.at(configurations, [observed[c] for c in configurations])  # type: ignore[index]
+
+    def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
+        """The same with a run of each configuration that differs from the truth by this log standard deviation."""
+        observed = {c: t * float(generator.lognormal(0.0, sd)) for c, t in self.step_time_s.items()}
+        return replace(self, observed_s=observed)
 
 
 @dataclass(frozen=True)
