@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.store import TokenRecord
 from tula_service.usecases import access
 from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
 
-router = APIRouter(tags=["access"])
+router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.post(routes.TOKENS, status_code=201)

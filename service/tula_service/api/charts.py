@@ -9,9 +9,9 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
-from tula_service.api.deps import AppServices, Caller, Services
+from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
 from tula_service.dashboard import charts
 from tula_service.dashboard.chart_data import compare_runs, series_of
 from tula_service.errors import Busy, NotFound
@@ -21,7 +21,7 @@ from tula_service.usecases.access import Principal
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of
 from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
 
-router = APIRouter(tags=["charts"])
+router = APIRouter(tags=["charts"], dependencies=[Depends(reject_unknown_query)])
 
 Format = Annotated[Literal["json", "png", "svg"], Query(description="json is the Vega-Lite specification.")]
 Quantity = Literal["time", "cost"]

@@ -6,7 +6,7 @@ import base64
 import binascii
 import threading
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated, Final, get_origin
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
@@ -93,16 +93,15 @@ async def authenticate(request: Request) -> Principal:
 
 
 async def reject_unknown_query(request: Request) -> None:
-    """Refuse a query parameter that the route does not declare, as a body's unknown field: it may be a misspelling."""
-    dependant = request.scope["route"].dependant
-    known = [param.alias for param in dependant.query_params]
+    """Refuse a query parameter that the route does not declare, which may be a misspelling, or one given twice."""
+    declared = {param.alias: param.field_info.annotation for param in request.scope["route"].dependant.query_params}
     for name in request.query_params:
-        if name not in known:
-            # The name is unchecked text from outside: it is shortened, and quoted as data.
-            raise InvalidInput(
-                f"There is no parameter {name[:_MAX_NAME_LENGTH]!r}: use {', '.join(known)}.",
-                field=name[:_MAX_NAME_LENGTH],
-            )
+        field = name[:_MAX_NAME_LENGTH]  # unchecked text from outside: shortened, and quoted as data
+        if name not in declared:
+            remedy = f"use {', '.join(declared)}" if declared else "leave it out, this takes none"
+            raise InvalidInput(f"There is no parameter {field!r}: {remedy}.", field=field)
+        if get_origin(declared[name]) is not list and len(request.query_params.getlist(name)) > 1:
+            raise InvalidInput(f"{field} is given more than once: give one value.", field=field)
 
 
 def _secret(request: Request) -> str | None:

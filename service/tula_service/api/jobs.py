@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(tags=["jobs"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.post(routes.JOBS, status_code=201)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import ledger
 from tula_wire import Ledger, routes
 
-router = APIRouter(tags=["recommendation"])
+router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.get(routes.JOB_LEDGER)

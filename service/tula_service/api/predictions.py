@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import predictions
 from tula_wire import Predictions, routes
+from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
 
 router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
@@ -25,10 +26,12 @@ def get_predictions(
     local_batch_size: Annotated[list[Count], Query(max_length=64, description="Examples per rank.")] = [],  # noqa: B006
     instance_type: Annotated[list[str], Query(max_length=16, description="Instance types of the job.")] = [],  # noqa: B006
     usd_per_node_hour: Annotated[
-        float | None, Query(gt=0, allow_inf_nan=False, description="US dollars per node-hour, instead of the job's.")
+        float | None,
+        Query(gt=0, le=MAX_USD_PER_HOUR, allow_inf_nan=False, description="US dollars per node-hour, not the job's."),
     ] = None,
     deadline_s: Annotated[
-        float | None, Query(gt=0, allow_inf_nan=False, description="Seconds that the whole training may take.")
+        float | None,
+        Query(gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training may take."),
     ] = None,
 ) -> Predictions:
     """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""

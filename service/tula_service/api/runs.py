@@ -6,13 +6,13 @@ from functools import partial
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
 
-router = APIRouter(tags=["runs"])
+router = APIRouter(tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.post(routes.JOB_CLAIM)

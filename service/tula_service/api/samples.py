@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from tula_service.api.bodies import parse, read_body, request_body
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.store.sample_reader import SampleFilter
 from tula_service.usecases import samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
@@ -30,7 +30,7 @@ async def send_samples(run_id: str, request: Request, caller: Caller, services: 
     return accepted
 
 
-@router.get(routes.JOB_SAMPLES)
+@router.get(routes.JOB_SAMPLES, dependencies=[Depends(reject_unknown_query)])
 def list_samples(
     job_id: str,
     caller: Caller,

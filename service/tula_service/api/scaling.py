@@ -6,13 +6,13 @@ from functools import partial
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
 
-router = APIRouter(tags=["scaling"])
+router = APIRouter(tags=["scaling"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.get(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.errors import TooLarge
 from tula_service.store import NewChunk
 from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, read_series
@@ -58,7 +58,7 @@ def _chunk(body: Body) -> NewChunk:
     return chunk_from_wire(parse(TelemetryChunk, body))
 
 
-@router.get(routes.RUN_TELEMETRY)
+@router.get(routes.RUN_TELEMETRY, dependencies=[Depends(reject_unknown_query)])
 def get_telemetry(
     run_id: str,
     caller: Caller,
