@@ -157,6 +157,13 @@ def has_plain_loading(optimizer: Any) -> bool:
 # Tensors without data, and devices.
 
 
+def autocast_dtype() -> torch.dtype | None:
+    """The type that autocast computes in here, on a GPU before a processor; None where it is off."""
+    if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4 each device had its function
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+
+
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Inside, tensors have shapes but no data; yields what converts a real tensor.

@@ -19,6 +19,7 @@ Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive", "paper"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
 
@@ -31,8 +32,12 @@ class ModelSpec(WireModel):
         None, description="Number of trainable parameters."
     )
     flops_per_sample: Positive | None = Field(None, description="Forward and backward, floating point operations.")
+    precision: Precision | None = Field(
+        None,
+        description="What most arithmetic is computed in; `bf16` and `fp16` also where mixed with single precision.",
+    )
     activation_bytes_per_sample: Bytes | None = Field(
-        None, description="Bytes of activations that one example adds to a rank's memory."
+        None, description="Bytes of activations that one example adds to a rank's memory; the service refuses 0."
     )
     tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = Field(
         None, description="Tokens of an example, the mean where lengths differ; null: the length that the agent sees."

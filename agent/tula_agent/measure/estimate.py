@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tula_agent.measure.step_timer import map_tensors, tensors_in
-from tula_agent.torch_private import storage_key, tensors_without_data
+from tula_agent.torch_private import autocast_dtype, storage_key, tensors_without_data
 
 _RECOMPUTED = 4.0 / 3.0
 _RECOMPUTES_ABOVE = 3.3  # forward passes' worth of FLOPs in a step: 3 without recomputation, 4 with all of it
@@ -25,6 +25,7 @@ class MemoryEstimate:
     that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not included:
     calibrate against one measured run where they matter. With `activation_checkpointing` (some of the forward pass is
     recomputed) the FLOPs include the recomputation; what it holds while it recomputes one segment is not included.
+    `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
     """
 
     parameters: int
@@ -36,6 +37,7 @@ class MemoryEstimate:
     fixed_activation_bytes: int
     batch_bytes_per_sample: int
     activation_checkpointing: bool = False
+    precision: str = "fp32"
 
     def total_bytes(self, local_batch_size: int) -> int:
         """Memory at `local_batch_size` examples (equation 3)."""
@@ -55,7 +57,8 @@ class MemoryEstimate:
             "parameters": self.parameters,
             # The specification leaves recomputation out.
             "flops_per_sample": self.flops_per_sample / (_RECOMPUTED if self.activation_checkpointing else 1.0),
-            "activation_bytes_per_sample": self.activation_bytes_per_sample,
+            "precision": self.precision,
+            "activation_bytes_per_sample": self.activation_bytes_per_sample or None,
             "activation_checkpointing": self.activation_checkpointing,
             "optimizer": optimizer,
         }
@@ -90,7 +93,20 @@ def estimate_memory(
         fixed_activation_bytes=max(0, round(once_bytes - size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=twice_flops > _RECOMPUTES_ABOVE * forward_flops,
+        precision=_precision_of(model),
     )
+
+
+def _precision_of(model: torch.nn.Module) -> str:
+    """As `ModelSpec.precision` names it: of autocast, else of most parameters; tf32 where the script allows it."""
+    dtype = autocast_dtype()
+    if dtype is None:
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in model.parameters():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        dtype = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    single = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, single)
 
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:

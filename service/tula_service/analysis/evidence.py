@@ -313,6 +313,18 @@ def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[R
     return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings))
 
 
+def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
+    """Why the model's state alone exceeds the specified memory even on the most ranks; None where it does not."""
+    capacity = cluster.memory_bytes_per_rank
+    needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
+    if capacity is None or needed <= capacity:
+        return None
+    return (
+        f"The model's {_state_too_large(needed, capacity)}: give a larger device, model.sharding if the ranks share "
+        "the state, or correct model.parameters."
+    )
+
+
 def required_fit_probability(spec: wire.JobSpec) -> float:
     """The probability with which a recommended batch must fit."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)

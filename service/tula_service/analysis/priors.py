@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
+from tula_service.analysis.devices import DEVICES, PROCESSOR, known_device
 from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
 from tula_service.domain import Basis
 from tula_service.perfmodel.intervals import calibrate_intervals
@@ -28,17 +28,7 @@ from tula_service.perfmodel.priors import (
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 
-_DEVICES: dict[str, tuple[float, float]] = {
-    "K80": (4.1, 240.0), "P100": (9.3, 732.0), "V100": (15.7, 900.0), "T4": (8.1, 320.0), "1080TI": (11.3, 484.0),
-    "TITANX(MAXWELL)": (6.7, 336.0), "2080": (13.4, 616.0), "RTX6000": (16.3, 672.0), "RTX8000": (16.3, 672.0),
-    "3090": (35.6, 936.0), "A10": (31.2, 600.0), "A40": (37.4, 696.0), "A6000": (38.7, 768.0), "L4": (30.3, 300.0),
-    "L40": (90.5, 864.0), "4090": (82.6, 1008.0), "A100": (156.0, 1555.0), "H100": (495.0, 3350.0),
-    "H200": (495.0, 4800.0), "B200": (1100.0, 8000.0), "MI300X": (654.0, 5300.0), "A30": (82.0, 933.0),
-    "L40S": (183.0, 864.0), "5090": (104.8, 1792.0), "1080": (8.9, 320.0), "CPU": (0.06, 28.0),
-}  # fmt: skip
-"""Dense peak in teraflop/s (fp32 up to Turing, TF32 tensor cores after it) and memory bandwidth in gigabyte/s."""
-
-_PROCESSOR, _PROCESSOR_SD = "CPU", 1.0
+_PROCESSOR_SD = 1.0
 _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
@@ -164,7 +154,7 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
                 "give cluster.accelerator, for example V100-16GB."
                 if cluster.accelerator is None
                 else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
-                f"{', '.join(sorted(_DEVICES))}, give that as cluster.accelerator."
+                f"{', '.join(sorted(DEVICES))}, give that as cluster.accelerator."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
             sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")
@@ -173,13 +163,13 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
 
 def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
     """The figures of an instance type; None where the specification and the data sheets leave them open."""
-    name = _known_device(cluster.accelerator)
+    name = known_device(cluster.accelerator)
     if name is None:
         return Hardware(inter_node_gbps=cluster.network_gbps)
-    peak, memory = _DEVICES[name]
+    device = DEVICES[name]
     # A rank's share of a processor may be one core or forty; the specification does not say.
-    uncertain = _PROCESSOR_SD if name == _PROCESSOR else 0.0
-    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=memory, figures_sd=uncertain)
+    uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
+    return Hardware(device.peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
 
 
 def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
@@ -194,8 +184,8 @@ def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
 def device_of(cluster: wire.ClusterSpec) -> str:
     """A key that is equal for equal devices: V100-16GB and Tesla V100 share one, processors of two instance types do
     not."""
-    name = _known_device(cluster.accelerator)
-    if cluster.accelerator is None or name == _PROCESSOR:
+    name = known_device(cluster.accelerator)
+    if cluster.accelerator is None or name == PROCESSOR:
         return f"{name or 'device'} of {cluster.instance_type}"
     return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
 
@@ -273,13 +263,3 @@ def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
     if any(getattr(one, name) != getattr(other, name) for name in _OF_A_STEP):
         return False
     return one.parameters == other.parameters or None in (one.parameters, other.parameters)
-
-
-def _known_device(accelerator: str | None) -> str | None:
-    """The data sheet of an accelerator; V100 is in v100-16GB, A40 is not in A4000."""
-    names = sorted(_DEVICES, key=len, reverse=True) if accelerator is not None else []
-    return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
-
-
-def _pattern(name: str) -> str:
-    return "[ -]*".join(map(re.escape, name)) + r"(?!\d)"

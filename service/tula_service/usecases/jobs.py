@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis import job_data
+from tula_service.analysis.devices import contradiction
+from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
@@ -41,7 +43,7 @@ def register(
         raise Forbidden("An agent token is bound to one job: register with a user token.")
     if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
         raise InvalidInput(f"Idempotency-Key must have 1 to {_MAX_KEY_LENGTH} characters.", field="Idempotency-Key")
-    _check_memory(spec)
+    _check_model(spec)
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
     fingerprint = fingerprint_of(body)
@@ -77,8 +79,10 @@ def register(
 
 
 def fingerprint_of(body: Mapping[str, Any]) -> str:
-    """Equal for equal specifications, and for one that was registered before `step_time_model` existed."""
-    facts = {**body, "collective": body["collective"] or "ring"}
+    """Equal for equal specifications, and for one that was registered before `step_time_model` or `precision`
+    existed."""
+    model = {name: value for name, value in body["model"].items() if name != "precision" or value is not None}
+    facts = {**body, "model": model, "collective": body["collective"] or "ring"}
     if facts["step_time_model"] == "overlap":
         del facts["step_time_model"]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -180,8 +184,14 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     return spec.model_copy(update=changed)
 
 
-def _check_memory(spec: wire.JobSpec) -> None:
-    """Refuse a memory size that is certainly in another unit. Only at registration: older jobs may still be changed."""
+def _check_model(spec: wire.JobSpec) -> None:
+    """Refuse a model that contradicts itself or its devices. Only at registration: older jobs may still be changed."""
+    if spec.model.activation_bytes_per_sample == 0:
+        raise InvalidInput(
+            "activation_bytes_per_sample is 0, and every network keeps some: give bytes, for example those of "
+            "tula_agent.estimate_memory, or leave it out.",
+            field="model.activation_bytes_per_sample",
+        )
     for row, cluster in enumerate(spec.cluster):
         given = cluster.memory_bytes_per_rank
         if given is not None and given < _MIN_MEMORY_BYTES:
@@ -190,6 +200,12 @@ def _check_memory(spec: wire.JobSpec) -> None:
                 "16 GiB, or leave it out.",
                 field=f"cluster.{row}.memory_bytes_per_rank",
             )
+        found = contradiction(spec.model, cluster)
+        if found is not None:
+            raise InvalidInput(found[1], field=found[0].replace("cluster.", f"cluster.{row}."))
+        too_large = state_beyond_memory(spec.model, cluster)
+        if too_large is not None:
+            raise InvalidInput(too_large, field=f"cluster.{row}.memory_bytes_per_rank")
 
 
 def _check(spec: wire.JobSpec) -> None:

@@ -91,6 +91,20 @@ def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
     assert recomputed.activation_bytes_per_sample == 3 * 64 * 4, "the inputs of all blocks but the first, the batch"
 
 
+def test_precision_is_that_of_autocast_or_of_most_parameters() -> None:
+    sample = torch.randn(2, 4)
+    assert estimate_memory(nn.Linear(4, 4), sample).model_spec("net")["precision"] == "fp32"
+    half = nn.Linear(4, 4).to(torch.bfloat16)
+    assert estimate_memory(half, sample.to(torch.bfloat16)).precision == "bf16"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert estimate_memory(nn.Linear(4, 4), sample).precision == "bf16"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert estimate_memory(nn.Linear(4, 4), sample).precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_the_largest_batch_is_the_last_that_fits() -> None:
     estimate = estimate_memory(nn.Linear(100, 100), torch.randn(2, 100))
     largest = estimate.largest_local_batch_size(10**6)

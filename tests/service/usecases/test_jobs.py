@@ -74,8 +74,8 @@ def test_the_deprecated_collective_is_accepted_and_changes_nothing(cluster: Clus
 
 def test_a_job_registered_before_step_time_model_existed_is_found_again() -> None:
     body = spec().model_dump(mode="json")
-    before = {**body, "collective": "ring"}
-    del before["step_time_model"]
+    before = {**body, "collective": "ring", "model": {**body["model"]}}
+    del before["step_time_model"], before["model"]["precision"]
     assert jobs.fingerprint_of(body) == hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
     assert jobs.fingerprint_of({**body, "step_time_model": "ring"}) != jobs.fingerprint_of(body)
 
@@ -167,6 +167,29 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
                 "give bytes, for example 17179869184 for 16 GiB",
             )
             for given in (0, 16, 80, 2**26 - 1)
+        ),
+        (
+            {"model": {"name": "net", "activation_bytes_per_sample": 0}},
+            "model.activation_bytes_per_sample",
+            "or leave it out",
+        ),
+        (
+            {"model": {"name": "net", "precision": "bf16"}, "cluster": {"max_nodes": 2, "accelerator": "Tesla V100"}},
+            "model.precision",
+            "give one of fp32, fp16",
+        ),
+        (
+            {"cluster": {"max_nodes": 2, "accelerator": "V100-16GB", "memory_bytes_per_rank": 2**35}},
+            "cluster.0.memory_bytes_per_rank",
+            "at most 16 GiB",
+        ),
+        (
+            {
+                "model": {"name": "net", "parameters": 6 * 10**9, "optimizer": "adam"},
+                "cluster": {"max_nodes": 2, "memory_bytes_per_rank": 80 * 10**9},
+            },
+            "cluster.0.memory_bytes_per_rank",
+            "89.4 GiB a rank in single precision, of which the device has 74.5 GiB",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis import priors
+from tula_service.analysis.devices import DEVICES
 from tula_service.analysis.priors import device_of, hardware_of, same_hardware
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
@@ -192,3 +193,12 @@ def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one
     assert "Zorg-9000 has no data sheet here" in warnings
     assert "A100, " in warnings
     assert "give cluster.accelerator, for example" in " ".join(priors.guesses_of(asked("net", None)))
+
+
+def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
+    for name, device in DEVICES.items():
+        assert device.source, name
+        assert device.fp32 <= (device.tf32 or device.fp32) <= (device.fp16 or device.tf32 or device.fp32), name
+        assert device.peak in (device.fp32, device.tf32) or name in ("A10G", "H100", "H200", "MI300X"), name
+    assert [DEVICES["V100"].tflops(each) for each in ("fp32", "tf32", "bf16", "fp16")] == [15.7, None, None, 125]
+    assert DEVICES["V100"].capacities_gib == (16, 32)

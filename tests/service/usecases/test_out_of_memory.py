@@ -84,31 +84,7 @@ def test_where_known_bytes_leave_nothing_the_sentence_says_how_much_is_missing(c
     assert "local batch of 32" in answer.why
 
 
-@pytest.mark.parametrize("parameters", [10**12, 6 * 10**9])
-def test_a_model_beyond_the_devices_memory_is_warned_of_until_a_run_shows_that_it_is_sharded(
-    cluster: Cluster, parameters: int
-) -> None:
-    model = {"name": "net", "parameters": parameters, "optimizer": "adam"}
-    created = cluster.register(spec(model=model, cluster={"max_nodes": 2, "memory_bytes_per_rank": 80 * 10**9}))
-    (said,) = [warning for warning in created.recommendation.model.warnings if "optimizer state alone" in warning]
-    assert {10**12: "14,901 GiB", 6 * 10**9: "89.4 GiB"}[parameters] in said
-    assert "74.5 GiB" in said
-    assert "shard the optimizer" in said
-    cluster.work(created.job.id)
-    assert not any("alone need" in warning for warning in cluster.recommendation(created.job.id).model.warnings)
-
-
 def test_a_model_that_fits_into_memory_is_not_warned_of(cluster: Cluster) -> None:
     model = {"name": "net", "parameters": 10**9, "optimizer": "adam"}
     created = cluster.register(spec(model=model, cluster={"max_nodes": 2, "memory_bytes_per_rank": 80 * 10**9}))
     assert not any("alone need" in warning for warning in created.recommendation.model.warnings)
-
-
-def test_parameters_alone_beyond_memory_are_named_where_nothing_fits(cluster: Cluster) -> None:
-    model = {"name": "net", "parameters": 10**12, "optimizer": "adam", "activation_bytes_per_sample": 10**6}
-    wanted = spec(model=model, cluster={"max_nodes": 8, "memory_bytes_per_rank": 16 * GIB})
-    answer = cluster.register(wanted).recommendation
-    assert answer.chosen is None
-    assert "optimizer state alone need at least 14,901 GiB a rank" in answer.why
-    assert "larger instance type" in answer.why
-    assert "lower min_local_batch_size" not in answer.why, "no batch is small enough"
