@@ -1,6 +1,7 @@
 """MkDocs hooks: pages list routes and calls as the application has them.
 
-`python docs/hooks.py` writes the figures of the benchmarks' reports into `docs/paper.md`.
+`python docs/hooks.py` writes into `docs/paper.md` the figures of the benchmarks' reports, and the first answers for the
+paper's four networks.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = "<!-- openapi -->"
 MEASURED = ("<!-- measured -->\n", "<!-- end of measured -->")
+ANSWERED = ("<!-- answered -->\n", "<!-- end of answered -->")
 METHODS = "<!-- methods of the client -->"
 
 FIGURES: tuple[tuple[str, str, str], ...] = (
     ("Step time, four corners, the default form: median error", "regular.partial.median", "7.5-14 % (two points)"),
     ("The same with the paper's ring form", "regular.ring.median", "7.5-14 % (two points)"),
+    ("Two points, equation 2 as printed (ring)", "paper.regular.two_points.ring.median", "7.5-14 % (two points)"),
+    ("The same two points with the default form", "paper.regular.two_points.overlap.median", "7.5-14 % (two points)"),
+    ("Full search (leave one out), equation 2 (ring): median error", "paper.regular.full.ring.median", "2-5 %"),
     ("Step time, full search (leave one out): median error", "regular.full.median", "2-5 %"),
     ("Step time, 4 adaptive runs: median error", "regular.adaptive4.median", ""),
     ("Step time, 6 adaptive runs: median error", "regular.adaptive6.median", ""),
@@ -82,11 +88,23 @@ def measured(root: Path) -> str:
     return "| | measured | the paper | where |\n|---|---|---|---|\n" + "\n".join(rows)
 
 
-def with_measured(page: str) -> str:
-    """`docs/paper.md` with the table of the newest reports between its two marks."""
-    before, _, rest = page.partition(MEASURED[0])
-    _, _, after = rest.partition(MEASURED[1])
-    return f"{before}{MEASURED[0]}\n{measured(ROOT)}\n\n{MEASURED[1]}{after}"
+def answered() -> str:
+    """The service's first answers for the paper's four networks, beside the paper's."""
+    if str(ROOT) not in sys.path:  # a script's path begins with its folder
+        sys.path.append(str(ROOT))
+    from benchmarks.paper_answers import HEADER, rows
+
+    lines = (" | ".join(cells) for cells in (HEADER, ["---"] * len(HEADER), *rows()))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def with_tables(page: str) -> str:
+    """`docs/paper.md` with the newest figures and the first answers, each between its two marks."""
+    for (begin, end), table in ((MEASURED, measured(ROOT)), (ANSWERED, answered())):
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n{table}\n\n{end}{after}"
+    return page
 
 
 def routes() -> str:
@@ -137,4 +155,4 @@ def _formatted(about: str, value: float) -> str:
 
 if __name__ == "__main__":
     PAPER = ROOT / "docs" / "paper.md"
-    PAPER.write_text(with_measured(PAPER.read_text(encoding="utf-8")), encoding="utf-8")
+    PAPER.write_text(with_tables(PAPER.read_text(encoding="utf-8")), encoding="utf-8")
