@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from tula_agent.scaling import TulaOptimizer
 
 @dataclass(frozen=True)
 class Result:
-    """Last-epoch accuracies in percent; `variability`: median of equation 5 over the run; `scale`: mean factor."""
+    """Last-epoch accuracies in percent; `variability`: median of equation 5 over the run; `scale`: mean factor;
+    `scaled_share`: of the steps, those that a sensitivity gate let be scaled."""
 
     case: str
     method: str
@@ -34,11 +35,15 @@ class Result:
     variability: float
     scale: float
     cpu_s: float
+    scaled_share: float = 0.0
 
     def row(self) -> dict[str, Any]:
         """For a file."""
         return asdict(self)
 
+
+AfterEpoch = Callable[[int, float, Sequence[float]], None]
+"""Takes an epoch, the test accuracy after it in percent, and equation 5 of each of its steps."""
 
 FIRST_DECAY = 0.5
 
@@ -60,7 +65,15 @@ def accuracy(network: nn.Module, split: Split) -> float:
     return 100.0 * right / split.labels.numel()
 
 
-def train(case: Case, method: Method, mode: Mode, *, seed: int, learning_rate: float) -> Result:
+def train(
+    case: Case,
+    method: Method,
+    mode: Mode,
+    *,
+    seed: int,
+    learning_rate: float,
+    after_epoch: AfterEpoch | None = None,
+) -> Result:
     """Train `method` on `case` and measure it; `seed` draws the weights, the order and dropout, not the data."""
     device = torch.device(mode.device)
     images = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
@@ -69,7 +82,7 @@ def train(case: Case, method: Method, mode: Mode, *, seed: int, learning_rate: f
     network = build(case.network, num_classes=images.num_classes, side=images.side).to(device)
     began = time.process_time()
     run = _Run(case, method, mode, images, network, learning_rate)
-    run.train(torch.Generator().manual_seed(seed + 1000))
+    run.train(torch.Generator().manual_seed(seed + 1000), after_epoch)
     diverged = not all(bool(torch.isfinite(p).all()) for p in network.parameters())
     chance = 100.0 / images.num_classes
     return Result(
@@ -83,6 +96,7 @@ def train(case: Case, method: Method, mode: Mode, *, seed: int, learning_rate: f
         _median(run.variability),
         sum(run.scales) / len(run.scales) if run.scales else 1.0,
         time.process_time() - began,
+        run.scaled_share,
     )
 
 
@@ -101,11 +115,18 @@ class _Run:
         self.variability: list[float] = []
         self.scales: list[float] = []
 
-    def train(self, order: torch.Generator) -> None:
+    @property
+    def scaled_share(self) -> float:
+        """Of all steps, as the optimizer's telemetry says; 0 of an optimizer that scales nothing."""
+        optimizer = self.prepared.optimizer
+        return optimizer.telemetry().get("scaled_share", 0.0) if isinstance(optimizer, TulaOptimizer) else 0.0
+
+    def train(self, order: torch.Generator, after_epoch: AfterEpoch | None = None) -> None:
         replicas: list[tuple[nn.Module, torch.optim.Optimizer]] = []
         for epoch in range(self.mode.epochs):
             if epoch == self.local_after:
                 replicas = [self._replica() for _ in range(self.case.world_size)]
+            first = len(self.variability)
             shuffled = torch.randperm(len(self.images.train), generator=order)
             for step in range(self.steps_per_epoch):
                 batch = shuffled[step * self.case.batch_size : (step + 1) * self.case.batch_size]
@@ -114,6 +135,8 @@ class _Run:
                     self._local_step(replicas, batch, rate, step)
                 else:
                     self._step(batch, rate)
+            if after_epoch is not None:
+                after_epoch(epoch, accuracy(self.network, self.images.test), self.variability[first:])
         if replicas:
             _average([network for network, _ in replicas], into=self.network)
 

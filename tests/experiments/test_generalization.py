@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.generalization import campaign
+from experiments.generalization import campaign, static_factors
 from experiments.generalization.__main__ import main
 from experiments.generalization.campaign import Campaign, run_mode, tune_base_rate
 from experiments.generalization.cases import MODES, Case
@@ -205,6 +205,27 @@ def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(t
     text = (tmp_path / "quick.md").read_text()
     assert f"| {sgd['case']} (" in text
     assert "± half of the 95 % interval" in text
+
+
+def test_static_factors_and_one_run_over_its_epochs_are_reported(tmp_path):
+    static_factors.main(["--smoke", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "static.json").read_text())
+    for network in ("vgg", "residual"):
+        shares = [found[f"static.{network}.{delta}.2.scaled_share"] for delta in ("0.2", "0.5", "0.8")]
+        assert 0.0 < shares[0] <= shares[1] <= shares[2] <= 1.0  # a larger delta calls fewer steps sensitive
+        assert found[f"variability.{network}.spike"] > 0.0
+    assert found["static.residual.lbt.test"] > 30.0
+    text = (tmp_path / "static.md").read_text()
+    assert text.count("\n| vgg |") == text.count("\n| residual |") == 3
+
+
+def test_a_spike_is_measured_at_the_first_decay_against_the_epochs_before():
+    largest, rates = (9.0, 1.0, 2.0, 3.0, 8.0, 50.0), (1.0, 1.0, 1.0, 1.0, 0.1, 0.1)
+    epochs = [
+        static_factors.Epoch(i, rate, 0.1, high, 50.0)
+        for i, (high, rate) in enumerate(zip(largest, rates, strict=True))
+    ]
+    assert static_factors.spike_at_decay(epochs) == 4.0
 
 
 def test_the_gpu_mode_needs_a_gpu_and_its_data_and_networks_train(tmp_path, monkeypatch, capsys):
