@@ -186,6 +186,32 @@ def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_ru
     check(page, "compared-dark-390")
 
 
+def test_accuracy_over_all_jobs_is_charted_and_tabled(visit: Visit, seeded: Seeded) -> None:
+    job_id = seeded.post(routes.JOBS, specification("followed"))["job"]["id"]
+    path = routes.JOB_RECOMMENDATION.format(job_id=job_id)
+    best = httpx.get(seeded.url + path, timeout=60).json()["chosen"]
+    body = {"kind": "train", "configuration": best["configuration"], "holder": "seed"}
+    run_id = seeded.post(routes.JOB_RUNS.format(job_id=job_id), body)["id"]
+    seeded.patch(run_id, state="running")
+    ranks = best["configuration"]["num_nodes"] * best["configuration"]["ranks_per_node"]
+    samples = {"rank": 0, "boot_id": "b", "world_size": ranks, "sequence": [*range(9)], "step": [*range(9)]}
+    samples["step_time_s"] = [1.2 * best["step_time_s"]["value"]] * 9
+    seeded.post(routes.RUN_SAMPLES.format(run_id=run_id), samples)
+    seeded.patch(run_id, state="succeeded")
+    page = visit("/", scheme="dark", width=390)
+    page.get_by_role("navigation", name="Main").get_by_role("link", name="Accuracy").click()
+    draw_all(page)
+    expect(page.locator("svg.marks")).to_have_count(2)
+    expect(page.get_by_role("region", name="Errors by network and device").locator("tbody tr")).to_contain_text(
+        "resnet50V100-16GB"
+    )
+    expect(page.get_by_role("link", name=run_id)).to_be_visible()
+    check(page, "accuracy-dark-390")
+    page.locator("[data-chart$='/accuracy'] svg.marks [aria-roledescription='point']").hover(force=True)
+    expect(page.locator(".vg-tooltip")).to_contain_text("resnet50 on V100-16GB")
+    assert page.evaluate(f"{CHECKS.strip()}.contrast()") == []
+
+
 def test_one_pointer_reads_every_chart_of_a_run(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/runs/{seeded.runs['lars']}")
     draw_all(page)

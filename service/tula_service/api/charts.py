@@ -75,6 +75,19 @@ def _quality_chart(store: Store, caller: Principal, job_id: str, column: str | N
     return charts.quality_chart(job, compare_runs(store, caller, job_id, column).runs, logarithmic=logarithmic)
 
 
+@router.get("/accuracy/charts/{name}", include_in_schema=False)
+async def get_chart(name: str, caller: Caller, services: AppServices, format: Format = "json") -> Response:
+    """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
+    return await _answer(services, caller, partial(_service_chart, services.store, caller, name), format)
+
+
+def _service_chart(store: Store, caller: Principal, name: str) -> charts.Spec:
+    if name not in charts.SERVICE_CHARTS:
+        raise NotFound(_unknown("service", name, charts.SERVICE_CHARTS), field="name")
+    found = ledger.outcomes(store, caller)
+    return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
+
+
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
 async def get_run_chart(
     run_id: str,

@@ -59,6 +59,11 @@ def percent(share: float | None) -> str:
     return NOTHING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
 
 
+def share(fraction: float | None) -> str:
+    """A fraction as a percentage to a tenth."""
+    return NOTHING if fraction is None or not math.isfinite(fraction) else f"{fraction * 100:.1f} %"
+
+
 def signed(share: float | None) -> str:
     """A fraction as a percentage with its sign."""
     return NOTHING if share is None or not math.isfinite(share) else _minus(f"{share * 100:+.1f} %")
@@ -129,6 +134,7 @@ _FILTERS: Final[dict[str, Callable[..., str]]] = {
     "size": size,
     "count": count,
     "percent": percent,
+    "share": share,
     "signed": signed,
     "saving": saving,
     "against": against,

@@ -1,9 +1,11 @@
-"""The pages: jobs, a job with its what-if table, a run, training quality, and tokens and projects."""
+"""The pages: jobs, a job with its what-if table, its runs compared, a run, accuracy, and tokens and projects."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -28,6 +30,7 @@ MAX_CANDIDATES = 60
 MAX_EVENTS = 12
 MAX_WHAT_IF = 12
 MAX_LOGGED = 60
+MAX_FOLLOWED = 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None)
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
         trainings=runs.list_runs(user.store, user.principal, job_id, kind="train", limit=20).runs,
-        ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=20).entries,
+        ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=MAX_FOLLOWED).entries,
         activities=activities(listed),
     )
 
@@ -167,6 +170,17 @@ def quality_page(
         columns=found.columns,
         logarithmic=logarithmic,
     )
+
+
+@router.get("/accuracy")
+def accuracy_page(user: CurrentUser) -> HTMLResponse:
+    """Predicted against measured over all jobs: the evidence for believing a prediction."""
+    found = [each for each in ledger.outcomes(user.store, user.principal) if each.entry.error is not None]
+    groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
+    for each in found:
+        groups.setdefault((each.network, each.device), []).append(each)
+    rows = [_accuracy(*names, group) for names, group in sorted(groups.items())]
+    return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", found), newest=found[:MAX_FOLLOWED])
 
 
 @router.get("/runs/{run_id}")
@@ -217,6 +231,23 @@ def _landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
         else:
             named[at] = (f"{named[at][0]}, {name}", candidate)
     return named
+
+
+def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[str, Any]:
+    """A row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
+    errors = sorted(each.entry.error for each in found if each.entry.error is not None)
+    sizes = sorted(map(abs, errors))
+    held = [each.entry.within_interval for each in found if each.entry.within_interval is not None]
+    return {
+        "network": network,
+        "device": device,
+        "runs": len(found),
+        "jobs": len({each.job_id for each in found}),
+        "median": median(sizes) if sizes else None,
+        "most": sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else None,
+        "bias": median(errors) if errors else None,
+        "held": sum(held) / len(held) if held else None,
+    }
 
 
 def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
 from tula_service.store._base import Repository, RowMap, new_id, same_fields
-from tula_service.store.records import LedgerOutcome, LedgerRecord
+from tula_service.store.records import JobOutcome, LedgerOutcome, LedgerRecord
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
 
@@ -75,15 +76,16 @@ class Ledger(Repository):
 
     def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[LedgerRecord]:
         """Entries whose outcome is known, over all jobs (of a project), newest first, for calibration."""
-        statement = (
-            sa.select(ledger, *_OUTCOME)
-            .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
-            .order_by(ledger.c.key.desc())
-            .limit(limit)
-        )
-        if project_id is not None:
-            statement = statement.join(jobs, jobs.c.id == ledger.c.job_id).where(jobs.c.project_id == project_id)
-        return [_record(row, _outcome(row)) for row in self._rows(statement)]
+        rows = self._rows(_outcomes_query(project_id, limit))
+        return [_record(row, _outcome(row)) for row in rows]
+
+    def outcomes_of_jobs(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[JobOutcome]:
+        """The same, each with its job's names and specification."""
+        of_job = [jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec]
+        rows = self._rows(_outcomes_query(project_id, limit).add_columns(*of_job))
+        return [
+            JobOutcome(_record(row, _outcome(row)), row["job_name"], row["model_name"], row["spec"]) for row in rows
+        ]
 
     def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
         statement = (
@@ -103,6 +105,12 @@ _OUTCOME = [
     ledger_outcomes.c.within_interval,
     ledger_outcomes.c.at.label("outcome_at"),
 ]
+
+
+def _outcomes_query(project_id: str | None, limit: int) -> sa.Select[Any]:
+    query = sa.select(ledger, *_OUTCOME).join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
+    query = query.join(jobs, jobs.c.id == ledger.c.job_id).order_by(ledger.c.key.desc()).limit(limit)
+    return query if project_id is None else query.where(jobs.c.project_id == project_id)
 
 
 def _outcome(row: RowMap) -> LedgerOutcome | None:

@@ -237,6 +237,16 @@ class LedgerRecord:
 
 
 @dataclass(frozen=True)
+class JobOutcome:
+    """An entry of the ledger with its outcome, and what it was of."""
+
+    entry: LedgerRecord
+    job_name: str
+    model_name: str
+    spec: JsonObject
+
+
+@dataclass(frozen=True)
 class EarlierLessons:
     """What an earlier job taught, with its specification; pairs are (predicted, low, high, measured) step times."""
 

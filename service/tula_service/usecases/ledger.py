@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import tula_wire as wire
@@ -10,7 +10,7 @@ from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.job_data import has_prices
 from tula_service.domain import Basis, RunState
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import JobRecord, LedgerOutcome, LedgerRecord, RunRecord, Store, Transaction
+from tula_service.store import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord, RunRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 
 _SAME_STEP_TIME = 0.02
@@ -25,6 +25,35 @@ def entries(
         visible_job(tx, principal, job_id)
         found = tx.ledger.list(job_id, followed=followed, limit=limit)
     return wire.Ledger(entries=[_wire_entry(entry) for entry in found])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training measured after a recommendation, and of which job; `device` is that of its instance type."""
+
+    job_name: str
+    network: str
+    device: str
+    job_id: str
+    entry: wire.LedgerEntry
+
+
+def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
+    """Recommendations that a training run followed, over all jobs that the caller may see, newest first."""
+    with store.reading() as tx:
+        found = tx.ledger.outcomes_of_jobs(project_id=principal.list_project_id, limit=limit)
+    return [
+        Outcome(each.job_name, each.model_name, _device(each), each.entry.job_id, _wire_entry(each.entry))
+        for each in found
+    ]
+
+
+def _device(found: JobOutcome) -> str:
+    """The accelerator that the specification names for the instance type, else the instance type."""
+    used = "" if found.entry.configuration is None else found.entry.configuration.instance_type
+    clusters = wire.read(wire.JobSpec, found.spec).cluster
+    named = next((each.accelerator for each in clusters if each.instance_type == used), None)
+    return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:

@@ -128,6 +128,19 @@ def test_accuracy_counts_training_runs_and_says_why_there_are_none() -> None:
     assert "before the first fit" in spec["usermeta"]["message"]
 
 
+def test_calibration_says_how_often_intervals_of_every_width_held() -> None:
+    entries = [("resnet50 on V100", entry) for entry in models.ledger().entries]
+    spec = charts.service_chart("calibration", entries)
+    inside = {round(row["stated"], 2): row["inside"] for row in spec["datasets"]["levels"]}
+    # 2.5 % off lies inside of a third of the intervals of +-10 % at 90 %, and 30 % off in none.
+    assert (inside[0.3], inside[0.35], inside[0.95]) == (0, 0.5, 0.5)
+    assert "2 runs" in compiles(spec)
+    drawn = charts.service_chart("accuracy", entries)["datasets"]["runs"]
+    assert [row["error"] for row in drawn] == pytest.approx([0.025, 0.3])
+    assert drawn[0]["configuration"].startswith("resnet50 on V100: 4 nodes")
+    assert charts.service_chart("calibration", [])["usermeta"]["empty"]
+
+
 def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     series, smooth = models.series("loss", points=1000, total=30_000), models.series("loss", points=150, total=30_000)
     spec = charts.run_chart("loss", models.run(), {"loss": series}, None, {"loss": smooth})

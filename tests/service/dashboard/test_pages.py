@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from html import unescape
 
 import httpx
@@ -354,6 +355,39 @@ def test_a_script_that_is_signed_out_gets_no_password_box(browser: Browser) -> N
     assert "www-authenticate" in browser("GET", wire.routes.JOBS).headers
 
 
+def follow(browser: Browser, job_id: str, **headers: str) -> None:
+    """Train at the recommended configuration, a tenth slower than predicted."""
+    path = wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)
+    best = wire.read(wire.Recommendation, browser("GET", path).text).chosen
+    assert best is not None
+    body = {"kind": "train", "configuration": asdict(best.configuration), "holder": "h"}
+    run_id = browser("POST", wire.routes.JOB_RUNS.format(job_id=job_id), json=body, headers=headers).json()["id"]
+    samples = {"rank": 0, "boot_id": "b", "world_size": best.configuration.world_size}
+    samples |= {"sequence": [*range(20)], "step": [*range(20)], "step_time_s": [1.1 * best.step_time_s.value] * 20}
+    for method, route, sent in (
+        ("PATCH", wire.routes.RUN, {"state": "running", "holder": "h"}),
+        ("POST", wire.routes.RUN_SAMPLES, samples),
+        ("PATCH", wire.routes.RUN, {"state": "succeeded", "holder": "h"}),
+    ):
+        assert browser(method, route.format(run_id=run_id), json=sent, headers=headers).is_success
+
+
+def test_accuracy_over_all_jobs_is_that_of_runs_which_followed_a_recommendation(browser: Browser) -> None:
+    assert "Nothing measured yet" in browser.page("/accuracy")
+    job_id = register(browser)
+    follow(browser, job_id)
+    register(browser, "recommended-only", epochs=3)
+    page = browser.page("/accuracy")
+    assert re.search(r"<td>resnet50</td><td>not named</td><td class=\"n\">1</td><td class=\"n\">1</td>", page)
+    assert "10.0 %" in page
+    assert ">recommended-only<" not in page
+    ledger = browser.page(f"/jobs/{job_id}").split('data-live="ledger"')[1]
+    assert ledger.split("</section>")[0].count("/runs/") == 1
+    for name in ("accuracy", "calibration"):
+        assert "1 run" in browser("GET", f"/accuracy/charts/{name}").json()["title"]["subtitle"]
+    assert browser("GET", "/accuracy/charts/pie").status_code == 404
+
+
 def test_projects_are_kept_apart_on_pages_and_charts(browser: Browser) -> None:
     browser.cookies.set(COOKIE, token(browser, "admin"))
     same = {"Sec-Fetch-Site": "same-origin"}
@@ -364,8 +398,11 @@ def test_projects_are_kept_apart_on_pages_and_charts(browser: Browser) -> None:
     spec = models.job().spec.model_dump(mode="json")
     job_id = browser("POST", wire.routes.JOBS, json=spec, headers=same).json()["job"]["id"]
     assert "resnet50-cifar" in browser.page("/")
+    follow(browser, job_id, **same)
+    assert "resnet50-cifar" in browser.page("/accuracy")
     browser.cookies.set(COOKIE, secrets["blue"])
     assert "No job yet" in browser.page("/")
+    assert "Nothing measured yet" in browser.page("/accuracy")
     assert browser.page(f"/jobs/{job_id}", status=404)
     assert browser.page(f"/jobs/{job_id}/quality", status=404)
     assert browser.page(f"/jobs/{job_id}/what-if", status=404)

@@ -10,12 +10,14 @@ from tula_service.dashboard.charts.candidates import landmarks
 from tula_service.dashboard.charts.catalog import (
     JOB_CHARTS,
     RUN_CHARTS,
+    SERVICE_CHARTS,
     QualityRun,
     columns_of,
     job_chart,
     quality_chart,
     rank_memory,
     run_chart,
+    service_chart,
 )
 from tula_service.dashboard.charts.render import javascript, png, svg
 from tula_service.dashboard.charts.style import PALETTE, Spec
@@ -24,6 +26,7 @@ __all__ = [
     "JOB_CHARTS",
     "PALETTE",
     "RUN_CHARTS",
+    "SERVICE_CHARTS",
     "QualityRun",
     "Spec",
     "columns_of",
@@ -34,5 +37,6 @@ __all__ = [
     "quality_chart",
     "rank_memory",
     "run_chart",
+    "service_chart",
     "svg",
 ]

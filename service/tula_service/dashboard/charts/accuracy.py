@@ -1,18 +1,23 @@
-"""Predicted against measured: every run that had a prediction, beside the line where both agree."""
+"""Predicted against measured, of one job or of all, and how often prediction intervals hold."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist, median
 
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name
 from tula_service.dashboard.charts.drawing import finish, message
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
-from tula_wire import Configuration, Job, Ledger, Run
+from tula_wire import Configuration, Job, Ledger, LedgerEntry, Run
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
 _SHAPES = ("circle", "diamond", "square")
+_NORMAL = NormalDist()
+_Z90 = _NORMAL.inv_cdf(0.95)
+_NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run starts one."
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
@@ -22,8 +27,61 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     """
     title = f"{job.name}: predicted against measured"
     rows = _rows(ledger, [*job.plan, *trainings])
-    if not rows:
-        return message(title, _nothing([*job.plan, *trainings]))
+    return _agreement(title, rows) if rows else message(title, _nothing([*job.plan, *trainings]))
+
+
+def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
+    """The same of recommendations that a training run followed, each with what it was of."""
+    title = "All jobs: predicted against measured"
+    found = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
+    rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in found]
+    return _agreement(title, rows) if rows else message(title, _NONE_FOLLOWED)
+
+
+def calibration(entries: Sequence[LedgerEntry]) -> Spec:
+    """The share of measurements inside of intervals of every width; on the diagonal intervals hold what they say."""
+    title = "All jobs: how often intervals hold"
+    scores = [score for entry in entries if (score := _score(entry)) is not None]
+    if not scores:
+        return message(title, _NONE_FOLLOWED)
+    rows = []
+    for percent in range(5, 100, 5):
+        share = percent / 100
+        inside = sum(score <= _NORMAL.inv_cdf(0.5 + share / 2) for score in scores) / len(scores)
+        chance = _Z90 * math.sqrt(share * (1 - share) / len(scores))
+        rows.append({"stated": share, "inside": inside, "low": max(0, share - chance), "high": min(1, share + chance)})
+    base = alt.Chart(alt.NamedData("levels"))
+    percents = {"format": "%", "tickCount": 5}
+    x = alt.X("stated:Q").scale(domain=[0, 1]).title("Interval stated").axis(**percents)
+    y = alt.Y("inside:Q").scale(domain=[0, 1]).title("Measurements inside").axis(**percents)
+    tips = [
+        alt.Tooltip("stated:Q", title="Interval", format=".0%"),
+        alt.Tooltip("inside:Q", title="Inside", format=".1%"),
+    ]
+    chart = alt.layer(
+        base.mark_area(opacity=0.2, color=FAINT, tooltip=None).encode(x=x, y=alt.Y("low:Q"), y2="high:Q"),
+        base.mark_line(strokeDash=[5, 4], color=FAINT, tooltip=None).encode(x=x, y=alt.Y("stated:Q")),
+        base.mark_line(color=PALETTE[0], point={"size": 50, "filled": True, "color": PALETTE[0]}).encode(
+            x=x, y=y, tooltip=tips
+        ),
+    ).properties(width=HEIGHT + 60, height=HEIGHT)
+    count = "1 run" if len(scores) == 1 else f"{len(scores)} runs"
+    subtitle = (
+        f"{count}; the band holds right intervals nine times in ten; above it they are too wide, below too narrow"
+    )
+    return finish(chart, title, subtitle, {"levels": rows})
+
+
+def _score(entry: LedgerEntry) -> float | None:
+    """How far the measurement lies from the median, in standard deviations of that side's log; None if unknown."""
+    predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
+    if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:
+        return None
+    end = predicted.high if measured >= predicted.value else predicted.low
+    return _Z90 * math.log(measured / predicted.value) / math.log(end / predicted.value)
+
+
+def _agreement(title: str, rows: list[Row]) -> Spec:
     unit = time_unit(max(row["measured"], row["predicted"]) for row in rows)
     for row in rows:
         for name in ("measured", "predicted", "low", "high"):
@@ -49,7 +107,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     layers = [
         alt.Chart(alt.NamedData("agreement")).mark_line(strokeDash=[5, 4], color=FAINT).encode(x=x, y=y),
         points.transform_filter("datum.low !== null")
-        .mark_rule(strokeWidth=1.5, opacity=0.6)
+        .mark_rule(strokeWidth=1.5, opacity=0.6, clip=True)  # an interval of a first guess is a hundredfold wide
         .encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=colour),
         points.mark_point(filled=True, size=70, opacity=1).encode(
             x=x,
@@ -60,9 +118,9 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
         ),
     ]
     chart = alt.layer(*layers).properties(width=HEIGHT + 60, height=HEIGHT)
-    errors = sorted(abs(row["error"]) for row in rows)
+    error = median(abs(row["error"]) for row in rows)
     runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-    subtitle = f"{runs}, median error {errors[len(errors) // 2]:.1%}; on the dashed line the prediction was right"
+    subtitle = f"{runs}, median error {error:.1%}; on the dashed line the prediction was right"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
     return finish(chart, title, subtitle, {"runs": rows, "agreement": line})
 
@@ -79,18 +137,23 @@ def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
     rows: list[Row] = []
     seen = set()
     for entry in ledger.entries:
-        predicted = entry.predicted_step_time_s
-        if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
-            continue
-        seen.add(entry.run_id)
-        kind = _KINDS[0 if entry.within_interval else 1]
-        interval = (predicted.value, predicted.low, predicted.high)
-        rows.append(_row(entry.configuration, interval, entry.measured_step_time_s, kind))
+        row = _entry_row(entry)
+        if row is not None:
+            seen.add(entry.run_id)
+            rows.append(row)
     return rows + [
         _row(run.configuration, (run.predicted_step_time_s, None, None), run.step_time_s, _KINDS[2])
         for run in runs
         if run.id not in seen and run.step_time_s is not None and run.predicted_step_time_s
     ]
+
+
+def _entry_row(entry: LedgerEntry) -> Row | None:
+    predicted = entry.predicted_step_time_s
+    if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
+        return None
+    interval = (predicted.value, predicted.low, predicted.high)
+    return _row(entry.configuration, interval, entry.measured_step_time_s, _KINDS[0 if entry.within_interval else 1])
 
 
 def _row(

@@ -13,9 +13,10 @@ from typing import Final
 from tula_service.dashboard.charts.candidates import Quantity
 from tula_service.dashboard.charts.style import Spec
 from tula_service.domain import MemoryReading
-from tula_wire import Job, Ledger, Recommendation, Run, ScalingThresholds, TelemetrySeries
+from tula_wire import Job, Ledger, LedgerEntry, Recommendation, Run, ScalingThresholds, TelemetrySeries
 
 JOB_CHARTS: Final = ("frontier", "tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy")
+SERVICE_CHARTS: Final = ("accuracy", "calibration")
 
 _ALTAIR: Final = threading.Lock()
 """Held while a chart is built. Altair's method syntax keeps the channel being written in a descriptor of the class
@@ -110,6 +111,16 @@ def job_chart(
             "step_breakdown": breakdown.step_breakdown,
         }
         return others[name](job, recommendation)
+
+
+def service_chart(name: str, outcomes: Sequence[tuple[str, LedgerEntry]]) -> Spec:
+    """One of `SERVICE_CHARTS` of outcomes over all jobs, each with what it is of. Raises KeyError for another name."""
+    from tula_service.dashboard.charts import accuracy
+
+    with _ALTAIR:
+        if name == "accuracy":
+            return accuracy.accuracy_of_all(outcomes)
+        return {"calibration": accuracy.calibration}[name]([entry for _, entry in outcomes])
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False) -> Spec:
