@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _current: Run | None = None
-_GLOO_RELEASE_S = 0.05
+GLOO_RELEASE_S = 0.05
 """A pause before the model is destroyed. Its destructor holds the GIL while it joins gloo's threads; one that is still
 releasing the last reduction needs the GIL, and both would wait for ever."""
 
@@ -364,7 +364,7 @@ def _finish_at_exit() -> None:
     else:
         run.finish(succeeded=False, message=f"the script left with sys.exit({status!r})"[:2000])
     if run.recorder is not None:
-        time.sleep(_GLOO_RELEASE_S)
+        time.sleep(GLOO_RELEASE_S)
         del run
         gc.collect()  # the first DDP model of a process is in a cycle: an import in its constructor keeps frames
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from tula_agent.config import is_launched, read_config
 from tula_agent.guard import logger
+from tula_agent.measure.step_timer import batch_size_of
 from tula_agent.rank_channel import current_group
-from tula_agent.run import Run, init
+from tula_agent.run import GLOO_RELEASE_S, Run, init
 from tula_agent.torch_private import loader_iterator_class
 
 _SAY_AFTER = 3
@@ -26,6 +28,9 @@ class UneditedLoop:
     a step ends where the optimizer's step does. The loader of training is the one whose batch came last before a
     step; another one's batches (an evaluation) belong to no step. Other threads than the main one are left alone: the
     end of a profiling run could not end the script from there.
+
+    Some frameworks (accelerate, and with it the Hugging Face Trainer) fetch a batch while the one before it is trained
+    on. Such a loader's last step comes after its end, and the first batch of its next epoch is one too many.
     """
 
     def __init__(self) -> None:
@@ -37,6 +42,11 @@ class UneditedLoop:
         self._steps = 0
         self._models = 0
         self._left = False
+        self._ended = False  # the loader of training, and no step has come since
+        self._ahead = False  # its framework fetches one batch ahead
+        self._withheld = False  # the next batch is that one
+        self._micro_steps = 0
+        self._batch_size = 1
         config = read_config() if is_launched() else None
         self._waits_for_group = config is not None and config.world_size > 1
 
@@ -57,12 +67,18 @@ class UneditedLoop:
         if not self._fetched:
             self._boundary(self.run)
             self.run.batch_arrived(torch.empty(self._local_batch_size(self.run), 0))
+        elif self._ended:
+            self._stepped_after_the_end(self.run)
+        self._micro_steps = 0
 
     def wants_batch(self, iterator: Any) -> None:
         """The script asks `iterator` for a batch."""
         run = self._measured()
         if run is not None:
             self._fetched = True
+            if self._ended:
+                self._ended = self._ahead = False
+                run.end_loop()
             self._boundary(run)
             if not self._is_training(iterator):
                 run.end_loop()
@@ -72,14 +88,22 @@ class UneditedLoop:
         run = self._measured()
         if run is not None:
             self._last = _key(iterator)
-            if self._is_training(iterator):
+            if not self._is_training(iterator):
+                return
+            self._batch_size = batch_size_of(batch) or self._batch_size
+            if self._withheld:
+                self._withheld = False
+            else:
+                self._micro_steps += 1
                 run.batch_arrived(batch)
 
-    def ended(self) -> None:
-        """A loader has no more batches."""
+    def ended(self, iterator: Any) -> None:
+        """`iterator` has no more batches."""
         run = self._measured()
         if run is not None:
-            run.end_loop()
+            self._ended = self._is_training(iterator)
+            if not self._ended:
+                run.end_loop()
 
     def _start(self, optimizer: torch.optim.Optimizer) -> None:
         self.run = run = init()
@@ -91,6 +115,18 @@ class UneditedLoop:
         run.watch(models, optimizer)
         run.begin_loop()
         _see_batches(self)
+
+    def _stepped_after_the_end(self, run: Run) -> None:
+        """The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more."""
+        assert run.recorder is not None
+        self._ended = False
+        if self._micro_steps + 1 == run.recorder.timer.grad_accum_steps:
+            self._ahead = True
+        if self._ahead:
+            run.batch_arrived(torch.empty(self._batch_size, 0))
+        self._withheld = self._ahead
+        self._boundary(run)
+        run.end_loop()
 
     def _measured(self) -> Run | None:
         on_main_thread = threading.current_thread() is threading.main_thread()
@@ -104,6 +140,7 @@ class UneditedLoop:
         run.batch_done()
         if run.stopping and not self._left:
             self._left = True
+            time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
             raise SystemExit(0)
 
     def _local_batch_size(self, run: Run) -> int:
@@ -150,7 +187,7 @@ def _see_batches(loop: UneditedLoop) -> None:
         try:
             batch = fetch(iterator)
         except StopIteration:
-            loop.ended()
+            loop.ended(iterator)
             raise
         with guard("seeing batches"):
             loop.has_batch(iterator, batch)

@@ -44,6 +44,7 @@ AGENT = (
     "torch.utils.data",
     "tula_wire",  # models take longer to build than a training of the tests to run
 )
+FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL for children that outlive the input."""
 

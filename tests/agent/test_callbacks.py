@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.fork_server import AGENT, ForkServer
+from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 
-FRAMEWORKS = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
+BATCHES = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
     """One that has imported the frameworks, which takes as long as torch does."""
-    frameworks = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
-    made = ForkServer([*AGENT, *frameworks])
+    made = ForkServer([*AGENT, *FRAMEWORKS])
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("script", FRAMEWORKS)
+@pytest.mark.parametrize("script", BATCHES)
 def test_a_training_reports_steps_of_two_micro_steps_and_its_loss(sink: Sink, launch: Launch, script: str) -> None:
     done = launch(script, "3")
     steps = int(done.printed("steps")[0].split()[1])
@@ -31,14 +30,14 @@ def test_a_training_reports_steps_of_two_micro_steps_and_its_loss(sink: Sink, la
     assert sink.states == ["running", "succeeded"]
     assert sink.steps()[-1] >= steps - 2
     measured = [body for body in sink.samples if not body["warmup"]]
-    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in measured} == {(FRAMEWORKS[script], 2)}
+    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in measured} == {(BATCHES[script], 2)}
     assert sink.column("loss")
     assert sink.column("grad_norm")
     if script != "accelerate_train.py":
         assert sink.column("validation_accuracy")
 
 
-@pytest.mark.parametrize("script", FRAMEWORKS)
+@pytest.mark.parametrize("script", BATCHES)
 def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, script: str) -> None:
     done = launch(script, "50", TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="9")
     assert int(done.printed("steps")[0].split()[1]) in (11, 12)

@@ -10,17 +10,22 @@ from typing import Any
 
 from tula_agent.readings import StepTiming
 
+_PATIENCE = 8
+"""Steps' worth of micro-steps to wait for a watched optimizer's first step."""
+
 
 class StepTimer:
     """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.
 
     A step is over at the first boundary after the optimizer has stepped; where no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by that count too.
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by count too: by that of two
+    steps in a row, since a script may accumulate otherwise than it was configured.
     """
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
-        "_clock", "_expected", "_input", "_left_at", "_sizes", "_started", "_stepped", "_wanted", "step", "watched",
+        "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_sizes", "_started", "_stepped", "_wanted",
+        "step", "watched",
     )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -28,6 +33,8 @@ class StepTimer:
         self.watched = False
         self._clock = clock
         self._expected = grad_accum_steps
+        self._known = False  # `_expected`, by watching
+        self._last = 0
         self._stepped = False
         self._started: float | None = None
         self._wanted = 0.0
@@ -56,16 +63,26 @@ class StepTimer:
             self._started = now
             return None
         micro = len(self._sizes)
-        by_count = micro >= (self._expected or 1) if self._expected or not self.watched else False
-        if not (self._stepped or by_count):
+        if self._stepped:
+            if micro == self._last or self._expected is None:
+                self._expected, self._known = micro, True
+            self._last = micro
+        elif not self._ends_by_count(micro):
             return None
-        if self._stepped and self._expected is None:
-            self._expected = micro
         uneven = micro > 1 and len(set(self._sizes)) > 1
         timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven)
         self._started, self._input, self._sizes, self._stepped = now, 0.0, [], False
         self.step += 1
         return timing
+
+    def _ends_by_count(self, micro_steps: int) -> bool:
+        if not self.watched:
+            return micro_steps >= (self._expected or 1)
+        if self._expected is None:
+            return False
+        if micro_steps >= _PATIENCE * self._expected:
+            self._known = True  # no step is seen, as in a CUDA graph
+        return self._known and micro_steps >= self._expected
 
     def batch_ready(self, local_batch_size: int | None) -> None:
         """The loader has delivered a batch."""

@@ -62,6 +62,34 @@ def test_a_watched_optimizer_ends_steps_and_teaches_the_accumulation() -> None:
     assert micro_steps == [3, 3, 3, 3]
 
 
+def micro_steps_of(timer: StepTimer, stepping: list[bool]) -> list[int]:
+    """Micro-steps of each step that ends, where the optimizer steps after those batches."""
+    timer.watched = True
+    timer.want_batch()
+    found = []
+    for steps in stepping:
+        timer.batch_ready(4)
+        if steps:
+            timer.optimizer_stepped()
+        step = timer.want_batch()
+        if step is not None:
+            found.append(step.micro_steps)
+    return found
+
+
+def test_the_optimizer_s_steps_count_and_not_the_configured_number() -> None:
+    assert micro_steps_of(StepTimer(1, Clock()), [False, False, True] * 4) == [3, 3, 3, 3]
+    assert micro_steps_of(StepTimer(4, Clock()), [False, True] * 4) == [2, 2, 2, 2]
+
+
+def test_steps_skipped_at_the_start_are_seen_apart_after_two_that_are_not() -> None:
+    assert micro_steps_of(StepTimer(1, Clock()), [False, True, True, True, False, False, True]) == [2, 1, 1, 1, 1, 1]
+
+
+def test_an_optimizer_that_is_never_seen_to_step_ends_steps_by_the_configured_count() -> None:
+    assert micro_steps_of(StepTimer(2, Clock()), [False] * 24) == [16, 2, 2, 2, 2]
+
+
 def test_time_between_two_loops_belongs_to_no_step() -> None:
     clock = Clock()
     timer = StepTimer(1, clock)

@@ -13,6 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--epochs", type=int, default=500)
+    parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -20,7 +21,9 @@ def main() -> None:
     held_out = DataLoader(TensorDataset(torch.randn(12, 16), torch.randint(0, 4, (12,))), batch_size=3)
     sampler = DistributedSampler(train)
     loader = DataLoader(train, batch_size=options.batch_size, sampler=sampler)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(16, options.width), nn.ReLU(), nn.Linear(options.width, 4))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)

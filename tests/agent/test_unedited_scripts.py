@@ -1,0 +1,72 @@
+"""Public-style scripts that have never heard of Tula, each measured by the start-up hook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
+from tests.agent.conftest import Launch
+from tests.agent.sink import Sink
+from tula_client.launch.environment import startup_folder
+
+SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts" / "unedited"
+PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20", "TULA_LOCAL_BATCH_SIZE": "8"}
+ACCUMULATING = {"accumulation.py", "hf_trainer.py"}
+FORKED = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "mp_spawn.py")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    """One that has imported the frameworks."""
+    made = ForkServer([*AGENT, *FRAMEWORKS])
+    yield made
+    made.close()
+
+
+def check_measured(sink: Sink, script: str) -> None:
+    """Each step once, with the batch, the accumulation and the world size of the script."""
+    assert not sink.invalid
+    measured = [body for body in sink.samples if body["rank"] == 0]
+    seen = {(body["local_batch_size"], body["grad_accum_steps"], body["world_size"]) for body in measured}
+    assert seen == {(8, 2 if script in ACCUMULATING else 1, 2)}
+    assert sink.states == ["running", "succeeded"]
+
+
+@pytest.mark.parametrize("script", FORKED)
+def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: Launch, script: str) -> None:
+    # the script's accumulation counts, not the launcher's
+    done = launch(
+        "with_hook.py", str(SCRIPTS / script), "--batch-size=8", ranks=2, TULA_GRAD_ACCUM_STEPS="1", **PROFILE
+    )
+    assert "complete" not in done.stdout  # left by SystemExit(0)
+    check_measured(sink, script)
+    assert len(sink.steps()) >= 19  # all but those of the last, smaller batch of an epoch
+    assert sink.steps()[-1] == 21
+    assert ("not seen" in done.stderr) == (script == "fsdp.py")
+    assert "failed" not in done.stderr
+
+
+def test_ranks_that_the_script_spawns_are_measured(sink: Sink, launch: Launch) -> None:
+    """By the hook itself: a spawned process imports torch after Python has started."""
+    found = f"{startup_folder()}:{Path(__file__).parents[2]}"
+    done = launch(str(SCRIPTS / "mp_spawn.py"), "--batch-size=8", PYTHONPATH=found, **PROFILE)
+    assert "complete" not in done.stdout
+    check_measured(sink, "mp_spawn.py")
+    assert sink.steps() == list(range(22))
+
+
+@pytest.mark.parametrize("script", ["accelerate_loop.py", "accumulation.py", "hf_trainer.py"])
+def test_training_ends_with_the_same_weights_and_each_of_its_steps_is_counted(
+    sink: Sink, launch: Launch, script: str
+) -> None:
+    arguments = (str(SCRIPTS / script), "--batch-size=8", "--epochs=4")
+    plain = launch(*arguments, ranks=2, TULA_DISABLED="1")
+    done = launch("with_hook.py", *arguments, ranks=2, TULA_KIND="train")
+    assert len(plain.printed("complete")) == 2
+    assert done.printed("complete") == plain.printed("complete")
+    check_measured(sink, script)
+    steps = 4 * 80 // 8 // (2 if script in ACCUMULATING else 1)
+    assert sink.steps() == list(range(steps - 1))  # the first is over when the agent begins
