@@ -78,3 +78,13 @@ def test_the_page_of_questions_states_the_cost_of_the_agent_as_its_report_does()
     share = stored["agent.thread_us_per_step"] / 1e6 / stored["step.time_s"]
     assert f"{stored['agent.thread_us_per_step']:.0f} microseconds a step, {share:.1%}".replace("%", " %") in page
     assert f"{stored['agent.memory_bytes'] / 1e6:.0f} MB" in page
+
+
+def test_static_factors_on_the_page_on_the_paper_are_those_of_their_report() -> None:
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    stored = json.loads((ROOT / "experiments" / "generalization" / "results" / "static.json").read_text())
+    spikes, factors = (re.search(rf"^\| {figure}: .*$", page, re.M)[0] for figure in (6, 7))  # type: ignore[index]
+    for network in ("vgg", "residual"):
+        assert f"{stored[f'variability.{network}.spike']:.1f} times" in spikes
+        keys = ["lbt", *(f"0.5.{factor}" for factor in (2, 4, 8, 16))]
+        assert all(f"{stored[f'static.{network}.{key}.test']:.1f}" in factors for key in keys)
