@@ -34,7 +34,7 @@ _POINTS_FOR_A_CASE, _MOST_CASES = 5, 3
 _COST_OF_A_CASE = 2.0
 _PRIOR_DOF = 6.0
 _LEAST_WEIGHT = 1e-3
-_COMPUTE_NOISE = 0.15  # of log compute time
+_COMPUTE_NOISE = 0.07  # of log compute time: how far the timed phases of a step are from its compute
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,7 @@ def _gauss_newton(
 
 
 _CONTRADICTION = 1.25
+_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
 _IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
 
 
@@ -321,7 +322,7 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
             )
     with np.errstate(all="ignore"):
         middle = [float(np.exp(np.median(np.log(observations.step_time_s[group])))) for group in groups]
-        sds = [_middle(observations.relative_sd[group]) / np.sqrt(len(group)) for group in groups]
+        sds = [_standard_error(observations, group) for group in groups]
     merged = StepTimeObservations(
         points=points.take([group[0] for group in groups]),
         step_time_s=np.array(middle),
@@ -370,6 +371,14 @@ def _implausible(observations: StepTimeObservations) -> list[str]:
 def _configuration_text(points: Points, row: int) -> str:
     nodes = int(points.num_nodes[row])
     return f"{nodes} node{'s' if nodes > 1 else ''} at local batch {points.local_batch_size[row]:.0f}"
+
+
+def _standard_error(observations: StepTimeObservations, group: Sequence[int]) -> float:
+    """Of the middle log step time of a configuration's rows: by the errors within them, and by how they differ."""
+    logs = np.log(observations.step_time_s[group])
+    between = _SD_PER_DEVIATION * float(np.median(np.abs(logs - np.median(logs))))
+    within = _middle(observations.relative_sd[group])
+    return math.hypot(0.0 if math.isnan(within) else within, between) / math.sqrt(len(group))
 
 
 def _middle(values: FloatArray) -> float:

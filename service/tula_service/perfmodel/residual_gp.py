@@ -16,14 +16,14 @@ class ResidualScales:
 
     `batch` is shared by all clusters at one batch (kernel choice), `cluster` by all batches on one cluster (link
     contention), `both` belongs to a configuration and its neighbours, `own` to one configuration alone, `noise` to one
-    run.
+    run: with it, choices from runs that differ by 3 % lie inside their intervals as often as stated.
     """
 
     batch: float = 0.041
     cluster: float = 0.07
     both: float = 0.025
     own: float = 0.015
-    noise: float = 0.015
+    noise: float = 0.02
     batch_doublings: float = 1.3
     cluster_doublings: float = 1.2
 

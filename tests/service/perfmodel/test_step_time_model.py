@@ -148,6 +148,17 @@ def test_repeats_are_merged_and_contradictions_are_named():
     assert model.predict(PLANNED[:1]).mean_s[0] == pytest.approx(overlap_time(PLANNED[0]), rel=0.05)
 
 
+def test_two_runs_of_one_configuration_that_contradict_each_other_widen_its_interval():
+    repeated, once = [*PLANNED, PLANNED[0]], [overlap_time(c) for c in PLANNED]
+    agree, contradict = (
+        fit_step_time(StepTimeObservations.at(repeated, [*once, factor * once[0]]), candidates=GRID)
+        for factor in (1.0, 2.0)
+    )
+    narrow, wide = (model.predict(PLANNED[:1]) for model in (agree, contradict))
+    assert wide.log_sd[0] > 3.0 * narrow.log_sd[0]
+    assert wide.low_s[0] < once[0] < wide.high_s[0]
+
+
 @pytest.mark.parametrize(
     ("configurations", "words"),
     [
