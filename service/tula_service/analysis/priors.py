@@ -20,18 +20,24 @@ from tula_service.perfmodel.priors import (
     ModelFacts,
     Priors,
     StepTimePrior,
+    Traffic,
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
+    rule_sd,
     scale_from_jobs,
 )
+from tula_service.perfmodel.roofline import GUESSED_ACTIVATIONS_SD, guessed_activation_bytes
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
+from tula_wire.jobs import Precision
 
 _PROCESSOR_SD = 1.0
 _UNKNOWN_PARAMETERS = 25_000_000
 _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
+_COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
+BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
 _RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
 _OF_A_STEP = (
     "name", "activation_checkpointing", "sharding", "pipeline_stages", "tensor_parallel_size", "micro_batch_size",
@@ -99,7 +105,7 @@ def lessons_of(data: JobData) -> Lessons:
             if on_this:
                 (same if known else related).setdefault(cluster.instance_type, []).append(learned)
             elif known:
-                elsewhere.append((learned, hardware_of(cluster)))
+                elsewhere.append((learned, hardware_of(cluster, job.model.precision)))
         if ran_on_this:
             pairs += job.prediction_pairs
     return Lessons(
@@ -116,7 +122,7 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
 
     `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
     """
-    hardware = {cluster.instance_type: hardware_of(cluster) for cluster in spec.cluster}
+    hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
     believed: dict[str, StepTimePrior] = {}
     for cluster in spec.cluster:
         name, related = cluster.instance_type, lessons.other_networks.get(cluster.instance_type)
@@ -147,6 +153,9 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
+    names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
+    if names:
+        sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")
     for cluster in spec.cluster:
         if hardware_of(cluster).peak_tflops is None:
             sentences.append(
@@ -161,15 +170,18 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
     return sentences
 
 
-def hardware_of(cluster: wire.ClusterSpec) -> Hardware:
-    """The figures of an instance type; None where the specification and the data sheets leave them open."""
+def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
+    """The figures of an instance type, with the peak at `precision`; None where specification and data sheets leave
+    them open."""
     name = known_device(cluster.accelerator)
     if name is None:
         return Hardware(inter_node_gbps=cluster.network_gbps)
     device = DEVICES[name]
     # A rank's share of a processor may be one core or forty; the specification does not say.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
-    return Hardware(device.peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
+    # Jobs that were registered before it was checked may name a precision that the device lacks.
+    peak = device.peak if precision is None else device.tflops(precision) or device.fp32
+    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
 
 
 def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
@@ -204,7 +216,7 @@ def _scale(
 
     Its basis is `prior` either way: only earlier jobs on the same hardware make a `transfer`.
     """
-    facts, mine = _facts_of(model), hardware[cluster.instance_type]
+    facts, mine = facts_of(model), hardware[cluster.instance_type]
     guess = prior_from_hardware(facts, mine, reference_batch_size=reference)
     near = [(prior, hardware[other]) for other, found in sorted(lessons.same_network.items()) for prior in found]
     moved = [
@@ -218,27 +230,51 @@ def _scale(
         return replace(nearest, basis=Basis.PRIOR)
     earlier = [_earlier_scale(scale) for scale in scales]
     device = device_of(cluster)
-    return scale_from_jobs(guess, earlier, device=device, flops_sd=facts.flops_sd, device_sd=mine.device_sd)
+    return scale_from_jobs(
+        guess,
+        earlier,
+        device=device,
+        flops_sd=facts.flops_sd,
+        device_sd=mine.device_sd,
+        rule_sd=rule_sd(facts, mine),
+    )
 
 
-def _facts_of(model: wire.ModelSpec) -> ModelFacts:
+def facts_of(model: wire.ModelSpec) -> ModelFacts:
+    """What the specification says of a network, and guesses with their widths where it is silent."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     known = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    devices = job_data.devices_of(model)
+    traffic, guessed = _traffic(model, flops, parameters, devices)
     flops *= _RECOMPUTED if model.activation_checkpointing else 1.0
     return ModelFacts(
         parameters,
-        flops / job_data.devices_of(model),
-        flops_sd=_UNKNOWN_FLOPS_SD if known is None else 0.0,
+        flops / devices,
+        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, guessed),
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
+        traffic=traffic,
     )
+
+
+def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: int) -> tuple[Traffic | None, float]:
+    """Bytes that a step moves, None without a precision; and the width that their guess adds.
+
+    What a checkpointed network keeps says little of what it computes, so there a count is not used.
+    """
+    if model.precision is None:
+        return None, 0.0
+    counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
+    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision]) / devices
+    traffic = Traffic(float(counted or guess), 4.0 * parameters / devices)
+    return traffic, 0.0 if counted else GUESSED_ACTIVATIONS_SD
 
 
 def _earlier_scale(scale: JobScale) -> EarlierScale:
     """Error of the hardware-based prior for that job, at its reference batch size."""
-    facts, hardware = _facts_of(scale.model), hardware_of(scale.cluster)
+    facts, hardware = facts_of(scale.model), hardware_of(scale.cluster, scale.model.precision)
     batch = scale.learned.reference_batch_size or 1.0
     guess = prior_from_hardware(facts, hardware, reference_batch_size=batch)
     return EarlierScale(
@@ -246,6 +282,7 @@ def _earlier_scale(scale: JobScale) -> EarlierScale:
         device_of(scale.cluster),
         math.hypot(facts.flops_sd, float(scale.learned.sd[0])),
         hardware.device_sd,
+        rule_sd(facts, hardware),
     )
 
 
@@ -259,7 +296,8 @@ def _as_prior(learned: Posterior) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """True when the names agree, what a step does, and the parameter counts where both give them."""
+    """True when the names agree, what a step does, and parameter counts and precisions where both give them."""
     if any(getattr(one, name) != getattr(other, name) for name in _OF_A_STEP):
         return False
-    return one.parameters == other.parameters or None in (one.parameters, other.parameters)
+    pairs = ((one.parameters, other.parameters), (one.precision, other.precision))
+    return all(first == second or None in (first, second) for first, second in pairs)

@@ -11,11 +11,13 @@ import numpy as np
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.residual_gp import ResidualScales
+from tula_service.perfmodel.roofline import log_per_sample, log_per_step
 from tula_service.perfmodel.step_time_form import NUM_PARAMETERS
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
 _SUSTAINED_SHARE_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
+_ROOFLINE_SD = 0.35
 _BACKWARD_AND_FORWARD = 3.0
 _LINK_SHARE = 0.5
 _BYTES_PER_PARAMETER = 4.0
@@ -54,11 +56,20 @@ class StepTimePrior:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes on one device: what a sample leaves for the backward pass, and the parameters in single precision."""
+
+    activation_bytes_per_sample: float
+    parameter_bytes: float
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What is known of a network without running it.
 
     `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
-    its logarithm is, 0 where it was counted. `volumes` is how often the parameters' bytes pass a link in a step: 2 for
+    the logarithm of the compute is by what was guessed of it, 0 where all was counted. `traffic` is None where the
+    precision is not known. `volumes` is how often the parameters' bytes pass a link in a step: 2 for
     an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers parameters again.
     `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m micro-batches and p stages
     a step takes m + p - 1 of them.
@@ -69,6 +80,7 @@ class ModelFacts:
     flops_sd: float = 0.0
     volumes: float = _ALL_REDUCE_VOLUMES
     idle_samples: float = 0.0
+    traffic: Traffic | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -126,7 +138,10 @@ def generic_prior() -> StepTimePrior:
 
 
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
-    """A prior with a scale, for a job that has no runs: basis `prior`, a factor of about two either way.
+    """A prior with a scale, for a job that has no runs: basis `prior`.
+
+    With `facts.traffic` and the device's figures compute is that of `perfmodel/roofline.py`, off by about 1.3 either
+    way. Else it is off by about two:
 
     c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and between nodes
     s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Sustained is
@@ -145,9 +160,14 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     log_compute = log_flops - log_sustained
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
+    log_floor = math.log(_LAUNCH_OVERHEAD_S)
+    if facts.traffic is not None and hardware.peak_tflops is not None and hardware.memory_gb_per_s is not None:
+        bandwidth, moved = hardware.memory_gb_per_s, facts.traffic.activation_bytes_per_sample
+        log_compute = math.log(b_ref) + log_per_sample(facts.flops_per_sample, hardware.peak_tflops, moved, bandwidth)
+        log_floor, mean[3] = log_per_step(facts.traffic.parameter_bytes, bandwidth), _LOG_BEND_OF_A_SUM
     mean[0] = log_compute
-    sd[0] = math.hypot(_SUSTAINED_SHARE_SD, facts.flops_sd, hardware.device_sd)
-    mean[1], sd[1] = math.log(_LAUNCH_OVERHEAD_S) - log_compute, 1.2
+    sd[0] = math.hypot(rule_sd(facts, hardware), facts.flops_sd, hardware.device_sd)
+    mean[1], sd[1] = log_floor - log_compute, 1.2
     if facts.idle_samples:
         mean[1], mean[3] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref)), _LOG_BEND_OF_A_SUM
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
@@ -156,18 +176,25 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
 
 
+def rule_sd(facts: ModelFacts, hardware: Hardware) -> float:
+    """How far the logarithm of a network's compute is from the rule, where nothing that goes into it is guessed."""
+    known = facts.traffic is not None and None not in (hardware.peak_tflops, hardware.memory_gb_per_s)
+    return _ROOFLINE_SD if known else _SUSTAINED_SHARE_SD
+
+
 @dataclass(frozen=True)
 class EarlierScale:
     """Error of the hardware-based prior for an earlier job of any network, at its reference batch size.
 
     `log_ratio` is log(fitted c / c of `prior_from_hardware`), `sd` its own uncertainty (guessed FLOPs, runs that left c
-    open), and `device_sd` that of the figures of `device` (`Hardware.device_sd`).
+    open), `device_sd` that of the figures of `device` (`Hardware.device_sd`), and `rule_sd` is that of the rule.
     """
 
     log_ratio: float
     device: str
     sd: float = 0.0
     device_sd: float = 0.0
+    rule_sd: float = _SUSTAINED_SHARE_SD
 
 
 def scale_from_jobs(
@@ -177,17 +204,24 @@ def scale_from_jobs(
     device: str,
     flops_sd: float = 0.0,
     device_sd: float = 0.0,
+    rule_sd: float = _SUSTAINED_SHARE_SD,
 ) -> StepTimePrior:
     """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
 
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
     network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
-    and 0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. `earlier` has each
+    and 0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. All three shrink
+    with `rule_sd`, that of the guess: the first two by its square, since a rule that knows precision and memory traffic
+    leaves less in common. Jobs with a wider one count less. `earlier` has each
     network at most once per device: a repetition would count as another network that agrees. A job that is off by more
     than four sd was described wrongly (FLOPs in another unit) and is ignored. The basis stays. Widths are
     from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
     BSD-3-Clause).
     """
+    share = rule_sd / _SUSTAINED_SHARE_SD
+    everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
+    all_three = share * math.hypot(_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD)
+    network_sd = math.sqrt(all_three**2 - everywhere_sd**2 - on_device_sd**2)
     usable = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
     if not usable:
         return guess
@@ -196,20 +230,21 @@ def scale_from_jobs(
     )
 
     devices = [device, *sorted({job.device for job in usable} - {device})]
-    parts = np.array([[_EVERYWHERE_SD, *(_on(job, each) for each in devices)] for job in usable])
-    certainty = np.array([_NETWORK_SD**2 / (_NETWORK_SD**2 + job.sd**2) for job in usable])
+    parts = np.array([[everywhere_sd, *(_on(job, each, on_device_sd) for each in devices)] for job in usable])
+    own = [job.sd**2 + max(job.rule_sd**2 - rule_sd**2, 0.0) for job in usable]
+    certainty = network_sd**2 / (network_sd**2 + np.array(own))
     # The columns are scaled by their sd, so the weights have a sd of 1: lambda is held at 1 by a prior worth 1e6 jobs.
     ridge = BayesianRidge(
         fit_intercept=False,
-        alpha_init=_NETWORK_SD**-2,
+        alpha_init=network_sd**-2,
         alpha_1=_WORTH_OF_NETWORK_SD / 2.0,
-        alpha_2=_WORTH_OF_NETWORK_SD / 2.0 * _NETWORK_SD**2,
+        alpha_2=_WORTH_OF_NETWORK_SD / 2.0 * network_sd**2,
         lambda_init=1.0,
         lambda_1=1e6,
         lambda_2=1e6,
     ).fit(parts, np.array([job.log_ratio for job in usable]), sample_weight=certainty)
     wanted = np.zeros((1, parts.shape[1]))
-    wanted[0, :2] = _EVERYWHERE_SD, math.hypot(_DEVICE_SD, device_sd)
+    wanted[0, :2] = everywhere_sd, math.hypot(on_device_sd, device_sd)
     shift, spread = ridge.predict(wanted, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[0] += shift[0]
@@ -218,8 +253,8 @@ def scale_from_jobs(
     return replace(guess, mean=mean, sd=sd)
 
 
-def _on(job: EarlierScale, device: str) -> float:
-    return math.hypot(_DEVICE_SD, job.device_sd) if job.device == device else 0.0
+def _on(job: EarlierScale, device: str, on_device_sd: float) -> float:
+    return math.hypot(on_device_sd, job.device_sd) if job.device == device else 0.0
 
 
 def _sd_of(job: EarlierScale) -> float:

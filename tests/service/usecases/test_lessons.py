@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tula_wire as wire
@@ -202,3 +203,32 @@ def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
         assert device.peak in (device.fp32, device.tf32) or name in ("A10G", "H100", "H200", "MI300X"), name
     assert [DEVICES["V100"].tflops(each) for each in ("fp32", "tf32", "bf16", "fp16")] == [15.7, None, None, 125]
     assert DEVICES["V100"].capacities_gib == (16, 32)
+
+
+def test_a_specification_hears_of_what_it_lacks_and_of_nothing_that_it_has() -> None:
+    counted = {"precision": "fp16", "parameters": 25_000_000, "activation_bytes_per_sample": 44_000_000}
+    full = {"name": "net", "flops_per_sample": 24e9} | counted
+    on = one("V100").model_dump() | {"network_gbps": 25}
+    assert priors.guesses_of(spec(model=full, cluster=[on])) == []
+    for name in counted:
+        (said,) = priors.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
+        assert [each for each in counted if f"model.{each}" in said] == [name]
+
+
+def test_a_precision_makes_the_first_guess_faster_on_tensor_cores_and_narrower() -> None:
+    def at(**facts: Any) -> StepTimePrior:
+        model = {"name": "new", "flops_per_sample": 24e9, "parameters": 25_000_000} | facts
+        return first_guess(spec(cluster=[one("V100").model_dump()], model=model))
+
+    half, single = at(precision="fp16"), at(precision="fp32")
+    assert single.mean[0] - half.mean[0] > 0.5
+    assert half.sd[0] < at().sd[0]
+    assert at(precision="fp16", activation_bytes_per_sample=44_000_000).sd[0] < half.sd[0]
+    checkpointed = at(precision="fp16", activation_bytes_per_sample=44_000, activation_checkpointing=True)
+    assert checkpointed.mean[0] > half.mean[0], "what is kept says little of what is computed"
+
+
+@pytest.mark.parametrize("flops", [1e-300, 1e24])
+def test_counts_beyond_reason_are_still_a_finite_guess(flops: float) -> None:
+    model = {"name": "new", "flops_per_sample": flops, "parameters": 2**50, "precision": "bf16"}
+    assert np.isfinite(first_guess(spec(cluster=[one("A100").model_dump()], model=model)).mean).all()
