@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-_ARITHMETIC, _ACTIVATION_PASSES, _PARAMETER_PASSES = 0.634, 18.5, 30.7
+_OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
 _GUESS: Final = (4.15, 1.02, -0.61)
@@ -36,13 +36,13 @@ def guessed_activation_bytes(flops_per_sample: float, parameter_count: float, by
 
 def log_per_sample(flops_per_sample: float, peak_tflops: float, activation_bytes: float, gb_per_s: float) -> float:
     """Logarithm of the seconds that one sample adds to a step."""
-    arithmetic = math.log(3.0 * _ARITHMETIC) + math.log(flops_per_sample) - math.log(peak_tflops * 1e12)
-    return float(np.logaddexp(arithmetic, math.log(_ACTIVATION_PASSES) + _log_seconds(activation_bytes, gb_per_s)))
+    arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(flops_per_sample) - math.log(peak_tflops * 1e12)
+    return float(np.logaddexp(arithmetic, math.log(_OF_ACTIVATIONS) + _log_seconds(activation_bytes, gb_per_s)))
 
 
 def log_per_step(parameter_bytes: float, gb_per_s: float) -> float:
     """Logarithm of the seconds that a step takes at any batch."""
-    return float(np.logaddexp(math.log(FLOOR_S), math.log(_PARAMETER_PASSES) + _log_seconds(parameter_bytes, gb_per_s)))
+    return float(np.logaddexp(math.log(FLOOR_S), math.log(_OF_PARAMETERS) + _log_seconds(parameter_bytes, gb_per_s)))
 
 
 def _log_seconds(amount: float, gb_per_s: float) -> float:
