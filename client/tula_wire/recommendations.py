@@ -25,7 +25,7 @@ class Terms(WireModel):
 
     compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
     exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
-    input_time_s: float = Field(0.0, description="Seconds of waiting for data.")
+    input_time_s: float = Field(0.0, description="Seconds of waiting for data, as the profiled runs waited.")
     skew_s: float = Field(0.0, description="Seconds of waiting for the slowest rank.")
 
 

@@ -165,9 +165,9 @@ def configuration_mismatch(
 class RunSummary:
     """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
 
-    `step_time_s` to `exposed_comm_time_s` are those of `perfmodel.step_summary`. `num_samples` counts measuring
-    samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not
-    say. `memory` is the reading of the rank with the highest peak.
+    `step_time_s` to `exposed_comm_time_s` and `input_time_s` are those of `perfmodel.step_summary`. `num_samples`
+    counts measuring samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None
+    where it did not say. `memory` is the reading of the rank with the highest peak.
     """
 
     run_id: str
@@ -183,3 +183,4 @@ class RunSummary:
     grad_accum_steps: int | None
     memory: MemoryReading | None
     failed_local_batch_size: int | None
+    input_time_s: float | None = None

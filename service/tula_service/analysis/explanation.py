@@ -10,12 +10,13 @@ from tula_service.analysis import job_data, priors
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
 from tula_service.domain import Basis, Objective
-from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.choice import Choice, duration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
+_NOTABLE_INPUT = 0.1  # of the step
 _RESTS_ON = {
     Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
     Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
@@ -86,6 +87,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     evidence, model = answer.evidence, answer.model
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
     warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
+    warnings += _waits_for_data(answer)
     if model.basis is Basis.PRIOR:
         warnings += priors.guesses_of(answer.data.spec)
     return wire.ModelReport(
@@ -180,9 +182,7 @@ def _candidate(
         usd_per_million_tokens=_estimate(estimate.cost_usd, millions) if priced and millions else None,
         memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
-        terms=wire.Terms(
-            compute_time_s=estimate.terms["compute_s"], exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"])
-        ),
+        terms=_terms(answer, estimate),
         spot=estimate.spot,
         profiled=estimate.measured,
         extrapolated=estimate.extrapolated,
@@ -190,6 +190,16 @@ def _candidate(
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
         measured_step_time_s=evidence.measured.get(c),
+    )
+
+
+def _terms(answer: Answer, estimate: Estimate) -> wire.Terms:
+    """Waiting for data is in the model's compute term."""
+    compute_s, share = estimate.terms["compute_s"], answer.evidence.input_share(estimate.configuration)
+    return wire.Terms(
+        compute_time_s=(1.0 - share) * compute_s,
+        exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"]),
+        input_time_s=share * compute_s,
     )
 
 
@@ -234,6 +244,23 @@ def _unequal_lengths(seen: job_data.SeenTokens | None) -> list[str]:
     return [
         f"Batches had {seen.least:.0f} to {seen.most:.0f} tokens an example: step times are of their mean, "
         f"{seen.mean:.0f}, so measure enough steps to cover all lengths, or group examples of similar length."
+    ]
+
+
+def _waits_for_data(answer: Answer) -> list[str]:
+    """How long the chosen candidate waits for data, and what no wait would save."""
+    chosen = answer.choice.chosen
+    if chosen is None:
+        return []
+    share = _terms(answer, chosen).input_time_s / chosen.step_time_s.mean
+    if share < _NOTABLE_INPUT:
+        return []
+    saved = f"{duration(share * chosen.time_s.mean)} of {duration(chosen.time_s.mean)}"
+    if job_data.has_prices(answer.spec):
+        saved += f" and {share * chosen.cost_usd.mean:.3g} of {chosen.cost_usd.mean:.3g} USD"
+    return [
+        f"{_named(chosen)} waits for data {share:.0%} of the time, which no batch size helps: more or faster workers "
+        f"of the data loader would save up to {saved}."
     ]
 
 

@@ -39,8 +39,9 @@ class Alarm:
     """A change of speed that was noticed, with what diagnosis and advice need of that moment.
 
     `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the robust mean of
-    the newest step times, `compute_s` that of their compute time if the agent reports it. `examples_left` is None if it
-    is unknown. After the diagnosis was announced (`explained`), only the advice is due.
+    the newest step times, `compute_s` and `input_s` those of their compute and of their waits for data if the agent
+    reports them. `examples_left` is None if it is unknown. After the diagnosis was announced (`explained`), only the
+    advice is due.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Alarm:
     compute_s: float | None
     examples_left: float | None
     explained: bool = False
+    input_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,12 @@ class Monitor:
         return monitor
 
     def raise_alarm(
-        self, step: int, recent_s: _Floats, compute_s: _Floats | None, examples_left: float | None
+        self,
+        step: int,
+        recent_s: _Floats,
+        compute_s: _Floats | None,
+        input_s: _Floats | None,
+        examples_left: float | None,
     ) -> Monitor:
         """The state once the detector has fired: rearmed around the new level, with an alarm unless it recovered."""
         level_s = robust_mean(recent_s)[0]
@@ -131,15 +138,15 @@ class Monitor:
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
         if self.low_s <= level_s <= self.high_s:
             return replace(monitor, alarm=None, sentence=None, changed=True, unsteady=True)
-        known = compute_s[np.isfinite(compute_s)] if compute_s is not None else np.zeros(0)
         alarm = Alarm(
             kind=self.detector.alarm,
             step=step,
             after_steps=after_steps,
             from_start=from_start,
             level_s=level_s,
-            compute_s=robust_mean(known)[0],
+            compute_s=_known_mean(compute_s),
             examples_left=examples_left,
+            input_s=_known_mean(input_s),
         )
         return replace(monitor, alarm=alarm, changed=True, unsteady=not from_start)
 
@@ -159,20 +166,29 @@ class Monitor:
         }
 
 
+def _known_mean(values: _Floats | None) -> float | None:
+    return None if values is None else robust_mean(values[np.isfinite(values)])[0]
+
+
 def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:
     """Which part of the step changed, by which factor, and a sentence: `{"part", "factor", "sentence"}`.
 
-    Without a model of the job, the sentence alone. Measured compute decides if the agent reports it: with more than
-    half of the excess (in log) in compute, that is the part. Else a run of several ranks blames communication, which is
-    what changes under a running job.
+    Without a model of the job, the sentence alone. Where waits for data are more than half of what a step takes longer,
+    they are the part. Measured compute decides next: with more than half of the excess (in log) in it, that is the
+    part. Else a run of several ranks blames communication, which is what changes under a running job.
     """
     if not isinstance(analysis, Answer):
         return {"sentence": f"{_speed(monitor, alarm)}, and no model can say why: {analysis.reason}"}
     predicted = analysis.model.predict([c])
     compute, comm, mean = (float(column[0]) for column in (predicted.compute_s, predicted.comm_s, predicted.mean_s))
+    waits_s = analysis.evidence.input_share(c) * compute
+    if alarm.input_s is not None and alarm.input_s - waits_s > 0.5 * (alarm.level_s - mean) > 0.0:
+        shares = f"{alarm.input_s / alarm.level_s:.0%} of the time, by prediction {waits_s / mean:.0%}"
+        sentence = f"{_speed(monitor, alarm)}: it waits for data {shares}"
+        return {"part": "input", "factor": alarm.level_s / mean, "sentence": sentence}
     part, factor = "compute", alarm.level_s / mean
     if c.world_size > 1 and comm > 1e-9 * mean:
-        measured = alarm.compute_s if alarm.compute_s else compute
+        measured = alarm.compute_s + (alarm.input_s or 0.0) if alarm.compute_s else compute
         if abs(math.log(measured / compute)) <= 0.5 * abs(math.log(factor)):
             part, factor = "communication", _comm_factor(compute, comm, mean, c.grad_accum_steps, alarm.level_s)
     times, word = (factor, "slower") if factor >= 1 else (1 / factor, "faster")

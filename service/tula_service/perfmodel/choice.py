@@ -256,12 +256,13 @@ def _none_fits(excluded: Sequence[Exclusion]) -> str:
     least = []
     if "deadline_s" in limits:
         time_s = min(found.estimate.time_s.mean for found in excluded)
-        least.append(f"the fastest takes {_duration(time_s)}")
+        least.append(f"the fastest takes {duration(time_s)}")
     if "budget_usd" in limits:
         least.append(f"the cheapest costs {min(found.estimate.cost_usd.mean for found in excluded):,.4g} USD")
     said = f": {' and '.join(least)}" if least else ""
     return f"No candidate keeps the limits ({', '.join(limits)}){said}. Relax one of them or widen the node range."
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words: in hours from one hour on."""
     return f"{seconds / SECONDS_PER_HOUR:.3g} h" if seconds >= SECONDS_PER_HOUR else f"{seconds:.3g} s"

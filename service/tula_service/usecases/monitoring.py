@@ -76,8 +76,10 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, l
     recent = tx.samples.recent(run.key, limit=_CONFIRMING_STEPS, rank=0)
     if not monitor.detector.confirmed_by(recent.step_time_s):
         return replace(monitor, detector=monitor.detector.rearmed())
-    newest_s, compute_s = recent.step_time_s[-_LEVEL_STEPS:], recent.compute_time_s
-    changed = monitor.raise_alarm(step, newest_s, None if compute_s is None else compute_s[-_LEVEL_STEPS:], left)
+    columns = (recent.compute_time_s, recent.input_time_s)
+    newest_s = recent.step_time_s[-_LEVEL_STEPS:]
+    compute_s, input_s = (None if each is None else each[-_LEVEL_STEPS:] for each in columns)
+    changed = monitor.raise_alarm(step, newest_s, compute_s, input_s, left)
     if changed.alarm is not None:
         return changed
     tx.runs.update(run.id, drifted=False, drift_state=changed.to_json(), bump=True)

@@ -205,3 +205,25 @@ def test_a_specification_beyond_floating_point_is_answered_with_its_reason() -> 
     found = analyse(job(model={"name": "tiny", "flops_per_sample": 5e-324}))
     assert isinstance(found, Infeasible)
     assert "flops_per_sample" in found.reason
+
+
+def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
+    """Seven tenths of each step of one rank are a wait; the fit predicts the whole, and the wait is split off again."""
+    data = job()
+    for batch in (32, 256):
+        c = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
+        step_s = 0.1 * batch / 32
+        data = measured(
+            data, c, step_time_s=step_s, compute_time_s=0.3 * step_s, input_time_s=0.7 * step_s, exposed_comm_time_s=0.0
+        )
+    answer = answer_of(data)
+    for candidate in explanation.candidates_of(answer, answer.estimates):
+        terms = candidate.terms
+        assert terms is not None
+        assert terms.input_time_s == pytest.approx(0.7 / 0.3 * terms.compute_time_s)
+        total = terms.input_time_s + terms.compute_time_s + terms.exposed_comm_time_s
+        assert total == pytest.approx(candidate.step_time_s.value)
+    (said,) = [each for each in explanation.model_report(answer).warnings if "waits for data" in each]
+    assert "workers of the data loader would save up to" in said
+    assert "USD" in said
+    assert not any("waits for data" in each for each in explanation.model_report(answer_of(job())).warnings)

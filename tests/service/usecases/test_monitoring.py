@@ -301,3 +301,13 @@ def test_a_training_that_was_restarted_recovers_to_what_was_profiled(
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, second, 60)
     assert [event["alarm"] for event in cluster.events(job_id, "drift")] == [*alarms, "recovered", "slower"]
+
+
+def test_a_loader_that_became_slow_is_blamed(trained: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, run = trained
+    feed(cluster, run, 50)
+    times = cluster.times(run.configuration, 20)
+    cluster.send(run, times + 0.4, compute_time_s=list(times), input_time_s=[0.4] * 20)
+    (drift,) = cluster.events(job_id, "drift")
+    assert (drift["alarm"], drift["part"]) == ("slower", "input")
+    assert "it waits for data" in drift["sentence"]
