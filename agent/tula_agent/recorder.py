@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TRAIN_WARMUP_STEPS = 5
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
-"""Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 50 steps.
+"""Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
 REQUEST_TIMEOUT_S = 5.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 
-_THRESHOLD = 18.0
+_THRESHOLD = 30.0
 _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
@@ -61,8 +61,8 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
     """The state after these steps, in order; the sums continue, and an alarm stays.
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
-    adds nothing, one step adds at most 2, and the sum must reach 18. So single stragglers (one in ten, however slow)
-    never accumulate, a speed inside the interval never alarms, and one far outside does after nine steps. An alarm
+    adds nothing, one step adds at most 2, and the sum must reach 30. So single stragglers (one in ten, however slow)
+    never accumulate, a speed inside the interval never alarms, and one far outside does after 15 steps. An alarm
     counts once the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)

@@ -13,8 +13,8 @@ from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
 from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
 
-_CONFIRMING_STEPS, _LEVEL_STEPS = 12, 8
-"""The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after nine."""
+_CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
+"""The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""
 
 
 def start(

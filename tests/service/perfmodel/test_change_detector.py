@@ -57,19 +57,19 @@ def test_slow_steps_that_recur_as_predicted_confirm_no_alarm(every):
     """The single steps are far from the predicted mean, their mean is not."""
     times = np.where(np.arange(400) % every == 0, 0.162, 0.012)
     state = DriftState.expecting(0.95 * times.mean(), 1.05 * times.mean())
-    for seen in range(12, 400):
+    for seen in range(20, 400):
         state = watch_drift(state, times[seen : seen + 1])
-        assert not state.confirmed_by(times[seen - 11 : seen + 1])
+        assert not state.confirmed_by(times[seen - 19 : seen + 1])
         state = state.rearmed() if state.alarm else state
 
 
 @pytest.mark.parametrize(("factor", "confirmed"), [(1.08, False), (1.2, True), (4.0, True)])
 def test_only_a_change_of_ten_per_cent_that_lasts_is_confirmed(factor, confirmed):
-    times = np.concatenate([np.ones(50), np.full(20, factor)]) * np.exp(np.random.default_rng(2).normal(0, 0.01, 70))
+    times = np.concatenate([np.ones(50), np.full(25, factor)]) * np.exp(np.random.default_rng(2).normal(0, 0.01, 75))
     state, found = DriftState.expecting(0.99, 1.01), []
-    for seen in range(12, 70):
+    for seen in range(20, 75):
         state = watch_drift(state, times[seen : seen + 1])
-        found.append(state.confirmed_by(times[seen - 11 : seen + 1]))
+        found.append(state.confirmed_by(times[seen - 19 : seen + 1]))
         state = state.rearmed() if state.alarm else state
-    assert any(found[38:]) is confirmed
-    assert not any(found[:45]), "seven slow steps in a row are a burst"
+    assert any(found) is confirmed
+    assert not any(found[:44]), "fourteen slow steps in a row are a burst"

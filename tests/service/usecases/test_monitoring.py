@@ -48,7 +48,7 @@ def test_steady_training_never_drifts(trained: tuple[Cluster, str, wire.Run]) ->
 
 
 def test_rows_that_are_resent_are_not_observed_again(trained: tuple[Cluster, str, wire.Run]) -> None:
-    """Three slow steps are no drift, however often they arrive; the detector needs six."""
+    """Three slow steps are no drift, however often they arrive; the detector needs 15."""
     cluster, job_id, run = trained
     feed(cluster, run, 100)
     slow = 10.0 * cluster.times(run.configuration, 3)
