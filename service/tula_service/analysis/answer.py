@@ -26,7 +26,7 @@ from tula_service.perfmodel.recommend import Goal, Recommendation, price_candida
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
-MODEL_VERSION = "step-time-5"
+MODEL_VERSION = "step-time-6"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
 
 
