@@ -1,0 +1,221 @@
+"""What a user gets without an edit: ten scripts that have never heard of Tula, and the time to a first recommendation.
+
+    python -m benchmarks.ease [--rounds 3] [--json OUT] [--smoke]
+
+Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
+once with the lines of docs/embed.md written into it, in turn. Keys: `no_edit.scripts_measured`, of ten, is how many
+were measured with their own batch, accumulation and world size; `no_edit.<script>.step_time_error` is how far the
+median step time without an edit is off that with the agent's lines (0.03: 3 %), each the median of the rounds, and
+`no_edit.step_time_error.median` and `.max` are those over the scripts. `seconds_to_recommendation.digits` is the
+wall-clock time of `tula tune` on examples/digits_ddp.py as examples/demo.py describes it, from the command to its
+recommendation; its service is running. The smoke run takes one script, and leaves the digits out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.support import clean_environment
+from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
+from benchmarks.support.gloo import free_port
+from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.server import Server
+from benchmarks.support.sink import Sink
+from examples.demo import SPEC
+from tula_client.launch.environment import startup_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "e2e" / "scripts" / "unedited"
+WITH_HOOK = ROOT / "tests" / "agent" / "scripts" / "with_hook.py"
+DIGITS = ROOT / "examples" / "digits_ddp.py"
+BATCH, RANKS, EPOCHS = 8, 2, 12
+WIDTH = {"hf_trainer": 128}
+OTHER_WIDTH = 16384
+WARMUP_STEPS, MEASURE_STEPS = 5, 40
+PATIENCE_S = 120.0
+_ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first rank sent after warm-up: seconds of each step, and (local batch, accumulation, world size)s."""
+
+    step_time_s: list[float]
+    seen: set[tuple[int, int, int]]
+
+
+def embedded(source: str) -> str:
+    """The script with the agent's lines: those of its framework's callback, or of a loop."""
+    if "pl.Trainer(" in source:
+        call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
+        return source.replace("pl.Trainer(", call)
+    if "Trainer(model, " in source:
+        module = "__import__('tula_agent.callbacks.transformers').callbacks.transformers"
+        return source.replace("eval_dataset=", f"callbacks=[{module}.TulaTrainerCallback()], eval_dataset=")
+    begins = "__import__('tula_agent').init(); run.watch(model, getattr(optimizer, 'optimizer', optimizer))"
+    found = re.sub(r"^( +)(for \w+ in range\(options\.epochs\))", rf"\1run = {begins}\n\1\2", source, flags=re.M)
+    found, loops = re.subn(r"in (enumerate\()?loader\b", r"in \1run.steps(loader)", found)
+    if loops != 1:
+        raise ValueError("no loop over `loader` was found")
+    return found
+
+
+class Bench:
+    """Starts scripts as ranks that report to a sink."""
+
+    def __init__(self, forks: ForkServer, folder: Path) -> None:
+        self._forks, self._folder = forks, folder
+        self._samples = folder / "samples"
+        self._samples.touch()
+        self._sink = Sink(samples=self._samples)
+        threading.Thread(target=self._sink.serve_forever, daemon=True).start()
+        self._runs = 0
+
+    def run(self, script: Path, *, hook: bool) -> Measured:
+        """Measure the script once; one that does not end in two minutes is killed."""
+        self._runs += 1
+        name = f"run{self._runs}"
+        spawns = script.stem.startswith("mp_spawn")  # it starts its ranks, so that the hook finds them by PYTHONPATH
+        start = [str(WITH_HOOK), str(script)] if hook and not spawns else [str(script)]
+        path = [startup_folder() or "", str(ROOT)] if hook and spawns else [str(ROOT)]
+        env = clean_environment(
+            TULA_URL=self._sink.url,
+            TULA_RUN_ID=name,
+            TULA_KIND="profile",
+            TULA_WARMUP_STEPS=str(WARMUP_STEPS),
+            TULA_MEASURE_STEPS=str(MEASURE_STEPS),
+            TULA_SPOOL_DIR=str(self._folder / "spool"),
+            PYTHONPATH=os.pathsep.join(path),
+        )
+        width = WIDTH.get(script.stem.removesuffix("-embedded"), OTHER_WIDTH)
+        options = [f"--batch-size={BATCH}", f"--epochs={EPOCHS}", f"--width={width}"]
+        places = [{}] if spawns else _places()
+        log = self._folder / f"{name}.log"
+        started = [self._forks.start([*start, *options], env | place, log) for place in places]
+        ends = time.monotonic() + PATIENCE_S
+        for process in started:
+            try:
+                if process.wait(max(0.0, ends - time.monotonic())):
+                    print(f"{script.name} failed:\n{log.read_text()[-2000:]}", file=sys.stderr)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)  # it is in a separate session
+        return self._measured(name)
+
+    def _measured(self, run_id: str) -> Measured:
+        found = Measured([], set())
+        for line in self._samples.read_text().splitlines():
+            route, _, text = line.partition(" ")
+            body = json.loads(text)
+            if f"/{run_id}/" in route and body["rank"] == 0 and not body["warmup"]:
+                found.step_time_s.extend(body["step_time_s"])
+                found.seen.add((body["local_batch_size"], body["grad_accum_steps"], body["world_size"]))
+        return found
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._sink.shutdown()
+        self._sink.server_close()
+
+
+def _places() -> list[dict[str, str]]:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    size = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    return [meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
+
+
+def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]) -> dict[str, float]:
+    """Every script with and without the agent's lines, in turn."""
+    figures: dict[str, float] = {}
+    rows, measured = [], 0
+    forks = ForkServer(modules)
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(forks, Path(name))
+        try:
+            for script in scripts:
+                source = script.read_text()
+                edited = Path(name, f"{script.stem}-embedded.py")
+                edited.write_text(embedded(source))
+                expected = {(BATCH, 2 if _ACCUMULATES.search(source) else 1, RANKS)}
+                plain, lines = [], []
+                for _ in range(rounds):
+                    lines.append(bench.run(edited, hook=False))
+                    plain.append(bench.run(script, hook=True))
+                whole = all(one.seen == expected and len(one.step_time_s) >= 0.8 * MEASURE_STEPS for one in plain)
+                measured += whole
+                ours, theirs = (median([median(one.step_time_s) for one in each]) for each in (plain, lines))
+                figures[f"no_edit.{script.stem}.step_time_error"] = abs(ours / theirs - 1.0)
+                times = [f"{1e3 * value:.2f} ms" for value in (ours, theirs)]
+                rows.append([script.stem, *times, f"{100 * (ours / theirs - 1.0):+.1f} %", "yes" if whole else "NO"])
+        finally:
+            bench.close()
+            forks.close()
+    print_table("step time without an edit", ["script", "no edit", "embedded", "error", "measured"], rows)
+    errors = list(figures.values())
+    figures["no_edit.scripts_measured"] = float(measured)
+    figures["no_edit.step_time_error.median"] = median(errors)
+    figures["no_edit.step_time_error.max"] = max(errors)
+    return figures
+
+
+def seconds_to_recommendation() -> float:
+    """Of `tula tune` on the digits; raises CalledProcessError if it fails."""
+    with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
+        spec = SPEC.replace("MOST", "2")
+        start = ["--launcher", "torchrun", "--", str(DIGITS)]
+        Path(name, "job.toml").write_text(spec)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        command = [
+            sys.executable,
+            "-m",
+            "tula_client.cli",
+            "tune",
+            "job.toml",
+            *start,
+            "--batch-size={local_batch_size}",
+        ]
+        began = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=name,
+            env=clean_environment(TULA_URL=server.url, PATH=path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        took_s = time.monotonic() - began
+    if done.returncode:
+        raise RuntimeError(f"`tula tune` failed: {done.stdout[-4000:]}")
+    return took_s
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; answers the exit status."""
+    parser = parser_of("ease", __doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each script, with and without the lines (3)")
+    options = parser.parse_args(arguments)
+    scripts = sorted(SCRIPTS.glob("*.py"))
+    if options.smoke:
+        left_out = dict.fromkeys((f"no_edit.{script.stem}.step_time_error" for script in scripts), 0.0)
+        figures = left_out | without_an_edit([SCRIPTS / "plain_ddp.py"], 1, AGENT)
+        figures["seconds_to_recommendation.digits"] = 0.0
+    else:
+        figures = without_an_edit(scripts, options.rounds, [*AGENT, *FRAMEWORKS])
+        figures["seconds_to_recommendation.digits"] = took_s = seconds_to_recommendation()
+        print(f"\n`tula tune` on the digits: {took_s:.1f} s to a recommendation")
+    write_json(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
