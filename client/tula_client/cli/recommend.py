@@ -140,7 +140,7 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 format.seconds(one.total_time_s.value),
                 _cost(one),
                 format.bytes_(one.memory_bytes.value if one.memory_bytes else None),
-                ", ".join(name.replace("_", " ") for name, holds in marks(one).items() if holds),
+                ", ".join(name for name, holds in marks(one).items() if holds),
             ]
         )
     return table([*(["=type"] if several else []), *COLUMNS], rows)
@@ -173,7 +173,8 @@ def _cost(one: Candidate) -> str:
 
 def _roles(one: Candidate, answer: Recommendation) -> dict[str, bool]:
     named = roles(one, answer)
-    return {"recommended": named.pop("chosen"), **named}
+    named = {"recommended": named.pop("chosen"), **named}
+    return {name.replace("_", " "): holds for name, holds in named.items()}
 
 
 def _state(one: Candidate) -> dict[str, bool]:
@@ -181,5 +182,5 @@ def _state(one: Candidate) -> dict[str, bool]:
         "spot": one.spot,
         "measured": one.profiled,
         "extrapolated": one.extrapolated,
-        "excluded": one.excluded_by is not None,
+        f"excluded: {one.excluded_by}": one.excluded_by is not None,
     }

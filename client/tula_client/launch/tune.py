@@ -112,9 +112,8 @@ class _PlanLoop:
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
         """Raise where failures, or measurements of another configuration than planned, end the plan."""
-        if outcome.state == "succeeded":
-            self._any_success = True
-            self._check_configuration(active, run)
+        self._check_configuration(active, run)
+        self._any_success |= outcome.state == "succeeded"
         self._failures = self._failures + 1 if outcome.state == "failed" else 0
         if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
             raise LaunchError(_explain_failure(active, run, outcome, self._failures))
@@ -132,7 +131,10 @@ class _PlanLoop:
         """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
         mismatch = self._runner.retrying(self._runner.service.run, run.id).configuration_mismatch
         if mismatch is not None:
-            raise LaunchError(f"{mismatch} The measurement is kept for the configuration that ran. Log: {active.log}")
+            raise LaunchError(
+                f"{mismatch} The measurement is kept for the configuration that ran; once the command is corrected, "
+                f"repeat `tula tune` to measure the planned one. Log: {active.log}"
+            )
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
         """Seconds until the next claim while nothing runs; None once the plan is done."""

@@ -10,7 +10,7 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.job_data import CrossValidation, JobData
+from tula_service.analysis.job_data import CrossValidation, JobData, JobRun
 from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
 from tula_service.perfmodel.memory_model import Beside, MemoryModel, MemoryPrior, Shards, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
@@ -42,10 +42,11 @@ class Evidence:
     """What every fit, plan and choice of one job rests on.
 
     `candidates` fit into memory; `ruled_out` maps those that do not to a sentence. `failed` configurations may neither
-    be planned nor chosen: their newest run failed for another reason than memory. `rows` names the configuration and
-    the run of each observation, `measured` the step time of each configuration, s. `fitted` also holds configurations
-    that ran, and so fit into memory, but whose step time is ignored. `input_shares` is the part of the compute term,
-    from 0 to 1, in which each measured configuration waited for data: both grow with the batch of a rank.
+    be planned nor chosen: their newest run failed for another reason than memory. `retried` are failed runs to repeat,
+    since the job was registered again after them. `rows` names the configuration and the run of each observation,
+    `measured` the step time of each configuration, s. `fitted` also holds configurations that ran, and so fit into
+    memory, but whose step time is ignored. `input_shares` is the part of the compute term, from 0 to 1, in which each
+    measured configuration waited for data: both grow with the batch of a rank.
     """
 
     candidates: tuple[Configuration, ...]
@@ -56,6 +57,7 @@ class Evidence:
     memory: MemoryEvidence
     ruled_out: Mapping[Configuration, str]
     failed: frozenset[Configuration]
+    retried: tuple[JobRun, ...]
     num_runs: int
     num_samples: int
     warnings: tuple[str, ...]
@@ -78,7 +80,7 @@ def evidence_of(data: JobData) -> Evidence:
     if data.drift is not None:
         warnings.append(f"{data.drift}; predictions are for the speed when it was profiled.")
     rows: list[tuple[Configuration, RunSummary]] = []
-    misconfigured: set[Configuration] = set()
+    misconfigured: set[str] = set()
     for summary in data.summaries:
         if summary.state is RunState.OUT_OF_MEMORY or summary.step_time_s is None:
             continue
@@ -91,12 +93,12 @@ def evidence_of(data: JobData) -> Evidence:
         actual, mismatch = _as_run(summary)
         if mismatch is not None:
             warnings.append(mismatch)
-            misconfigured.add(summary.configuration)
+            misconfigured.add(summary.run_id)
         if actual is not None:
             rows.append((actual, summary))
     failures = out_of_memory_runs(rows, data.summaries)
     memory = memory_evidence(data.spec, rows, failures.standing)
-    failed = misconfigured | _failed(data, {summary.run_id for summary in failures.contradicted})
+    failed, retried = _failed(data, misconfigured | {summary.run_id for summary in failures.contradicted})
     candidates, ruled_out = _feasible(data, memory)
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     fitted = frozenset(configuration for configuration, _ in rows)
@@ -109,6 +111,7 @@ def evidence_of(data: JobData) -> Evidence:
         memory=memory,
         ruled_out=ruled_out,
         failed=frozenset(failed - fitted),
+        retried=tuple(run for run in retried if run.configuration not in fitted),
         num_runs=len(timed),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *failures.warnings, *memory.warnings))),
@@ -162,14 +165,30 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     return replace(planned, ranks_per_node=world // nodes, local_batch_size=batch, grad_accum_steps=steps), sentence
 
 
-def _failed(data: JobData, contradicted: set[str]) -> set[Configuration]:
-    """Configurations whose newest profiling run failed, or ran out of memory where larger batches fitted."""
-    newest: dict[Configuration, bool] = {}
+def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[JobRun]]:
+    """Configurations whose newest profiling run failed, and failed runs to repeat, in plan order.
+
+    `unusable` are runs that count as failed: they used another configuration, or ran out of memory where larger batches
+    fitted. A failed run is repeated, once, if the job was registered again after it.
+    """
+    by_configuration: dict[Configuration, list[JobRun]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
-        if run.id in contradicted or (run.kind is RunKind.PROFILE and run.state is not RunState.CANCELLED):
-            failed = run.id in contradicted or run.state is RunState.FAILED
-            newest.setdefault(run.configuration, failed and run.key > data.retried_up_to_key)
-    return {configuration for configuration, failed in newest.items() if failed}
+        if run.id in unusable or run.kind is RunKind.PROFILE:
+            by_configuration.setdefault(run.configuration, []).append(run)
+    ruled_out: set[Configuration] = set()
+    repeated: list[JobRun] = []
+    for configuration, runs in by_configuration.items():
+        newest = next((run for run in runs if run.state is not RunState.CANCELLED), runs[0])
+        ended = next((run for run in runs if run.state.is_final), None)
+        if _has_failed(newest, unusable) and newest.key > data.retried_up_to_key:
+            ruled_out.add(configuration)
+        elif ended is not None and _has_failed(ended, unusable) and ended.key <= data.retried_up_to_key:
+            repeated.append(ended)
+    return ruled_out, sorted(repeated, key=lambda run: (run.position, run.key))
+
+
+def _has_failed(run: JobRun, unusable: set[str]) -> bool:
+    return run.state is RunState.FAILED or run.id in unusable
 
 
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:

@@ -218,13 +218,22 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
         except ObservationError as error:
             problem = str(error)
     most_steps = spec.batch.max_grad_accum_steps if spec.batch.global_batch_size is not None else 1
-    fitting = {c for c in found if c.global_batch_size <= spec.dataset.size and c.grad_accum_steps <= most_steps}
-    if not fitting:
-        raise ObservationError(
-            problem
-            or f"batch: no candidate's global batch fits the data set of {spec.dataset.size} examples; "
-            "lower batch.min_local_batch_size or cluster.min_nodes, or raise batch.max_grad_accum_steps."
+    accumulated = {c for c in found if c.grad_accum_steps <= most_steps}
+    fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
+    if found and not accumulated:
+        fewest = min(c.grad_accum_steps for c in found)
+        problem = (
+            f"batch: a global batch of {spec.batch.global_batch_size} needs at least {fewest} accumulation steps, but "
+            f"max_grad_accum_steps is {most_steps}; raise it, batch.max_local_batch_size or cluster.max_nodes."
         )
+    elif accumulated and not fitting:
+        smallest = min(c.global_batch_size for c in accumulated)
+        problem = (
+            f"batch: the smallest global batch, {smallest}, is above the data set of {spec.dataset.size} examples; "
+            "lower batch.global_batch_size, batch.min_local_batch_size or cluster.min_nodes."
+        )
+    if not fitting:
+        raise ObservationError(problem)
     return tuple(sorted(fitting))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tula_wire as wire
@@ -59,13 +59,14 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
     kept_ids = [run.id for run in kept]
-    active = bool(found.runs) or bool(kept) or bool(begun)
+    again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
+    active = bool(found.runs) or bool(again) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
     validation = leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None
-    left = [*(run.configuration for run in found.runs), *(run.configuration for run in (*kept, *begun))]
+    left = [*(run.configuration for run in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
     reason = found.stop_reason or _progress(left, analysis.spec.profiling.columns)
     return PlanDecision(
-        new=_new_runs(analysis, found),
+        new=(*_repeated(analysis, again), *_new_runs(analysis, found)),
         cancelled=tuple(sorted(run.id for run in waiting if run.id not in kept_ids)),
         active=active,
         reason=reason + _failures(analysis),
@@ -99,21 +100,41 @@ def _worth_keeping(answer: Answer, waiting: Sequence[JobRun]) -> list[JobRun]:
 def _next_runs(answer: Answer, begun: Sequence[JobRun], waiting: list[JobRun]) -> tuple[list[JobRun], Plan]:
     """The waiting runs that stay, and what to add.
 
-    Waiting runs stay while a plan without them would ask for at least as many: the design that chose them still holds.
-    If it asks for fewer, enough has been measured meanwhile, and only the waiting runs that it asks for stay. A run
-    that lost its lease half-way is among neither: it stays, to be completed.
+    Failed runs that are repeated, waiting or to be added, stay in any case. Other waiting runs stay while a plan
+    without them would ask for at least as many: the design that chose them still holds. If it asks for fewer, enough
+    has been measured meanwhile, and only the waiting runs that it asks for stay. A run that lost its lease half-way is
+    among neither: it stays, to be completed.
     """
-    in_use = [run.configuration for run in begun]
-    half_measured = {run.configuration for run in waiting} & set(answer.evidence.measured)
+    again = [run.configuration for run in _to_repeat(answer, ())]
+    in_use = [*(run.configuration for run in begun), *again]
+    fixed = {run.configuration for run in waiting} & {*answer.evidence.measured, *again}
     if waiting:
         fresh = _plan(answer, in_use)
-        if len(fresh.runs) < len(waiting) - len(half_measured):
-            asked = {planned.configuration for planned in fresh.runs} | half_measured
+        if len(fresh.runs) < len(waiting) - len(fixed):
+            asked = {planned.configuration for planned in fresh.runs} | fixed
             kept = [run for run in waiting if run.configuration in asked]
             present = {run.configuration for run in kept}
             new = tuple(planned for planned in fresh.runs if planned.configuration not in present)
             return kept, Plan(new, fresh.stop_reason)
     return waiting, _plan(answer, [*in_use, *(run.configuration for run in waiting)])
+
+
+def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[JobRun]:
+    """The failed runs that are feasible, of no configuration `in_use`; none once the GPU-seconds are used up."""
+    budget = _budget(answer.data)
+    if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
+        return []
+    feasible = set(answer.evidence.candidates) - set(in_use)
+    return [run for run in answer.evidence.retried if run.configuration in feasible]
+
+
+def _repeated(answer: Answer, failed: Sequence[JobRun]) -> tuple[NextRun, ...]:
+    """A run in the place of each failed one, so that it comes before what waits."""
+    expected = _expected(answer, [run.configuration for run in failed])
+    return tuple(
+        NextRun(run.configuration, f"Repeats {run.id}, which failed.", run.position, expected[row])
+        for row, run in enumerate(failed)
+    )
 
 
 def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:

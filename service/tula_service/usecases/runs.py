@@ -238,15 +238,19 @@ def patch(
 
 def view(record: RunRecord) -> wire.Run:
     """A run as the wire's model."""
-    mismatch = configuration_mismatch(
+    run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
+    return run.model_copy(update={"configuration_mismatch": _mismatch(record)})
+
+
+def _mismatch(record: RunRecord) -> str | None:
+    """A sentence where the run's process saw another configuration than planned."""
+    return configuration_mismatch(
         record.id,
         record.configuration,
         world_size=record.observed_world_size,
         local_batch_size=record.observed_local_batch_size,
         grad_accum_steps=record.observed_grad_accum_steps,
     )
-    run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
-    return run.model_copy(update={"configuration_mismatch": mismatch})
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
@@ -268,7 +272,8 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 def _repeats(run: RunRecord, wanted: RunState) -> bool:
     """True if this report has been received before: launcher and agent may both report the end of a run."""
-    reported = RunState.SUCCEEDED if run.end_cause is EndCause.NO_SAMPLES else run.state
+    refused = run.end_cause is EndCause.NO_SAMPLES or (run.kind is RunKind.PROFILE and _mismatch(run) is not None)
+    reported = RunState.SUCCEEDED if refused and run.state is RunState.FAILED else run.state
     return wanted in (run.state, reported)
 
 
@@ -301,6 +306,8 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if wanted is RunState.SUCCEEDED and run.num_samples == 0 and run.kind is RunKind.PROFILE:
         wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
         message = _MESSAGES[cause]
+    if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and (mismatch := _mismatch(run)) is not None:
+        wanted, message = RunState.FAILED, mismatch  # its samples count for the configuration that ran
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
         message = _epoch_mismatch_warning(tx, run, spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}

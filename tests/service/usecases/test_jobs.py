@@ -160,6 +160,14 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
         ),
         ({"dataset": {"size": 16}}, "batch", "data set of 16 examples"),
         ({"batch": {"global_batch_size": 7}}, "batch", "."),
+        (
+            {
+                "batch": {"global_batch_size": 512, "min_local_batch_size": 16, "max_local_batch_size": 16},
+                "cluster": {"max_nodes": 2},
+            },
+            "batch",
+            "needs at least 16 accumulation steps, but max_grad_accum_steps is 1",
+        ),
         *(
             (
                 {"cluster": {"max_nodes": 2, "memory_bytes_per_rank": given}},

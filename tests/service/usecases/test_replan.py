@@ -324,3 +324,37 @@ def test_a_failed_run_that_is_retried_rules_its_configuration_out_no_more(cluste
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
     assert cluster.recommendation(job_id).chosen == again.recommendation.chosen
+
+
+def test_a_failed_or_mislaunched_first_run_is_the_first_to_be_claimed_once_its_job_is_registered_again(
+    cluster: Cluster,
+) -> None:
+    job_id = cluster.register().job.id
+    request = wire.ClaimRequest(holder="launcher")
+    failed, mislaunched = [], None
+    while mislaunched is None:
+        run = runs.claim(cluster.store, ANONYMOUS, job_id, request).run
+        assert run is not None
+        if not failed:
+            failed.append(run.configuration)
+            cluster.patch(run.id, "failed")
+        elif run.configuration.world_size > 2:
+            mislaunched = run.configuration
+            cluster.send(run, [0.1] * 20, world_size=2)  # on another number of ranks than planned
+            cluster.patch(run.id, "succeeded")
+        else:
+            cluster.execute(run)
+    waiting = [run.id for run in cluster.job(job_id).plan if run.state == "pending"]
+    again = cluster.register()
+    assert waiting, "runs of the first plan are left"
+    for wanted in (*failed, mislaunched):
+        run = runs.claim(cluster.store, ANONYMOUS, job_id, request).run
+        assert run is not None
+        assert (run.configuration, run.purpose[:7]) == (wanted, "Repeats")
+        cluster.execute(run)
+    cluster.work(job_id)
+    repeated = [run.state for run in cluster.job(job_id).plan if run.purpose.startswith("Repeats")]
+    assert repeated == ["succeeded"] * 2, "each once"
+    candidates = cluster.recommendation(job_id).candidates
+    assert all(one.excluded_by is None for one in candidates if one.configuration in {*failed, mislaunched})
+    assert again.job.id == job_id
