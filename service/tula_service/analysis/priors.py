@@ -28,6 +28,7 @@ from tula_service.perfmodel.priors import (
     scale_from_jobs,
 )
 from tula_service.perfmodel.roofline import GUESSED_ACTIVATIONS_SD, guessed_activation_bytes
+from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 from tula_wire.jobs import Precision
@@ -61,14 +62,15 @@ class JobScale:
 class Lessons:
     """What earlier jobs of the project learned, sorted by how much they have in common with this job.
 
-    `same_network` and `other_networks` ran on the hardware of this job, by instance type. `other_hardware` is the same
+    `same_network` and `other_networks` ran on the hardware of this job, by instance type; beside one of another network
+    stands how many times as many parameters this job has, None where a count is unknown. `other_hardware` is the same
     network on hardware that this job does not have. `scales` are of all earlier jobs: of each network the newest on
     each device, since repeating one network says nothing about others. `pairs` are of trainings on this hardware,
     including those of the job itself.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]]
-    other_networks: Mapping[str, tuple[StepTimePrior, ...]]
+    other_networks: Mapping[str, tuple[tuple[StepTimePrior, float | None], ...]]
     other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
     scales: tuple[JobScale, ...]
     pairs: tuple[PredictionPair, ...]
@@ -86,7 +88,7 @@ class Lessons:
 def lessons_of(data: JobData) -> Lessons:
     """Sort what earlier jobs learned by network and hardware; `data.earlier_jobs` are newest first."""
     same: dict[str, list[StepTimePrior]] = {}
-    related: dict[str, list[StepTimePrior]] = {}
+    related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
     scales: dict[tuple[str, int | None, str], JobScale] = {}
     pairs = [*data.prediction_pairs]
@@ -102,8 +104,12 @@ def lessons_of(data: JobData) -> Lessons:
             if len(scales) < _MAX_SCALES:
                 key = (job.model.name, job.model.parameters, device_of(cluster))
                 scales.setdefault(key, JobScale(job.model, cluster, learned))
-            if on_this:
-                (same if known else related).setdefault(cluster.instance_type, []).append(learned)
+            if on_this and known:
+                same.setdefault(cluster.instance_type, []).append(learned)
+            elif on_this:
+                counts = data.spec.model.parameters, job.model.parameters
+                ratio = counts[0] / counts[1] if counts[0] and counts[1] else None
+                related.setdefault(cluster.instance_type, []).append((learned, ratio))
             elif known:
                 elsewhere.append((learned, hardware_of(cluster, job.model.precision)))
         if ran_on_this:
@@ -134,7 +140,11 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
             # The job's own runs tell its scale better than the scales of other jobs do.
             scales = () if measured else lessons.scales
             scale = _scale(lessons, spec.model, cluster, hardware, reference, scales=scales)
-            believed[name] = scale if related is None else prior_from_jobs(related, scale=scale)
+            if related is None:
+                believed[name] = scale
+            else:
+                learned, ratios = zip(*related, strict=True)
+                believed[name] = prior_from_jobs(learned, scale=scale, gradient_ratios=ratios)
     return Priors(believed, hardware)
 
 
@@ -292,6 +302,7 @@ def _as_prior(learned: Posterior) -> StepTimePrior:
         np.array(learned.sd),
         absolute=True,
         reference_batch_size=learned.reference_batch_size,
+        in_seconds=COLLECTIVES,
     )
 
 

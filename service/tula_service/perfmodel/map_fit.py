@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from tula_service.perfmodel.residual_gp import (
     residual_variance,
     same_points,
 )
-from tula_service.perfmodel.step_time_form import LogStepTimes, jacobian, log_terms
+from tula_service.perfmodel.step_time_form import COLLECTIVES, LogStepTimes, jacobian, log_terms
 
 _MOST_ITERATIONS = 40
 _LONGEST_STEP = 2.0
@@ -121,12 +121,22 @@ class Posterior:
 
     def as_prior(self) -> StepTimePrior:
         """Mean and standard deviation of theta over all members, as a prior for other jobs and types."""
+        known = np.eye(self.prior.mean.size)
+        known[list(COLLECTIVES), 0] = 1.0  # in seconds: c and what is relative to it are known less well apart
         thetas = np.array([member.theta for member in self.members])
-        variances = np.array([np.diag(member.covariance) * member.variance_factor for member in self.members])
+        variances = [np.diag(known @ m.covariance @ known.T) * m.variance_factor for m in self.members]
         mean = self.member_weights @ thetas
-        sd = np.sqrt(self.member_weights @ (variances + (thetas - mean) ** 2))
+        sd = np.sqrt(self.member_weights @ (np.array(variances) + ((thetas - mean) @ known.T) ** 2))
         b_ref = self.reference_batch_size
-        return StepTimePrior(mean, sd, self.prior.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
+        return StepTimePrior(
+            mean,
+            sd,
+            self.prior.scales,
+            Basis.TRANSFER,
+            absolute=True,
+            reference_batch_size=b_ref,
+            in_seconds=COLLECTIVES,
+        )
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
@@ -134,7 +144,7 @@ def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Poster
     none = np.zeros(0)
     member = Member(
         theta=prior.mean,
-        covariance=np.diag(prior.sd**2),
+        covariance=np.asarray(np.linalg.inv(prior.precision), dtype=np.float64),
         scales=prior.scales,
         own_variance=none,
         weights=none,
@@ -162,7 +172,7 @@ def fit_posterior(
     for hypothesis in hypotheses:
         scales = hypothesis.apply(prior.scales)
         start = members[0].theta if members else centre
-        members.append(_fit_member(start, centre, prior.sd, scales, targets, reference_batch_size))
+        members.append(_fit_member(start, replace(prior, mean=centre), scales, targets, reference_batch_size))
     log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, hypotheses, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     kept = np.flatnonzero(weights >= _LEAST_WEIGHT * weights.sum())
@@ -178,8 +188,7 @@ def fit_posterior(
 
 def _fit_member(
     theta: FloatArray,
-    centre: FloatArray,
-    sd: FloatArray,
+    prior: StepTimePrior,
     scales: ResidualScales,
     targets: Targets,
     reference: float,
@@ -197,7 +206,7 @@ def _fit_member(
         lower = cholesky(shared + np.diag(white), lower=True)
         # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
-        theta, residuals, slopes, precision, cost = _gauss_newton(theta, centre, sd, targets, whitener, reference)
+        theta, residuals, slopes, precision, cost = _gauss_newton(theta, prior, targets, whitener, reference)
         weights = whitener.T @ residuals[: white.size]
         # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
@@ -216,7 +225,7 @@ def _fit_member(
         whitener=whitener,
         whitened_slopes=slopes[: white.size],
         variance_factor=(_PRIOR_DOF + 2.0 * cost) / (_PRIOR_DOF + white.size),
-        log_evidence=_log_evidence(cost, precision, sd, lower) - _COST_OF_A_CASE * cases,
+        log_evidence=_log_evidence(cost, precision, prior.sd, lower) - _COST_OF_A_CASE * cases,
     )
 
 
@@ -230,15 +239,14 @@ def _log_evidence(cost: float, precision: FloatArray, sd: FloatArray, lower: Flo
 
 def _gauss_newton(
     theta: FloatArray,
-    centre: FloatArray,
-    sd: FloatArray,
+    prior: StepTimePrior,
     targets: Targets,
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, float]:
     """theta at the maximum, residuals and slopes there (whitened), posterior precision, and half the squared misfit."""
     known = np.flatnonzero(np.isfinite(targets.log_compute))
-    penalty = 1.0 / sd**2
+    centre, penalty = prior.mean, prior.precision
 
     def linearised(at: FloatArray) -> tuple[FloatArray, FloatArray, float]:
         terms, step, compute = jacobian(at, targets.points, reference)
@@ -248,13 +256,13 @@ def _gauss_newton(
             missed = (targets.log_compute[known] - terms.compute[known]) / _COMPUTE_NOISE
             values = np.concatenate([values, missed])
             slopes = np.vstack([slopes, compute[known] / _COMPUTE_NOISE])
-        return values, slopes, 0.5 * (float(values @ values) + float(penalty @ (at - centre) ** 2))
+        return values, slopes, 0.5 * (float(values @ values) + float((at - centre) @ penalty @ (at - centre)))
 
     damping = 1e-3
     values, slopes, cost = linearised(theta)
-    precision = slopes.T @ slopes + np.diag(penalty)
+    precision = slopes.T @ slopes + penalty
     for _ in range(_MOST_ITERATIONS):
-        gradient = slopes.T @ values - penalty * (theta - centre)
+        gradient = slopes.T @ values - penalty @ (theta - centre)
         while damping < 1e6:
             step = np.linalg.solve(precision + damping * np.diag(np.diag(precision)), gradient)
             trial = theta + np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
@@ -266,7 +274,7 @@ def _gauss_newton(
             break
         gained = cost - trial_cost
         theta, values, slopes, cost = trial, trial_values, trial_slopes, trial_cost
-        precision = slopes.T @ slopes + np.diag(penalty)
+        precision = slopes.T @ slopes + penalty
         damping = max(damping / 5.0, 1e-9)
         if gained < 1e-6:
             break

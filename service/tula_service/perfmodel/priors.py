@@ -12,7 +12,7 @@ from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.residual_gp import ResidualScales
 from tula_service.perfmodel.roofline import log_per_sample, log_per_step
-from tula_service.perfmodel.step_time_form import NUM_PARAMETERS
+from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
@@ -28,6 +28,7 @@ _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
+_WORTH_OF_BETWEEN_SD = 2.0  # that usual spread weighs as much as so many jobs
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
 _WORTH_OF_NETWORK_SD = 6.0  # the prior of _NETWORK_SD weighs as much as so many jobs
@@ -39,7 +40,8 @@ class StepTimePrior:
     """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
     `absolute`: c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
-    None for "the largest batch in question".
+    None for "the largest batch in question". `in_seconds` are entries that the form has relative to c and that are
+    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself.
     """
 
     mean: FloatArray
@@ -48,11 +50,19 @@ class StepTimePrior:
     basis: Basis = Basis.PRIOR
     absolute: bool = False
     reference_batch_size: float | None = None
+    in_seconds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
+
+    @property
+    def precision(self) -> FloatArray:
+        """The inverse of theta's covariance, shape (10, 10)."""
+        known = np.eye(NUM_PARAMETERS)
+        known[list(self.in_seconds), 0] = 1.0
+        return np.asarray(known.T @ (known / self.sd[:, None] ** 2))
 
 
 @dataclass(frozen=True)
@@ -283,9 +293,7 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, want
     mean[6] += faster - (_log_ratio(measured, wanted, "inter_node_gbps") or 0.0)
     for entry in (4, 6):
         sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
-    return StepTimePrior(
-        mean, sd, shape.scales, Basis.TRANSFER, absolute=True, reference_batch_size=shape.reference_batch_size
-    )
+    return replace(shape, mean=mean, sd=sd)
 
 
 def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
@@ -294,38 +302,80 @@ def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) ->
     return None if before is None or after is None else math.log(after / before)
 
 
-def prior_from_jobs(posteriors: Sequence[StepTimePrior], *, scale: StepTimePrior | None = None) -> StepTimePrior:
-    """The prior from earlier jobs on the same hardware (their `Posterior.as_prior`), basis `transfer`.
+def prior_from_jobs(
+    posteriors: Sequence[StepTimePrior],
+    *,
+    scale: StepTimePrior | None = None,
+    gradient_ratios: Sequence[float | None] = (),
+) -> StepTimePrior:
+    """The prior of the next job from k earlier ones on the same hardware (their `Posterior.as_prior`); basis transfer.
 
-    Each parameter is the precision-weighted mean over the jobs and the generic prior, wider by the spread among jobs.
-    The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when
-    the jobs are runs of the same network, from them.
+    Each posterior holds the generic prior, which is divided out before they are combined: what a job did not measure,
+    it does not teach. The next job differs from the others as they differ from one another, so its deviation is
+    sqrt(between^2 + own^2 / k), never the error of the mean alone. Collectives carry over in seconds.
+
+    The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when the jobs are
+    runs of the same network, from them. With `scale`, the jobs are other networks: their collectives carry over as
+    seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
+    posterior; None where a count is unknown, and then the job teaches nothing of collectives. What no job teaches is
+    that of `scale`, or generic without. Raises ObservationError without a posterior.
     """
-    base = generic_prior()
     if not posteriors:
         raise ObservationError("posteriors: there are none; give at least one earlier job.")
-    b_ref = next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
-    shifted = np.array([_at_reference(p, b_ref) for p in posteriors])
-    own = np.array([p.sd for p in posteriors]) ** 2 + _BETWEEN_JOBS_SD**2
-    if len(posteriors) > 1:
-        own = own + np.var(shifted, axis=0, ddof=1)
-    weight = 1.0 / own
-    prior_weight = 1.0 / base.sd**2
-    prior_weight[0] = 1e-6
-    total = weight.sum(axis=0) + prior_weight
-    mean = (np.sum(weight * shifted, axis=0) + prior_weight * base.mean) / total
-    sd = np.sqrt(np.maximum(1.0 / total, _BETWEEN_JOBS_SD**2 * np.minimum(1.0, base.sd) ** 2))
+    generic, base = generic_prior(), scale or generic_prior()
+    collectives = list(COLLECTIVES)
+    b_ref = base.reference_batch_size
+    b_ref = b_ref or next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
+    precision = np.array([np.maximum(p.sd**-2.0 - generic.sd**-2.0, 0.0) for p in posteriors])
+    means = np.array([p.mean for p in posteriors])
+    parted = (means * [p.sd**-2.0 for p in posteriors] - generic.mean * generic.sd**-2.0) / np.maximum(precision, 1e-12)
+    means = np.where(precision > 0.0, parted, means)
+    centre = base.mean.copy()
+    for row, posterior in enumerate(posteriors):
+        log_c = posterior.mean[0]
+        moved = _at_reference(replace(posterior, mean=np.append(log_c, means[row, 1:])), b_ref)
+        moved[collectives] = means[row, collectives] + log_c
+        if scale is not None:
+            ratio = gradient_ratios[row] if gradient_ratios else None
+            moved[collectives] += math.log(ratio or 1.0)
+            precision[row, collectives] *= ratio is not None
+        means[row] = moved
+    known_c = scale.mean[0] if scale is not None else float(np.mean(means[:, 0]))
+    centre[collectives] += known_c
+    mean, sd = _predictive(means, precision, centre, base.sd)
     sd[0] = max(float(sd[0]), 0.5)
     if scale is not None:
-        if b_ref is not None and scale.reference_batch_size is not None:
-            mean[1:] = _rescaled(mean, scale.reference_batch_size / b_ref)[1:]
-        mean[0], sd[0], b_ref = scale.mean[0], scale.sd[0], scale.reference_batch_size
-    return StepTimePrior(mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref)
+        mean[0], sd[0] = scale.mean[0], scale.sd[0]
+    mean[collectives] -= mean[0]
+    return StepTimePrior(
+        mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref, in_seconds=COLLECTIVES
+    )
+
+
+def _predictive(
+    means: FloatArray, precision: FloatArray, centre: FloatArray, sd: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Mean and deviation of the next job's parameters from the estimates of k others, shape (k, 10) each, and from
+    what is believed without them, shape (10,) each."""
+    usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
+    known = precision > 0.0
+    own = np.where(known, 1.0 / np.maximum(precision, 1e-12), 0.0)
+    share = known * usual**2 / (own + usual**2)  # how much of a job a vague estimate counts for
+    count = share.sum(axis=0)
+    middle = np.sum(share * means, axis=0) / np.maximum(count, 1e-12)
+    excess = np.maximum(np.sum(share * ((means - middle) ** 2 - own), axis=0), 0.0)
+    between = (_WORTH_OF_BETWEEN_SD * usual**2 + excess) / (_WORTH_OF_BETWEEN_SD + np.maximum(count - 1.0, 0.0))
+    weight = np.where(known, 1.0 / (own + between), 0.0)
+    prior_weight = 1.0 / (sd**2 - usual**2)
+    prior_weight[0] = 1e-6  # c has a unit: it is known from jobs of the same network, or not at all
+    total = weight.sum(axis=0) + prior_weight
+    mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
+    return mean, np.sqrt(np.where(known.any(axis=0), between, usual**2) + 1.0 / total)
 
 
 def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
     if reference is None or prior.reference_batch_size is None:
-        return prior.mean
+        return np.array(prior.mean)
     return _rescaled(prior.mean, reference / prior.reference_batch_size)
 
 

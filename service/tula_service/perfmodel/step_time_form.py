@@ -30,6 +30,9 @@ import numpy as np
 from tula_service.perfmodel.points import FloatArray, Points
 
 NUM_PARAMETERS = 10
+COLLECTIVES = (4, 6)
+"""The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
+
 _SLOPE_STEP = 1e-5
 _ABSENT = -60.0
 

@@ -12,19 +12,23 @@ import numpy as np
 import pytest
 
 from benchmarks import cold_start
+from tests.support.configurations import make_configuration
 from tula_service.domain import Basis
-from tula_service.perfmodel.points import Points
+from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
     ModelFacts,
     StepTimePrior,
     Traffic,
+    generic_prior,
     prior_from_hardware,
+    prior_from_jobs,
     prior_from_other_type,
     scale_from_jobs,
 )
 from tula_service.perfmodel.step_time_form import log_terms
+from tula_service.perfmodel.step_time_model import fit_step_time
 
 TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
 
@@ -213,3 +217,53 @@ def test_a_network_from_an_unknown_processor_transfers_with_a_wide_interval():
     sure, unsure = (prior_from_other_type(learnt, Hardware(0.06, 25.0, 28.0, figures_sd=sd), gpu) for sd in (0.0, 1.0))
     assert sure.mean.tolist() == unsure.mean.tolist()
     assert unsure.sd[0] > 1.0 > sure.sd[0]
+
+
+FLOOR, S_INTRA, S_INTER = 1, 4, 6
+
+
+def learned(parameter: int, value: float, *, sd: float = 0.05, c: float = 0.0) -> StepTimePrior:
+    """The posterior of a job that measured its scale and one parameter, and nothing of the others."""
+    base = generic_prior()
+    mean, widths = base.mean.copy(), base.sd.copy()
+    mean[0], widths[0] = c, 0.05
+    mean[parameter], widths[parameter] = value, sd
+    return replace(base, mean=mean, sd=widths, absolute=True, reference_batch_size=128.0)
+
+
+def test_ten_jobs_that_never_left_one_gpu_teach_nothing_about_a_network():
+    guess = a_guess()
+    next_job = prior_from_jobs([learned(FLOOR, -1.0)] * 10, scale=guess, gradient_ratios=[1.0] * 10)
+    for entry in (S_INTRA, S_INTER, 8):
+        assert next_job.sd[entry] == pytest.approx(guess.sd[entry])
+        assert next_job.mean[entry] == pytest.approx(guess.mean[entry])
+
+
+def test_the_next_job_differs_from_others_as_they_differ_from_one_another():
+    apart = prior_from_jobs([learned(FLOOR, value) for value in (-2.0, -1.0, -3.0, -2.0, -1.5, -2.5) * 3])
+    agree = prior_from_jobs([learned(FLOOR, -2.0)] * 18)
+    assert apart.sd[FLOOR] == pytest.approx(np.std([-2.0, -1.0, -3.0, -2.0, -1.5, -2.5]), rel=0.2)
+    assert agree.sd[FLOOR] < 0.2 < apart.sd[FLOOR], "the error of the mean of 18 would be 0.15"
+    assert apart.mean[FLOOR] == pytest.approx(-2.0, abs=0.1)
+
+
+def test_collectives_carry_over_as_seconds_per_gradient_byte():
+    """A network twice as slow with a tenth of the parameters: the same fabric moves its gradients in a tenth."""
+    scale = a_guess()
+    other = learned(S_INTER, float(np.log(0.5)), c=float(scale.mean[0]) + float(np.log(2.0)))
+    found = prior_from_jobs([other] * 5, scale=scale, gradient_ratios=[10.0] * 5)
+    seconds = float(found.mean[0] + found.mean[S_INTER])
+    assert seconds == pytest.approx(float(other.mean[0] + other.mean[S_INTER]) + np.log(10.0), abs=0.15)
+    unknown = prior_from_jobs([other] * 5, scale=scale, gradient_ratios=[None] * 5)
+    assert unknown.sd[S_INTER] == pytest.approx(scale.sd[S_INTER])
+
+
+def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be():
+    """Runs on one GPU that are eight times slower than guessed move the ratio of the two, and not the fabric."""
+    scale = a_guess()
+    prior = prior_from_jobs([learned(S_INTER, 0.0, c=0.0)] * 5, scale=scale, gradient_ratios=[1.0] * 5)
+    one = [make_configuration(1, 1, batch) for batch in (32, 128)]
+    times = [8.0 * float(np.exp(scale.mean[0])) * batch / 128 for batch in (32, 128)]
+    theta = fit_step_time(StepTimeObservations.at(one, times), prior=prior).posterior_for("default").leading.theta
+    assert theta[0] > scale.mean[0] + 1.0
+    assert theta[0] + theta[S_INTER] == pytest.approx(prior.mean[0] + prior.mean[S_INTER], abs=0.05)

@@ -1,0 +1,146 @@
+"""What earlier jobs of other networks teach a job on the same cluster that has not left one GPU yet.
+
+    python -m benchmarks.lessons [--grids FILE] [--json OUT] [--smoke]
+
+FILE has grids of step times with the columns of tests/data/grids/step_time.csv; `parameters`, the network's count, may
+be there. On every cluster with at least three networks each is left out in turn: it has been profiled on one GPU, and
+every other network is an earlier job that was fitted to its whole grid. `lessons` predicts its configurations on eight
+GPUs and more from both, `without` from its own rows and the generic prior. Over all these configurations:
+`median_error` and `p90_error` of |predicted / measured - 1|, `coverage` of the 90 % intervals.
+`--smoke` takes networks that were measured on two GPUs and more only, since the grids of the repository have no others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.support.grids import STEP_TIME_TABLE, Placement, Workload, grids_parser, read_rows, read_step_time
+from benchmarks.support.report import mean, median, percentile, print_table, write_json
+from tula_service.perfmodel.priors import StepTimePrior, generic_prior, prior_from_jobs
+from tula_service.perfmodel.step_time_model import fit_step_time
+
+FEWEST_NETWORKS = 3
+LARGE = 8  # ranks, from which a prediction is scored
+_OWN_SCALE_SD = 1.0
+PARAMETERS = {
+    "BERT": 110e6, "DeepSpeech2": 38e6, "InceptionV3": 23.8e6, "NeuMF": 1.6e6, "ResNet-18": 11.2e6,
+    "ResNet-50": 25.6e6, "YOLOv3": 61.9e6,
+}  # fmt: skip
+"""From the networks' publications; only their ratios count, and only within a cluster."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network's largest grid on a cluster, and its parameters, None where they are not known."""
+
+    workload: Workload
+    cluster: str
+    network: str
+    parameters: float | None
+
+    def small(self, ranks: int) -> list[Placement]:
+        """The configurations on so many ranks at most: what the job has profiled."""
+        return [c for c in self.workload.candidates if c.world_size <= ranks]
+
+    def learned(self) -> StepTimePrior:
+        """What this job teaches later ones."""
+        candidates = self.workload.candidates
+        model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
+        return model.posterior_for(candidates[0].instance_type).as_prior()
+
+
+@dataclass(frozen=True)
+class Score:
+    """Errors and hits of the intervals at every large configuration of one job."""
+
+    errors: Sequence[float]
+    inside: Sequence[float]
+
+
+def read(path: Path, ranks: int) -> dict[str, list[Job]]:
+    """Jobs by cluster, where there are enough networks; of each the grid with most rows among those on few ranks."""
+    about = {row["workload"]: row for row in read_rows(path)}
+    best: dict[tuple[str, str], Job] = {}
+    for workload in read_step_time(path):
+        row = about[workload.name]
+        # BERT in two frameworks is one network, and says less of another than its name promises.
+        network = next((name for name in PARAMETERS if row["model"].startswith(name)), row["model"])
+        counted = float(row.get("parameters") or 0.0) or PARAMETERS.get(network)
+        job = Job(workload, row["cluster"], network, counted)
+        key = (job.cluster, job.network)
+        if job.small(ranks) and (key not in best or _size(job) > _size(best[key])):
+            best[key] = job
+    clusters: dict[str, list[Job]] = defaultdict(list)
+    for job in best.values():
+        clusters[job.cluster].append(job)
+    return {name: jobs for name, jobs in clusters.items() if len(jobs) >= FEWEST_NETWORKS}
+
+
+def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, StepTimePrior]) -> Iterator[Score]:
+    """Predictions of the large configurations with the lessons of `others`, then without."""
+    few, candidates = job.small(ranks), job.workload.candidates
+    large = [c for c in candidates if c.world_size >= LARGE]
+    truth = np.array([job.workload.step_time_s[c] for c in large])
+    ratios = [job.parameters / each.parameters if job.parameters and each.parameters else None for each in others]
+    prior = prior_from_jobs([learned[each.workload.name] for each in others], scale=_scale(job), gradient_ratios=ratios)
+    for believed in (prior, None):
+        predicted = fit_step_time(job.workload.measure(few), prior=believed, candidates=candidates).predict(large)
+        inside = (predicted.low_s <= truth) & (truth <= predicted.high_s)
+        yield Score(np.abs(predicted.mean_s / truth - 1.0).tolist(), inside.astype(float).tolist())
+
+
+def _scale(job: Job) -> StepTimePrior:
+    """A guess of compute: the step time of the largest batch on the fewest ranks, give or take a factor of e."""
+    base = generic_prior()
+    where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
+    centre, sd = base.mean.copy(), base.sd.copy()
+    centre[0], sd[0] = np.log(job.workload.step_time_s[where]), _OWN_SCALE_SD
+    return replace(base, mean=centre, sd=sd, absolute=True, reference_batch_size=float(where.local_batch_size))
+
+
+def _size(job: Job) -> int:
+    return len(job.workload.candidates)
+
+
+def main() -> None:
+    """Score every job of every cluster, print, and write the figures."""
+    parser = grids_parser("lessons", __doc__, STEP_TIME_TABLE)
+    options = parser.parse_args()
+    ranks = 2 if options.smoke else 1
+    clusters = read(options.grids, ranks)
+    if not clusters:
+        parser.error(f"--grids {options.grids} has no cluster with {FEWEST_NETWORKS} networks on one GPU.")
+    rows, total = [], {"lessons": Score([], []), "without": Score([], [])}
+    for name, jobs in sorted(clusters.items()):
+        learned = {job.workload.name: job.learned() for job in jobs}
+        found: dict[str, list[Score]] = defaultdict(list)
+        for job in jobs:
+            others = [each for each in jobs if each is not job]
+            for kind, one in zip(total, score(job, others, ranks, learned), strict=True):
+                found[kind].append(one)
+        for kind, scores in found.items():
+            here = Score([e for one in scores for e in one.errors], [i for one in scores for i in one.inside])
+            total[kind] = Score([*total[kind].errors, *here.errors], [*total[kind].inside, *here.inside])
+            rows.append([name, str(len(jobs)), kind, *_cells(here)])
+    rows += [["all", "", kind, *_cells(all_)] for kind, all_ in total.items()]
+    print_table("networks beyond one GPU", ["cluster", "networks", "", "median", "p90", "coverage"], rows)
+    figures = {}
+    for kind, all_ in total.items():
+        figures[f"{kind}.median_error"] = median(all_.errors)
+        figures[f"{kind}.p90_error"] = percentile(all_.errors, 0.9)
+        figures[f"{kind}.coverage"] = mean(all_.inside)
+    write_json(options.json, figures)
+
+
+def _cells(scored: Score) -> list[str]:
+    figures = median(scored.errors), percentile(scored.errors, 0.9), mean(scored.inside)
+    return [f"{100.0 * figure:.1f} %" for figure in figures]
+
+
+if __name__ == "__main__":
+    main()
