@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from tula_agent.measure.step_timer import map_tensors, tensors_in
 from tula_agent.torch_private import autocast_dtype, storage_key, tensors_without_data
 
 _RECOMPUTED = 4.0 / 3.0
-_RECOMPUTES_ABOVE = 3.3  # forward passes' worth of FLOPs in a step: 3 without recomputation, 4 with all of it
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def estimate_memory(
     if not tensors:
         raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
     size = int(tensors[0].shape[0])
-    once_bytes, _, once_flops = _dry_run(model, sample, 1)
-    twice_bytes, forward_flops, twice_flops = _dry_run(model, sample, 2)
+    once_bytes, once_flops, _ = _dry_run(model, sample, 1)
+    twice_bytes, twice_flops, recomputes = _dry_run(model, sample, 2)
     per_sample = max(0, twice_bytes - once_bytes) / size
     parameters = {id(p): p for p in model.parameters()}.values()
     buffers = {id(b): b for b in model.buffers()}.values()
@@ -92,7 +92,7 @@ def estimate_memory(
         activation_bytes_per_sample=round(per_sample),
         fixed_activation_bytes=max(0, round(once_bytes - size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
-        activation_checkpointing=twice_flops > _RECOMPUTES_ABOVE * forward_flops,
+        activation_checkpointing=recomputes,
         precision=_precision_of(model),
     )
 
@@ -124,8 +124,8 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     return sum(v.numel() * v.element_size() for v in state) / (probe.numel() * probe.element_size())
 
 
-def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, int]:
-    """(bytes kept for backward, FLOPs of the forward pass, of both passes) at `times` the sample's batch."""
+def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, bool]:
+    """(bytes kept for backward, FLOPs of both passes, whether modules run again) at `times` the sample's batch."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with tensors_without_data() as convert:
@@ -141,16 +141,45 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int,
             kept.setdefault(storage_key(tensor), tensor)
             return tensor
 
-        counter = FlopCounterMode(display=False)
+        formula = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+        counter = FlopCounterMode(display=False, custom_mapping=formula)
         with counter:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 arguments, named = _arguments(inputs)
                 output = torch.func.functional_call(model, state, arguments, named)
                 loss = _scalar(output)
-            forward_flops = counter.get_total_flops()
             held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return held, forward_flops, counter.get_total_flops()
+            with _module_calls() as called:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return held, counter.get_total_flops(), bool(called)
+
+
+@contextlib.contextmanager
+def _module_calls() -> Iterator[list[str]]:
+    """Names the modules whose forward pass runs within the block; within a backward pass they recompute."""
+    called: list[str] = []
+
+    def note(module: torch.nn.Module, _inputs: Any) -> None:
+        called.append(type(module).__name__)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        handle.remove()
+
+
+def _convolution_backward_flops(
+    grad: Sequence[int], inputs: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any
+) -> int:
+    """FLOPs of the gradients of a convolution: as many as of its forward pass for each of inputs and weights.
+
+    PyTorch's own formula leaves groups out, which makes a depthwise convolution as dear as a full one.
+    """
+    transposed, wanted = bool(rest[4]), rest[7]
+    positions = inputs if transposed else grad
+    forward = 2 * math.prod(weight) * int(inputs[0]) * math.prod(positions[2:])
+    return forward * sum(map(bool, wanted[:2]))
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -128,3 +128,16 @@ def test_optimizer_state_is_measured_on_a_small_parameter(optimizer, ratio) -> N
 def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="sample holds no tensor with a batch dimension"):
         estimate_memory(nn.Linear(2, 2), torch.tensor(1.0))
+
+
+def test_a_depthwise_network_costs_three_forward_passes_and_recomputes_nothing() -> None:
+    """PyTorch's counter takes the backward pass of a grouped convolution for that of a full one."""
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        torch.nn.ConvTranspose2d(16, 8, 2, stride=2, groups=4),
+    )
+    estimate = estimate_memory(net, torch.zeros(2, 3, 8, 8))
+    first, depthwise, upward = 2 * 16 * 3 * 9 * 64, 2 * 16 * 9 * 64, 2 * 16 * 2 * 4 * 64
+    assert estimate.flops_per_sample == 2 * first + 3 * depthwise + 3 * upward, "the input needs no gradient"
+    assert not estimate.activation_checkpointing
