@@ -124,9 +124,9 @@ def main() -> None:
             for kind, one in zip(total, score(job, others, ranks, learned), strict=True):
                 found[kind].append(one)
         for kind, scores in found.items():
-            here = Score([e for one in scores for e in one.errors], [i for one in scores for i in one.inside])
-            total[kind] = Score([*total[kind].errors, *here.errors], [*total[kind].inside, *here.inside])
-            rows.append([name, str(len(jobs)), kind, *_cells(here)])
+            on_cluster = Score([e for one in scores for e in one.errors], [i for one in scores for i in one.inside])
+            total[kind] = Score([*total[kind].errors, *on_cluster.errors], [*total[kind].inside, *on_cluster.inside])
+            rows.append([name, str(len(jobs)), kind, *_cells(on_cluster)])
     rows += [["all", "", kind, *_cells(all_)] for kind, all_ in total.items()]
     print_table("networks beyond one GPU", ["cluster", "networks", "", "median", "p90", "coverage"], rows)
     figures = {}

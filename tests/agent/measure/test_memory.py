@@ -130,7 +130,7 @@ def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
         estimate_memory(nn.Linear(2, 2), torch.tensor(1.0))
 
 
-def test_a_depthwise_network_costs_three_forward_passes_and_recomputes_nothing() -> None:
+def test_a_depthwise_network_costs_what_its_groups_do_and_recomputes_nothing() -> None:
     """PyTorch's counter takes the backward pass of a grouped convolution for that of a full one."""
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, padding=1),
