@@ -190,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= score(workloads, "memory.three", static, known=3) | score(workloads, "memory.uncounted", {})
     figures |= score(workloads, "memory.apart", static, apart=True) | safety(workloads, static)
     kinds = [("valid readings", "memory"), ("all that rise", "memory.raw"), ("three smallest", "memory.three")]
-    kinds += [("static not counted", "memory.uncounted")]
-    kinds += [("a batch and its fourfold", "memory.apart")] if "memory.apart.workloads" in figures else []
+    kinds += [("static not counted", "memory.uncounted"), ("a batch and its fourfold", "memory.apart")]
     counted = [workload for workload in workloads if analytic_prior(workload) is not None]
     if counted:
         figures |= score(counted, "memory.analytic", static, analytic=True)
@@ -202,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + [f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("largest.median", "largest.p90")]
         + [f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("largest.coverage", "line.median", "line.p90")]
         for name, prefix in kinds
+        if f"{prefix}.workloads" in figures
     ]
     header = ["two smallest -> largest", "workloads", "median", "p90", "coverage", "line: median", "p90"]
     print_table("memory", header, rows)
