@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "ratio time.time_over_least.mean",
         "ratio time.cost_over_least.mean",
     ),
+    "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
     "memory of the largest batch": ("share memory.largest.median",),
     "the agent's CPU": ("ratio agent.cpu_us_per_step", "ratio agent.thread_us_per_step"),
 }
