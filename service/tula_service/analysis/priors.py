@@ -152,7 +152,7 @@ def posteriors_of(model: StepTimeModel) -> dict[str, Posterior]:
     """What a job's runs taught about each instance type, for later jobs."""
     found = {}
     for name in sorted(model.posteriors):
-        learned = model.posteriors[name].as_prior()
+        learned = model.posteriors[name].lesson()
         reference = learned.reference_batch_size or 1.0
         found[name] = Posterior(tuple(learned.mean.tolist()), tuple(learned.sd.tolist()), reference)
     return found

@@ -16,7 +16,7 @@ from scipy.linalg.lapack import dtrtri
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
-from tula_service.perfmodel.priors import StepTimePrior
+from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.residual_gp import (
     HYPOTHESES,
     Hypothesis,
@@ -120,21 +120,50 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Mean and standard deviation of theta over all members, as a prior for other jobs and types."""
+        """Mean and standard deviation of theta over all members, as a prior for other types of the same job."""
+        mean, variance = self._in_seconds(np.array([member.variance_factor for member in self.members]))
+        return self._prior_of(mean, np.sqrt(variance))
+
+    def lesson(self) -> StepTimePrior:
+        """What the measurements alone teach later jobs, as if the fit had started from the generic prior.
+
+        The prior is divided out: a job that has not left one GPU would otherwise repeat what others found of a network,
+        and each repetition would count as another job that measured it. How well the job fits the form widens or
+        narrows what was measured, and nothing else.
+        """
+        mean, variance = self._in_seconds(np.ones(len(self.members)))
+        factor = float(self.member_weights @ [member.variance_factor for member in self.members])
+        generic, collectives = generic_prior(), list(COLLECTIVES)
+        started, inherited = generic.mean.copy(), self.prior.mean.copy()
+        for known in (started, inherited):
+            known[collectives] += mean[0] if known is started or not self.prior.absolute else inherited[0]
+        seconds = mean.copy()
+        seconds[collectives] += mean[0]
+        now, before = 1.0 / variance, 1.0 / self.prior.sd**2
+        added = np.maximum(now - before, 0.0) / factor
+        weighted = np.where(added > 0.0, now * seconds - before * inherited, 0.0) / factor
+        precision = added + 1.0 / generic.sd**2
+        taught = (weighted + started / generic.sd**2) / precision
+        taught[collectives] -= taught[0]
+        return self._prior_of(taught, 1.0 / np.sqrt(precision))
+
+    def _in_seconds(self, factors: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Mean of theta, and its variance, that of collectives in seconds, with these factors on the members'."""
         known = np.eye(self.prior.mean.size)
-        known[list(COLLECTIVES), 0] = 1.0  # in seconds: c and what is relative to it are known less well apart
+        known[list(COLLECTIVES), 0] = 1.0  # c and what is relative to it are known less well apart
         thetas = np.array([member.theta for member in self.members])
-        variances = [np.diag(known @ m.covariance @ known.T) * m.variance_factor for m in self.members]
+        variances = np.array([np.diag(known @ member.covariance @ known.T) for member in self.members])
         mean = self.member_weights @ thetas
-        sd = np.sqrt(self.member_weights @ (np.array(variances) + ((thetas - mean) @ known.T) ** 2))
-        b_ref = self.reference_batch_size
+        return mean, self.member_weights @ (variances * factors[:, None] + ((thetas - mean) @ known.T) ** 2)
+
+    def _prior_of(self, mean: FloatArray, sd: FloatArray) -> StepTimePrior:
         return StepTimePrior(
             mean,
             sd,
             self.prior.scales,
             Basis.TRANSFER,
             absolute=True,
-            reference_batch_size=b_ref,
+            reference_batch_size=self.reference_batch_size,
             in_seconds=COLLECTIVES,
         )
 

@@ -28,6 +28,7 @@ _FLOPS_PER_BYTE = 11.0
 _UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
+_LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a difference of two roundings would be an estimate
 _WORTH_OF_BETWEEN_SD = 2.0  # that usual spread weighs as much as so many jobs
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
@@ -308,7 +309,7 @@ def prior_from_jobs(
     scale: StepTimePrior | None = None,
     gradient_ratios: Sequence[float | None] = (),
 ) -> StepTimePrior:
-    """The prior of the next job from k earlier ones on the same hardware (their `Posterior.as_prior`); basis transfer.
+    """The prior of the next job from k earlier ones on the same hardware (their `Posterior.lesson`); basis transfer.
 
     Each posterior holds the generic prior, which is divided out before they are combined: what a job did not measure,
     it does not teach. The next job differs from the others as they differ from one another, so its deviation is
@@ -326,7 +327,8 @@ def prior_from_jobs(
     collectives = list(COLLECTIVES)
     b_ref = base.reference_batch_size
     b_ref = b_ref or next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
-    precision = np.array([np.maximum(p.sd**-2.0 - generic.sd**-2.0, 0.0) for p in posteriors])
+    precision = np.array([p.sd**-2.0 - generic.sd**-2.0 for p in posteriors])
+    precision = np.where(precision > _LEAST_TAUGHT * generic.sd**-2.0, precision, 0.0)
     means = np.array([p.mean for p in posteriors])
     parted = (means * [p.sd**-2.0 for p in posteriors] - generic.mean * generic.sd**-2.0) / np.maximum(precision, 1e-12)
     means = np.where(precision > 0.0, parted, means)

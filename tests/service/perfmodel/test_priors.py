@@ -267,3 +267,20 @@ def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be
     theta = fit_step_time(StepTimeObservations.at(one, times), prior=prior).posterior_for("default").leading.theta
     assert theta[0] > scale.mean[0] + 1.0
     assert theta[0] + theta[S_INTER] == pytest.approx(prior.mean[0] + prior.mean[S_INTER], abs=0.05)
+
+
+def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_surer_of_it():
+    """One job measured it; nine that start from its lesson and never leave one GPU repeat nothing."""
+    nodes = [make_configuration(n, 1, batch) for n in (1, 2, 4, 8) for batch in (32, 128)]
+    times = [0.02 + 0.001 * c.local_batch_size + 0.05 * (c.num_nodes - 1) / c.num_nodes for c in nodes]
+    lessons = [fit_step_time(StepTimeObservations.at(nodes, times), candidates=nodes).posterior_for("default").lesson()]
+    first = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0])
+    for number in range(9):
+        inherited = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * len(lessons))
+        seen = StepTimeObservations.at(nodes[:2], [time * (1.0 + 0.1 * number) for time in times[:2]])
+        lessons.append(fit_step_time(seen, prior=inherited, candidates=nodes).posterior_for("default").lesson())
+    after = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * 10)
+    assert after.sd[S_INTER] > 0.95 * first.sd[S_INTER]
+    assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"
+    assert after.mean[0] + after.mean[S_INTER] == pytest.approx(first.mean[0] + first.mean[S_INTER], abs=0.1)
+    assert after.sd[FLOOR] < first.sd[FLOOR], "what they did measure they teach"
