@@ -36,7 +36,7 @@ def kill_the_service(database: str, kills: int) -> dict[str, int]:
     try:
         with sending(prepared, lambda: f"http://127.0.0.1:{port}") as senders:
             for _ in range(kills):
-                progressed(senders, by=1)
+                progressed(senders)
                 server.kill()
                 server = Server(database, port=port)
             progressed(senders)

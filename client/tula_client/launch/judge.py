@@ -13,6 +13,8 @@ from tula_wire import Run, RunPatch, RunState
 AGENT_PREFIX: Final = "tula:"
 """Starts each line that the agent prints for the user."""
 
+EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
+"""The remedy where no measurement arrives."""
 STACK_OF_RANK: Final = "stack of rank "
 """Follows the prefix, with a number, above the stacks that a run prints at its time limit; it is no warning."""
 
@@ -87,14 +89,13 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     if run.num_samples == 0 and run.kind == "train":
         return Outcome(
             "succeeded",
-            "The training succeeded but no measurement arrived, so its recommendation can't be compared with it: call "
-            "tula_agent.init() and loop over run.steps(loader) in the script.",
+            "The training succeeded but no measurement arrived, so its recommendation can't be compared with it: "
+            f"{EMBED}",
         )
     if run.num_samples == 0:
         return Outcome(
             "failed",
-            "The command succeeded but no measurement arrived: call tula_agent.init() and loop over "
-            "run.steps(loader) in the script.",
+            f"The command succeeded but no measurement arrived: {EMBED}",
         )
     return Outcome("succeeded")
 

@@ -21,7 +21,7 @@ from tula_client._errors import (
     TulaError,
 )
 from tula_client.launch.environment import command_environment, run_variables
-from tula_client.launch.judge import Outcome, agent_warnings, judge, tail
+from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import Process, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
@@ -366,8 +366,7 @@ class Runner:
             return
         if silent:
             self.reporter.note(
-                f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), call "
-                "tula_agent.init() and loop over run.steps(loader) in the script."
+                f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), {EMBED}"
             )
 
     def _renew_lease(self, active: ActiveRun) -> None:

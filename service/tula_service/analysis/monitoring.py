@@ -21,7 +21,7 @@ from tula_service.analysis.explanation import name_of
 from tula_service.domain import Measure
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.step_summary import robust_mean
+from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
 
 CHECK_EVERY_STEPS = 50
@@ -144,9 +144,9 @@ class Monitor:
             after_steps=after_steps,
             from_start=from_start,
             level_s=level_s,
-            compute_s=_known_mean(compute_s),
+            compute_s=known_mean(compute_s),
             examples_left=examples_left,
-            input_s=_known_mean(input_s),
+            input_s=known_mean(input_s),
         )
         return replace(monitor, alarm=alarm, changed=True, unsteady=not from_start)
 
@@ -164,10 +164,6 @@ class Monitor:
             "expected_low_s": self.low_s,
             "expected_high_s": self.high_s,
         }
-
-
-def _known_mean(values: _Floats | None) -> float | None:
-    return None if values is None else robust_mean(values[np.isfinite(values)])[0]
 
 
 def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:

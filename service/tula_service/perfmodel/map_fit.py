@@ -25,7 +25,7 @@ from tula_service.perfmodel.residual_gp import (
     residual_variance,
     same_points,
 )
-from tula_service.perfmodel.step_time_form import COLLECTIVES, LogStepTimes, jacobian, log_terms
+from tula_service.perfmodel.step_time_form import COLLECTIVES, LogStepTimes, jacobian, log_terms, to_seconds
 
 _MOST_ITERATIONS = 40
 _LONGEST_STEP = 2.0
@@ -135,13 +135,11 @@ class Posterior:
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         generic, collectives = generic_prior(), list(COLLECTIVES)
         started, inherited = generic.mean.copy(), self.prior.mean.copy()
-        for known in (started, inherited):
-            known[collectives] += mean[0] if known is started or not self.prior.absolute else inherited[0]
-        seconds = mean.copy()
-        seconds[collectives] += mean[0]
+        started[collectives] += mean[0]
+        inherited[collectives] += inherited[0] if self.prior.absolute else mean[0]
         now, before = 1.0 / variance, 1.0 / self.prior.sd**2
         added = np.maximum(now - before, 0.0) / factor
-        weighted = np.where(added > 0.0, now * seconds - before * inherited, 0.0) / factor
+        weighted = np.where(added > 0.0, now * (to_seconds(COLLECTIVES) @ mean) - before * inherited, 0.0) / factor
         precision = added + 1.0 / generic.sd**2
         taught = (weighted + started / generic.sd**2) / precision
         taught[collectives] -= taught[0]
@@ -149,8 +147,7 @@ class Posterior:
 
     def _in_seconds(self, factors: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Mean of theta, and its variance, that of collectives in seconds, with these factors on the members'."""
-        known = np.eye(self.prior.mean.size)
-        known[list(COLLECTIVES), 0] = 1.0  # c and what is relative to it are known less well apart
+        known = to_seconds(COLLECTIVES)  # c and what is relative to it are known less well apart
         thetas = np.array([member.theta for member in self.members])
         variances = np.array([np.diag(known @ member.covariance @ known.T) for member in self.members])
         mean = self.member_weights @ thetas

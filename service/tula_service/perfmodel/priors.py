@@ -12,7 +12,7 @@ from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.residual_gp import ResidualScales
 from tula_service.perfmodel.roofline import log_per_sample, log_per_step
-from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS
+from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, to_seconds
 
 _UNKNOWN_SCALE_SD = 5.0
 _SUSTAINED_SHARE = 0.6
@@ -61,8 +61,7 @@ class StepTimePrior:
     @property
     def precision(self) -> FloatArray:
         """The inverse of theta's covariance, shape (10, 10)."""
-        known = np.eye(NUM_PARAMETERS)
-        known[list(self.in_seconds), 0] = 1.0
+        known = to_seconds(self.in_seconds)
         return np.asarray(known.T @ (known / self.sd[:, None] ** 2))
 
 
@@ -335,7 +334,9 @@ def prior_from_jobs(
     centre = base.mean.copy()
     for row, posterior in enumerate(posteriors):
         log_c = posterior.mean[0]
-        moved = _at_reference(replace(posterior, mean=np.append(log_c, means[row, 1:])), b_ref)
+        moved = np.append(log_c, means[row, 1:])
+        if b_ref is not None and posterior.reference_batch_size is not None:
+            moved = _rescaled(moved, b_ref / posterior.reference_batch_size)
         moved[collectives] = means[row, collectives] + log_c
         if scale is not None:
             ratio = gradient_ratios[row] if gradient_ratios else None
@@ -373,12 +374,6 @@ def _predictive(
     total = weight.sum(axis=0) + prior_weight
     mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
     return mean, np.sqrt(np.where(known.any(axis=0), between, usual**2) + 1.0 / total)
-
-
-def _at_reference(prior: StepTimePrior, reference: float | None) -> FloatArray:
-    if reference is None or prior.reference_batch_size is None:
-        return np.array(prior.mean)
-    return _rescaled(prior.mean, reference / prior.reference_batch_size)
 
 
 def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:

@@ -60,7 +60,7 @@ def summarise(
         step_time_s=mean,
         relative_sd=None if mean is None or error is None else error / mean,
         straggler_rank=int(slowest[times.argmax()]) if ranks.size and 2 * times.max() > ranks.size else None,
-        **{name: _component(values) for name, values in components.items()},
+        **{name: known_mean(values) for name, values in components.items()},
     )
 
 
@@ -112,5 +112,6 @@ def _by_step(step: IntArray, step_time_s: FloatArray) -> FloatArray:
     return np.asarray(sums / np.maximum(np.bincount(which, minlength=steps.size), 1), dtype=np.float64)
 
 
-def _component(values: FloatArray | None) -> float | None:
-    return None if values is None else robust_mean(values[~np.isnan(values)])[0]
+def known_mean(values: FloatArray | None) -> float | None:
+    """The robust mean of the finite values; None where there are none."""
+    return None if values is None else robust_mean(values[np.isfinite(values)])[0]

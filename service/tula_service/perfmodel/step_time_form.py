@@ -23,6 +23,7 @@ phone-sized network and a language model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,13 @@ COLLECTIVES = (4, 6)
 
 _SLOPE_STEP = 1e-5
 _ABSENT = -60.0
+
+
+def to_seconds(entries: Sequence[int]) -> FloatArray:
+    """The matrix, shape (10, 10), that turns these entries of theta, which are relative to c, into logs of seconds."""
+    matrix = np.eye(NUM_PARAMETERS)
+    matrix[list(entries), 0] = 1.0
+    return matrix
 
 
 @dataclass(frozen=True)

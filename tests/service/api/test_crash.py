@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.crash import kill_the_service
 from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.prepared import prepare
@@ -31,20 +32,9 @@ WORKER_KILLS = 4
 
 def test_twelve_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
     """kill -9 of the whole service under load, twelve times over one SQLite file."""
-    prepared = prepare(sqlite_url)
-    server = Server(sqlite_url)
-    port = server.port
-    try:
-        with sending(prepared, lambda: f"http://127.0.0.1:{port}") as senders:
-            for _ in range(KILLS):
-                progressed(senders)
-                server.kill()
-                server = Server(sqlite_url, port=port)
-            progressed(senders)
-    finally:
-        server.stop()
-    assert sum(sender.resent for sender in senders) > 0, "the kills were felt"
-    nothing_lost_nothing_twice(prepared, senders)
+    found = kill_the_service(sqlite_url, KILLS)
+    assert found["resent"] > 0, "the kills were felt"
+    assert (found["lost"], found["doubled"]) == (0, 0)
 
 
 def test_twelve_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
