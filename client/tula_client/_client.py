@@ -87,18 +87,21 @@ class _Methods:
     ready = _Method(calls.ready)
 
 
-def _http_options(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
+def _http_options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
     """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
     return {
-        "base_url": url,
-        "headers": settings.headers(token),
+        "base_url": service.url,
+        "headers": settings.headers(service.token),
         "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
-        "verify": settings.tls_verification(url),
+        "verify": settings.tls_verification(service.url),
     }
 
 
 class Client(_Methods):
-    """A client of one service. `url` and `token` default to TULA_URL and TULA_TOKEN. Threads may share a client.
+    """A client of one service. Threads may share a client.
+
+    `url` and `token` default to TULA_URL and TULA_TOKEN, of the environment, else of `.env` in the working directory,
+    else to `url` and `token` of the user's config file.
 
     Every method raises `TulaError`: `ServiceUnreachableError` if no answer came, a `ProblemError` if the service
     rejected the request. Failures are retried as `retry` says, and only if a repetition is harmless.
@@ -113,8 +116,9 @@ class Client(_Methods):
         retry: RetryPolicy | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = settings.service_url(url)
-        http = httpx.Client(**_http_options(self.url, token, timeout_s), transport=transport)
+        service = settings.access(url, token)
+        self.url = service.url
+        http = httpx.Client(**_http_options(service, timeout_s), transport=transport)
         self._transport = SyncTransport(http, retry or RetryPolicy())
 
     def send(self, call: Call[T]) -> T:
@@ -168,8 +172,9 @@ class AsyncClient(_Methods):
         retry: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = settings.service_url(url)
-        http = httpx.AsyncClient(**_http_options(self.url, token, timeout_s), transport=transport)
+        service = settings.access(url, token)
+        self.url = service.url
+        http = httpx.AsyncClient(**_http_options(service, timeout_s), transport=transport)
         self._transport = AsyncTransport(http, retry or RetryPolicy())
 
     async def send(self, call: Call[T]) -> T:

@@ -1,10 +1,15 @@
-"""Address and token of the service: from arguments, else from TULA_URL and TULA_TOKEN."""
+"""Address and token of the service: from arguments, the environment, `.env`, or the user's config file."""
 
 from __future__ import annotations
 
 import os
 import ssl
+import stat
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -13,17 +18,117 @@ from tula_client._errors import TulaError
 DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
 
-def service_url(url: str | None = None) -> str:
-    """The service's address without a trailing slash; raises `TulaError` if it is no HTTP address."""
-    address = (url or os.environ.get("TULA_URL") or DEFAULT_URL).strip().rstrip("/")
+@dataclass(frozen=True)
+class Access:
+    """Where the service is, the token to send ("" for none), and what gave the address: a path or a word."""
+
+    url: str
+    token: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one place says of address and token; `file` is None for arguments and environment."""
+
+    origin: str
+    url: str = ""
+    token: str = ""
+    file: Path | None = None
+
+
+def access(url: str | None = None, token: str | None = None) -> Access:
+    """Address without a trailing slash, and token, each from the first place that has it; `token=""` sends none.
+
+    A file's token is sent only to the address that the same file names: `--url`, or the `.env` of a downloaded folder,
+    must not lead it elsewhere. Raises `TulaError` for what is no HTTP address or no token, for a file that cannot be
+    used, and for a token that other users of this machine can read.
+    """
+    found = _Place("argument", url or "", token or "")
+    named = found if found.url else None
+    chosen = found if token is not None else None
+    for read in _PLACES:
+        if named and chosen:
+            break
+        place = read()
+        named = named or (place if place.url else None)
+        if place.token and (place.file is None or not place.url or (named and _bare(place.url) == _bare(named.url))):
+            chosen = chosen or place
+    named = named or _Place("default", DEFAULT_URL)
+    secret = _usable_token(chosen) if chosen else ""
+    return Access(_usable_url(named), secret, named.origin)
+
+
+def config_path() -> Path:
+    """The user's config file, on Linux `~/.config/tula/config.toml`."""
+    import platformdirs
+
+    return platformdirs.user_config_path("tula") / "config.toml"
+
+
+def _environment() -> _Place:
+    return _Place("TULA_URL", os.environ.get("TULA_URL", ""), os.environ.get("TULA_TOKEN", ""))
+
+
+def _dotenv() -> _Place:
+    """TULA_URL and TULA_TOKEN of `.env` in the working directory; its other lines are ignored."""
+    path = Path(".env").absolute()
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # none, or for instance a virtual environment of that name
+        return _Place("")
+    pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
+    values = {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
+    return _Place(str(path), values.get("TULA_URL", ""), values.get("TULA_TOKEN", ""), path)
+
+
+def _config_file() -> _Place:
+    """`url` and `token` of the config file."""
+    path = config_path()
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return _Place("")
+    except OSError as error:
+        raise TulaError(f"{path} cannot be read ({error.strerror}): make it readable for you, or remove it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TulaError(f'{path} is not valid TOML ({error}): write url = "..." and token = "..."') from None
+    for name, value in values.items():
+        if name not in ("url", "token") or not isinstance(value, str):
+            raise TulaError(f"{path}: {name} cannot be used: give url and token, each as text in quotes")
+    if values.get("token") and not values.get("url"):
+        raise TulaError(f"{path}: token needs a url beside it: give the address of the service that it is for")
+    return _Place(str(path), values.get("url", ""), values.get("token", ""), path)
+
+
+_PLACES: Final[tuple[Callable[[], _Place], ...]] = (_environment, _dotenv, _config_file)
+
+
+def _bare(url: str) -> str:
+    return url.strip().rstrip("/")
+
+
+def _usable_url(place: _Place) -> str:
+    address = _bare(place.url)
     try:
         parts = urlsplit(address)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         good = False
     if not good:
-        raise TulaError(f"TULA_URL: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
+        where = "" if place.file is None else f"{place.file}: "
+        raise TulaError(f"{where}TULA_URL: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
     return address
+
+
+def _usable_token(place: _Place) -> str:
+    secret = place.token.strip()
+    if not (secret.isascii() and secret.isprintable() and " " not in secret):
+        where = "" if place.file is None else f"{place.file}: "
+        raise TulaError(f"{where}TULA_TOKEN holds a space, a line break or a letter beyond ASCII: copy the token again")
+    if place.file is not None and place.file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise TulaError(f"{place.file} holds a token and others can read it: run chmod 600 {place.file}")
+    return secret
 
 
 def tls_verification(url: str) -> ssl.SSLContext | bool:
@@ -31,13 +136,10 @@ def tls_verification(url: str) -> ssl.SSLContext | bool:
     return url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-def headers(token: str | None = None) -> dict[str, str]:
-    """Headers of every request; raises `TulaError` for a token that a header cannot hold."""
-    secret = (token if token is not None else os.environ.get("TULA_TOKEN", "")).strip()
-    if not (secret.isascii() and secret.isprintable() and " " not in secret):
-        raise TulaError("TULA_TOKEN holds a space, a line break or a letter beyond ASCII: copy the token again")
+def headers(token: str) -> dict[str, str]:
+    """Headers of every request."""
     agent = {"User-Agent": f"tula/{package_version()}"}
-    return {**agent, "Authorization": f"Bearer {secret}"} if secret else agent
+    return {**agent, "Authorization": f"Bearer {token}"} if token else agent
 
 
 def package_version() -> str:

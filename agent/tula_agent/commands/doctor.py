@@ -40,15 +40,15 @@ def _check(name: str, passed: bool, found: str, remedy: str, otherwise: State = 
     return Finding(name, "ok", found) if passed else Finding(name, otherwise, found, remedy)
 
 
-def examine(environ: Mapping[str, str], client: httpx.Client) -> list[Finding]:
-    """Every finding, in the order in which a job would fail at it. Never raises."""
+def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
+    """Every finding, in the order in which a job would fail at it; `origin` gave the URL. Never raises."""
     findings: list[Finding] = []
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("torch", _torch),
         ("cuda", _cuda),
         ("ranks", lambda: _ranks(environ)),
-        ("service", lambda: _service(environ, client)),
+        ("service", lambda: _service(environ, client, origin)),
         ("disk", lambda: _disk(environ)),
     ]
     for name, check in checks:
@@ -120,7 +120,7 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("ranks", "ok", "one process (no RANK in the environment)")
 
 
-def _service(environ: Mapping[str, str], client: httpx.Client) -> Iterator[Finding]:
+def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> Iterator[Finding]:
     url = environ.get("TULA_URL") or "http://127.0.0.1:8321"
     if environ.get("TULA_DISABLED", "") not in ("", "0"):
         yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
@@ -128,12 +128,19 @@ def _service(environ: Mapping[str, str], client: httpx.Client) -> Iterator[Findi
     try:
         health = client.get(url + routes.HEALTH)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        yield Finding("service", "wrong", f"{url} does not answer ({error})", "start `tula serve`, or set TULA_URL")
+        yield Finding(
+            "service", "wrong", f"{url} (by {origin}) does not answer ({error})", "start `tula serve`, or set TULA_URL"
+        )
         return
     if health.status_code != 200:
-        yield Finding("service", "wrong", f"{url} answers {health.status_code}", "check TULA_URL: is this the service?")
+        yield Finding(
+            "service",
+            "wrong",
+            f"{url} (by {origin}) answers {health.status_code}",
+            "check TULA_URL: is this the service?",
+        )
         return
-    yield Finding("service", "ok", url)
+    yield Finding("service", "ok", f"{url} (by {origin})")
     yield from _clock(health.headers.get("date"), before, time.time())
     ready = client.get(url + routes.READY)
     found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
@@ -213,6 +220,7 @@ def check_device(as_json: bool) -> int:
 
 
 def doctor(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Instead, check the device under short trainings.")] = False,
 ) -> None:
@@ -220,7 +228,7 @@ def doctor(
     if gpu:
         raise typer.Exit(1 if check_device(as_json) else 0)
     with httpx.Client(timeout=5.0) as client:
-        findings = examine(os.environ, client)
+        findings = examine(os.environ, client, getattr(context.obj, "origin", "TULA_URL"))
     wrong = sum(finding.state == "wrong" for finding in findings)
     if as_json:
         typer.echo(json.dumps({"wrong": wrong, "findings": [asdict(finding) for finding in findings]}))

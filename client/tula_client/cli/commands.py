@@ -10,13 +10,14 @@ from typing import Annotated, Any, Final
 import typer
 
 from tula_client._errors import TulaError
-from tula_client._settings import package_version, service_url
+from tula_client._settings import access, package_version
 
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
 EPILOG: Final = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 service unreachable, 4 not allowed, 5 not found, "
-    "130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token."
+    "130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without them, .env and "
+    "~/.config/tula/config.toml are read."
 )
 
 
@@ -57,13 +58,18 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
+    context: typer.Context,
     url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
     version: Annotated[  # noqa: ARG001 - its callback ends the command
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    if url:
-        os.environ["TULA_URL"] = service_url(url)  # also for every command that this one starts
+    context.obj = found = access(url)
+    # Also for every command that this one starts: the agent reads the environment alone.
+    if found.origin not in ("TULA_URL", "default"):
+        os.environ["TULA_URL"] = found.url
+    if found.token:
+        os.environ["TULA_TOKEN"] = found.token
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
