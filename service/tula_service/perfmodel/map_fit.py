@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from scipy.linalg import cholesky
-from scipy.linalg.lapack import dtrtri
+from scipy.linalg.lapack import dposv, dtrtri
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
@@ -27,7 +27,8 @@ from tula_service.perfmodel.residual_gp import (
 )
 from tula_service.perfmodel.step_time_form import COLLECTIVES, LogStepTimes, jacobian, log_terms, to_seconds
 
-_MOST_ITERATIONS = 40
+_MOST_EVALUATIONS = 60
+_LEAST_GAIN = 1e-5  # of half the squared misfit: a shift of predictions far below their intervals
 _LONGEST_STEP = 2.0
 _OUTLIER_SDS = 3.0
 _POINTS_FOR_A_CASE, _MOST_CASES = 5, 3
@@ -219,7 +220,7 @@ def _fit_member(
     targets: Targets,
     reference: float,
 ) -> Member:
-    """Damped Gauss-Newton on whitened log residuals.
+    """Levenberg-Marquardt on whitened log residuals.
 
     A point further than three deviations from what the others predict for it is treated as a separate case, the worst
     one first, at most three and one in five: its own prediction keeps it, and it influences no other.
@@ -232,7 +233,7 @@ def _fit_member(
         lower = cholesky(shared + np.diag(white), lower=True)
         # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
-        theta, residuals, slopes, precision, cost = _gauss_newton(theta, prior, targets, whitener, reference)
+        theta, residuals, slopes, precision, cost = _levenberg_marquardt(theta, prior, targets, whitener, reference)
         weights = whitener.T @ residuals[: white.size]
         # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
@@ -263,14 +264,18 @@ def _log_evidence(cost: float, precision: FloatArray, sd: FloatArray, lower: Flo
     return -0.5 * (misfit + volume) - height
 
 
-def _gauss_newton(
+def _levenberg_marquardt(
     theta: FloatArray,
     prior: StepTimePrior,
     targets: Targets,
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, float]:
-    """theta at the maximum, residuals and slopes there (whitened), posterior precision, and half the squared misfit."""
+    """theta at the maximum, residuals and slopes there (whitened), posterior precision, and half the squared misfit.
+
+    Levenberg-Marquardt with Nielsen's damping (1999): it falls where a step gains what its linear model promised, so
+    that steps across a curved valley do not alternate from side to side.
+    """
     known = np.flatnonzero(np.isfinite(targets.log_compute))
     centre, penalty = prior.mean, prior.precision
 
@@ -281,29 +286,29 @@ def _gauss_newton(
         if known.size:
             missed = (targets.log_compute[known] - terms.compute[known]) / _COMPUTE_NOISE
             values = np.concatenate([values, missed])
-            slopes = np.vstack([slopes, compute[known] / _COMPUTE_NOISE])
+            slopes = np.concatenate([slopes, compute[known] / _COMPUTE_NOISE])
         return values, slopes, 0.5 * (float(values @ values) + float((at - centre) @ penalty @ (at - centre)))
 
-    damping = 1e-3
+    damping, grown = 1e-3, 2.0
     values, slopes, cost = linearised(theta)
     precision = slopes.T @ slopes + penalty
-    for _ in range(_MOST_ITERATIONS):
+    for _ in range(_MOST_EVALUATIONS):
         gradient = slopes.T @ values - penalty @ (theta - centre)
-        while damping < 1e6:
-            step = np.linalg.solve(precision + damping * np.diag(np.diag(precision)), gradient)
-            trial = theta + np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
-            trial_values, trial_slopes, trial_cost = linearised(trial)
-            if trial_cost <= cost:
-                break
-            damping *= 5.0
+        damped = precision.copy()
+        damped.flat[:: theta.size + 1] *= 1.0 + damping
+        step = np.asarray(dposv(damped, gradient)[1])
+        step *= min(1.0, _LONGEST_STEP / max(float(np.abs(step).max()), 1e-12))
+        promised = float(step @ gradient - 0.5 * step @ precision @ step)
+        if promised < _LEAST_GAIN:
+            break
+        trial = linearised(theta + step)
+        gained = cost - trial[2]
+        if gained > 0.0:
+            theta, (values, slopes, cost) = theta + step, trial
+            precision = slopes.T @ slopes + penalty
+            damping, grown = damping * max(1.0 / 3.0, 1.0 - (2.0 * gained / promised - 1.0) ** 3), 2.0
         else:
-            break
-        gained = cost - trial_cost
-        theta, values, slopes, cost = trial, trial_values, trial_slopes, trial_cost
-        precision = slopes.T @ slopes + penalty
-        damping = max(damping / 5.0, 1e-9)
-        if gained < 1e-6:
-            break
+            damping, grown = damping * grown, 2.0 * grown
     return theta, values, slopes, precision, cost
 
 

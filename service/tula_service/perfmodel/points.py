@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,20 @@ def column(
         raise ObservationError(f"{name}[{row}] is {array[row]!r}; give a finite number, {want}.")
     array.flags.writeable = False
     return array
+
+
+@dataclass(frozen=True)
+class Logarithms:
+    """Natural logarithms of n points, and where there is anything to communicate, each of shape (n,)."""
+
+    local_batch_size: FloatArray
+    ranks_per_node: FloatArray
+    pairs_of_ranks: FloatArray
+    pairs_of_nodes: FloatArray
+    earlier_micro_steps: FloatArray
+    several_ranks: npt.NDArray[np.bool_]
+    several_ranks_per_node: npt.NDArray[np.bool_]
+    several_nodes: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,21 @@ class Points:
     def __len__(self) -> int:
         """Number of points."""
         return len(self.instance_type)
+
+    @cached_property
+    def logarithms(self) -> Logarithms:
+        """The natural logarithms that the step-time form needs; a fit asks for them a hundred times."""
+        ranks = self.world_size / self.num_nodes
+        return Logarithms(
+            local_batch_size=np.log(self.local_batch_size),
+            ranks_per_node=np.log(ranks),
+            pairs_of_ranks=np.log(ranks / 2.0),
+            pairs_of_nodes=np.log(self.num_nodes / 2.0),
+            earlier_micro_steps=np.log(np.maximum(self.grad_accum_steps - 1.0, 1e-30)),
+            several_ranks=self.world_size > 1.0,
+            several_ranks_per_node=ranks > 1.0,
+            several_nodes=self.num_nodes > 1.0,
+        )
 
     def rows(self) -> list[tuple[str, float, float, float, float]]:
         """A key for each point that is equal for equal points."""

@@ -48,13 +48,10 @@ class Hypothesis:
         )
 
 
-# Most jobs follow the form; in some, step time jumps with the batch (another kernel is chosen), in some, with the
-# cluster (a congested link). The measurements decide between them.
+# Most jobs follow the form; in some, step time jumps with the batch (another kernel is chosen) or with the cluster (a
+# congested link). The measurements decide between the two.
 HYPOTHESES: tuple[Hypothesis, ...] = (
     Hypothesis(batch=1.0, cluster=1.0, own=1.0, log_weight=0.0),
-    Hypothesis(batch=0.4, cluster=0.4, own=1.0, log_weight=0.0),
-    Hypothesis(batch=4.0, cluster=1.0, own=2.0, log_weight=-1.0),
-    Hypothesis(batch=1.0, cluster=3.0, own=2.0, log_weight=-1.0),
     Hypothesis(batch=4.0, cluster=3.0, own=3.0, log_weight=-2.0),
 )
 

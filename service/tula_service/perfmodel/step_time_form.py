@@ -23,6 +23,7 @@ phone-sized network and a language model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,6 @@ NUM_PARAMETERS = 10
 COLLECTIVES = (4, 6)
 """The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
 
-_SLOPE_STEP = 1e-5
 _ABSENT = -60.0
 
 
@@ -47,7 +47,7 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Natural logarithms of the parts, in seconds, shape (..., n): whole step, one micro-step's compute, collective."""
+    """Natural logarithms of the parts, in seconds, shape (n,): whole step, one micro-step's compute, collective."""
 
     step: FloatArray
     compute: FloatArray
@@ -69,25 +69,62 @@ class LogStepTimes:
 
 
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) -> Terms:
-    """The form at `theta` of shape (..., 10), for n points; `communication` is -60 where there is one rank only."""
-    c, a, q, h, s1, k1, s2, k2, k3, g = np.moveaxis(np.asarray(theta, dtype=np.float64)[..., None], -2, 0)
-    ranks = points.world_size / points.num_nodes
-    growth = np.exp(q) * np.log(points.local_batch_size / reference_batch_size)
-    sharpness = 1.0 + np.exp(h)
-    compute = c + np.logaddexp(sharpness * a, sharpness * growth) / sharpness
-    intra = np.where(ranks > 1.0, s1 + k1 * np.log(np.maximum(ranks, 1.0) / 2.0), _ABSENT)
-    inter = np.where(points.num_nodes > 1.0, s2 + k2 * np.log(points.num_nodes / 2.0) + k3 * np.log(ranks), _ABSENT)
-    communication = np.where(points.world_size > 1.0, c + np.logaddexp(intra, inter), _ABSENT)
-    overlap = 1.0 + np.exp(g)
-    last = np.logaddexp(overlap * compute, overlap * communication) / overlap
-    earlier = np.log(np.maximum(points.grad_accum_steps - 1.0, 1e-30))
-    return Terms(np.logaddexp(last, compute + earlier), compute, communication)
+    """The form at `theta` of shape (10,), for n points; `communication` is -60 where there is one rank only."""
+    return _evaluate(theta, points, reference_batch_size).terms
 
 
 def jacobian(theta: FloatArray, points: Points, reference_batch_size: float) -> tuple[Terms, FloatArray, FloatArray]:
     """The terms at `theta` of shape (10,), and the slopes of log step and log compute in theta, shape (n, 10) each."""
-    shifted = np.vstack([theta[None, :], theta[None, :] + _SLOPE_STEP * np.eye(theta.size)])
-    terms = log_terms(shifted, points, reference_batch_size)
-    step = (terms.step[1:] - terms.step[0]).T / _SLOPE_STEP
-    compute = (terms.compute[1:] - terms.compute[0]).T / _SLOPE_STEP
-    return Terms(terms.step[0], terms.compute[0], terms.communication[0]), step, compute
+    parts = _evaluate(theta, points, reference_batch_size)
+    terms, logs = parts.terms, points.logarithms
+    a, log_bend, log_overlap = theta[[1, 3, 9]].tolist()
+    bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
+    # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
+    floor, within = np.exp(bend * a - parts.bent), np.exp(parts.within_nodes - parts.collective)
+    hidden, waits = np.exp(overlap * terms.compute - parts.overlapped), np.exp(parts.last - terms.step)
+    between = np.where(logs.several_ranks, 1.0 - within, 0.0)
+    compute, collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
+    compute[:, 0] = 1.0
+    compute[:, 1] = floor
+    compute[:, 2] = (1.0 - floor) * parts.growth
+    compute[:, 3] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * parts.growth - parts.bent / bend)
+    collective[:, 0] = logs.several_ranks
+    collective[:, 4] = within * logs.several_ranks
+    collective[:, 5] = collective[:, 4] * logs.pairs_of_ranks
+    collective[:, 6] = between
+    collective[:, 7] = between * logs.pairs_of_nodes
+    collective[:, 8] = between * logs.ranks_per_node
+    last = collective + hidden[:, None] * (compute - collective)
+    mean = terms.communication + hidden * (terms.compute - terms.communication)
+    last[:, 9] = math.exp(log_overlap) / overlap * (mean - parts.overlapped / overlap)
+    return terms, compute + waits[:, None] * (last - compute), compute
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Every sum on the way to `terms`, natural logarithms of shape (n,), for the slopes."""
+
+    terms: Terms
+    growth: FloatArray
+    bent: FloatArray
+    within_nodes: FloatArray
+    collective: FloatArray
+    overlapped: FloatArray
+    last: FloatArray
+
+
+def _evaluate(theta: FloatArray, points: Points, reference_batch_size: float) -> _Parts:
+    c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap = theta.tolist()
+    logs = points.logarithms
+    bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
+    growth = math.exp(log_q) * (logs.local_batch_size - math.log(reference_batch_size))
+    bent = np.logaddexp(bend * a, bend * growth)
+    compute = c + bent / bend
+    within = np.where(logs.several_ranks_per_node, s_intra + k_intra * logs.pairs_of_ranks, _ABSENT)
+    between = s_inter + k_inter * logs.pairs_of_nodes + k_share * logs.ranks_per_node
+    collective = np.logaddexp(within, np.where(logs.several_nodes, between, _ABSENT))
+    communication = np.where(logs.several_ranks, c + collective, _ABSENT)
+    overlapped = np.logaddexp(overlap * compute, overlap * communication)
+    last = overlapped / overlap
+    terms = Terms(np.logaddexp(last, compute + logs.earlier_micro_steps), compute, communication)
+    return _Parts(terms, growth, bent, within, collective, overlapped, last)

@@ -131,7 +131,7 @@ def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
     assert list(decision.posteriors) == ["default"]
     assert decision.cross_validation is not None
     assert decision.cross_validation.run_ids == tuple(run.id for run in data.runs)
-    assert decision.cross_validation.error < 0.1
+    assert decision.cross_validation.error < 0.15
 
 
 def test_waiting_runs_stay_until_enough_was_measured() -> None:
