@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +21,18 @@ DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
 
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+
+UNKNOWN_RUN = "unknown-run"
+"""Stands for the id of a run that the agent makes by itself, in requests and keys."""
+
+
+@dataclass(frozen=True)
+class WantedJob:
+    """The name or id of a job, and what registers it where there is none: examples of an epoch, and epochs."""
+
+    name: str
+    dataset_size: int | None = None
+    epochs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class AgentConfig:
     local_batch_size: int | None
     grad_accum_steps: int | None
     stacks_at_s: float | None = None
+    job: WantedJob | None = None
     exit_deadline_s: float = 5.0
     row_limit: int = 20_000
 
@@ -62,10 +75,11 @@ class AgentConfig:
         return any(count not in _OFF for count in self.restart.split("-"))
 
 
-def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
+def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
     """The configuration, or None to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
 
-    Never raises: an invalid value is logged and treated as absent.
+    job: whose run the agent makes by itself where no launcher has made one; without a name, that in TULA_JOB. Never
+    raises: an invalid value is logged and treated as absent.
     """
     url = environ.get("TULA_URL", "").strip().rstrip("/")
     if not url or environ.get("TULA_DISABLED", "").strip().lower() not in _OFF:
@@ -74,8 +88,11 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         logger.warning("TULA_URL is %r: give an http:// or https:// address; nothing is measured", url)
         return None
     run_id = environ.get("TULA_RUN_ID", "").strip()
+    wanted = None if run_id else _named(job or WantedJob(""), environ)
+    run_id = run_id if wanted is None else UNKNOWN_RUN
     if not _ID.fullmatch(run_id):
-        logger.warning("TULA_RUN_ID is %r: start the script with `tula run` or set it; nothing is measured", run_id)
+        remedy = "start the script with `tula run`, or name its job in TULA_JOB"
+        logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
         return None
     job_id = environ.get("TULA_JOB_ID", "").strip()
     return AgentConfig(
@@ -92,7 +109,14 @@ def read_config(environ: Mapping[str, str] = os.environ) -> AgentConfig | None:
         local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
         stacks_at_s=_number(environ, "TULA_STACKS_AT", float, math.isfinite, "seconds since 1970"),
+        job=wanted,
     )
+
+
+def _named(job: WantedJob, environ: Mapping[str, str]) -> WantedJob | None:
+    """`job`, or the one in TULA_JOB; None without a name."""
+    name = (job.name or environ.get("TULA_JOB", "")).strip()
+    return replace(job, name=name) if name else None
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:

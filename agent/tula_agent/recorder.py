@@ -24,6 +24,7 @@ from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number
 from tula_agent.ship.exporter import Exporter
+from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
@@ -96,13 +97,17 @@ class Recorder:
         self._batch_size: int | None = None
         self._last_step_s = 0.1
         self._threshold_poller: ThresholdPoller | None = None
+        self.joining = None
+        if config.job is not None:
+            self.joining = Joining(self, config.job, self._number, guard, REQUEST_TIMEOUT_S)
         self.exporter = Exporter(
-            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
+            self.joining.connect if self.joining else lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
             self.requests.collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
             on_reply=self._on_reply,
             poll=self._poll if self.leads else None,
+            ready=self.joining.ready if self.joining else None,
         )
         if self.leads:
             self._report("running", config.run_id)
@@ -328,6 +333,8 @@ class Recorder:
         self._forget_objects()
         self._device_clock = self._threshold_poller = None
         self.exporter.close(self.config.exit_deadline_s, self._end_report(state, message, failed_local_batch_size))
+        if self.joining is not None and self.joining.run_id is None:
+            self.exporter.forget()
         self._rendezvous = None
         self.profiling.use(StopAgreement(None, self.guard))
         if self.dropped:
@@ -475,10 +482,24 @@ class Recorder:
         known = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.column.run_id), encode(known))]
 
+    # A run that the agent makes by itself: asked on the shipping thread.
+
+    def seen_configuration(self) -> tuple[int, int] | None:
+        """Local batch size and accumulation, once a whole step or the end of the script has shown them."""
+        if self._batch_size is None or (self.timer.step == 0 and not self.finished):
+            return None
+        return self._batch_size, self.timer.grad_accum_steps
+
+    def joined(self) -> None:
+        """The run is known from now on."""
+        for optimizer in list(self.objects.optimizers):
+            self._watch_thresholds(optimizer)
+
     # Gradient scaling's thresholds, and the shipping thread.
 
     def _watch_thresholds(self, optimizer: Any) -> None:
-        if not (hasattr(optimizer, "apply_thresholds") and self.leads and self.config.job_id):
+        job_id = self.joining.job_id if self.joining else self.config.job_id
+        if not (hasattr(optimizer, "apply_thresholds") and self.leads and job_id):
             return
         if self._threshold_poller is not None and self._threshold_poller.wanted:
             return
@@ -486,8 +507,9 @@ class Recorder:
 
         # The service answers for this policy, or for one that a user set for the job.
         policy = optimizer.scripted_thresholds.policy
-        path = f"{routes.JOB_SCALING.format(job_id=self.config.job_id)}?policy={policy}"
-        self._threshold_poller = ThresholdPoller(path, optimizer, self.config.run_id)
+        path = f"{routes.JOB_SCALING.format(job_id=job_id)}?policy={policy}"
+        run_id = self.joining.run_id if self.joining else self.config.run_id
+        self._threshold_poller = ThresholdPoller(path, optimizer, run_id)
 
     def _poll(self, transport: Transport) -> None:
         thresholds = self._threshold_poller  # `finish` clears it on another thread

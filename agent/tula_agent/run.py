@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tula_agent.config import AgentConfig, read_config
+from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard, logger
 from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
 
@@ -28,6 +28,7 @@ releasing the last reduction needs the GIL, and both would wait for ever."""
 
 def init(
     *,
+    job: str | None = None,
     dataset_size: int | None = None,
     epochs: float | None = None,
     grad_accum_steps: int | None = None,
@@ -35,19 +36,20 @@ def init(
 ) -> Run:
     """Join the run that the environment names; without one, a run that does nothing and costs nothing.
 
-    dataset_size: examples per epoch over all ranks; grad_accum_steps: micro-steps per step, only needed where no
-    optimizer is watched; model_parallel_size: processes that share one replica of the model (pipeline stages times
-    tensor parallelism), which count as one rank; epochs: not needed and accepted for older scripts, the job's
-    specification has them. Never raises. The run finishes by itself when the process ends.
+    job: a job by name or id (or TULA_JOB). Where `tula` has not started the script, the first rank then makes a run of
+    this job in the background, once a step has shown its configuration, and all ranks join it; a name that no job has
+    is registered with dataset_size and epochs (default 1). dataset_size: examples per epoch over all ranks;
+    grad_accum_steps: micro-steps per step, only needed where no optimizer is watched; model_parallel_size: processes
+    that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank. Never
+    raises. The run finishes by itself when the process ends.
     """
-    del epochs
     global _current
     if _current is not None and _current.active:
         _current.finish()
     guard = Guard()
     config: AgentConfig | None = None
     with guard("reading the environment"):
-        config = read_config()
+        config = read_config(job=WantedJob(job or "", dataset_size, epochs))
     _current = Run(
         config,
         guard,

@@ -28,9 +28,9 @@ class Exporter:
     """A bounded queue, one daemon thread that is started when first needed, and a spool on disk.
 
     `collect` is called on the thread before each delivery and answers the requests that are due; `on_reply` gets each
-    reply; `poll` is called after each delivery. While the service fails the circuit is open: requests go to the spool,
-    and one at a time probes whether the service is back. The training thread never waits for this, except in `close`,
-    which has a deadline.
+    reply; `poll` is called after each delivery; while `ready` answers False nothing is delivered. While the service
+    fails the circuit is open: requests go to the spool, and one at a time probes whether the service is back. The
+    training thread never waits for this, except in `close`, which has a deadline.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Exporter:
         guard: Guard,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
         poll: Callable[[Transport], None] | None = None,
+        ready: Callable[[bool], bool] | None = None,
         queue_limit_bytes: int = 4 * 2**20,
         spool_limit_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
@@ -51,6 +52,7 @@ class Exporter:
         self._collect = collect
         self._on_reply = on_reply
         self._poll = poll
+        self._ready = ready
         self._guard = guard
         self.queue_limit_bytes = queue_limit_bytes
         self._queue: deque[SpooledRequest] = deque()
@@ -127,6 +129,12 @@ class Exporter:
                 self.put(request)
         self._spool_all()
 
+    def forget(self) -> None:
+        """Drop what is queued and what is on disk: no run will ever take it."""
+        with self._lock:
+            self._queue.clear()
+        self._spool.clear()
+
     def reset_in_child(self) -> None:
         """In a forked child: new lock, spool and empty queue, no connection; the parent sends what was queued."""
         self._lock = threading.Lock()
@@ -154,7 +162,8 @@ class Exporter:
             with self._guard("shipping"):
                 for request in self._take_final_requests() if last else []:
                     self.put(request)
-                self.deliver(last)
+                if self._ready is None or self._ready(last):
+                    self.deliver(last)
             if last and not self._abandoned:
                 self._spool_all()
             if last:

@@ -43,8 +43,11 @@ class Transport:
     through proxies. Redirects are not followed with a token in hand.
     """
 
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, token: str | None, timeout_s: float, *, max_answer_bytes: int = MAX_ANSWER_BYTES
+    ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
+        self._max_answer_bytes = max_answer_bytes
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
@@ -54,17 +57,18 @@ class Transport:
 
     def send(self, request: SpooledRequest) -> Reply:
         """Deliver one request. Failures of service and network are replies, never exceptions."""
-        return self._exchange(request.method, request.path, request.body)
+        return self.exchange(request.method, request.path, request.body)
 
     def get(self, path: str, etag: str | None = None) -> Reply:
         """Read `path`; an unchanged resource answers 304 without a body."""
-        return self._exchange("GET", path, None, {"if-none-match": etag} if etag else None)
+        return self.exchange("GET", path, None, {"if-none-match": etag} if etag else None)
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
+    def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
+        """Send one request, with a JSON body or none."""
         self._ends = time.monotonic() + self._timeout_s
         traced = {"trace": self._limit}
         try:
@@ -72,8 +76,8 @@ class Transport:
                 content = b""
                 for part in response.iter_raw():
                     content += part
-                    if len(content) > MAX_ANSWER_BYTES:
-                        return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    if len(content) > self._max_answer_bytes:
+                        return Reply("retry", detail=f"the answer is longer than {self._max_answer_bytes} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
         status = response.status_code

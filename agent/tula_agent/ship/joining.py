@@ -1,0 +1,286 @@
+"""A run that no launcher has made: the first rank makes it from what the ranks see, in the background."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from dataclasses import replace
+from typing import Any, Final, Protocol
+from urllib.parse import quote, urlencode
+
+from tula_agent.config import UNKNOWN_RUN, AgentConfig, WantedJob
+from tula_agent.guard import Guard, logger
+from tula_agent.rank_channel import Channel
+from tula_agent.ship.spool import SpooledRequest, encode
+from tula_agent.ship.transport import Reply, Transport
+from tula_wire import routes
+
+LEASE_S: Final = 600.0
+"""Samples renew it; the service fails a training that is killed once it has expired."""
+HOSTS_WITHIN_S: Final = 10.0
+AT_END_WITHIN_S: Final = 1.5
+"""How long the first rank waits for the names of the others' hosts; how long ranks wait at the end of the script."""
+_TIMEOUT_S: Final = 20.0
+"""Of a request here: the service fits its models before it answers."""
+_MAX_ANSWER_BYTES: Final = 4 * 2**20
+_RUN, _HOST = "run", "host/"
+_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+
+
+class Process(Protocol):
+    """What is asked of the recorder."""
+
+    config: AgentConfig
+    boot_id: str
+    model_parallel_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the training."""
+
+    def channel(self, within_s: float = 0.0) -> Channel | None:
+        """The connection to the other ranks."""
+
+    def seen_configuration(self) -> tuple[int, int] | None:
+        """Local batch size and accumulation steps, once they are known."""
+
+    def joined(self) -> None:
+        """Called when the run is known."""
+
+
+class _Away(Exception):
+    """The service did not answer."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.detail)
+        self.reply = reply
+
+
+class _Refused(Exception):
+    """There will be no run. `status`: of the answer, 0 without one."""
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Joining:
+    """The run of a job: the first rank makes it when it delivers for the first time, the others learn its id from it.
+
+    Until then requests name UNKNOWN_RUN and wait, on disk while the service is away. A service that refuses is not
+    asked again: the first rank says why, once, and what is measured is dropped. `number` differs for each training of
+    this process. Everything here runs on the shipping thread, so that training waits for none of it.
+    """
+
+    def __init__(self, process: Process, job: WantedJob, number: int, guard: Guard, timeout_s: float) -> None:
+        self.run_id: str | None = None
+        self.job_id: str | None = None
+        self._process = process
+        self._wanted = job
+        self._start = f"{job.name}/{number}"
+        self._guard = guard
+        self._timeout_s = timeout_s
+        self._refused = False
+        self._host_given = False
+        self._hosts_until: float | None = None
+
+    def connect(self) -> Transport:
+        """A connection that sends requests with the run's id, and makes the run first."""
+        return _JoiningTransport(self, self._process.config, self._timeout_s)
+
+    def ready(self, last: bool) -> bool:
+        """True when requests may be sent; `last` at the end of the script."""
+        if self.run_id is not None or self._refused:
+            return True
+        with self._guard("joining a run"):
+            if self._process.config.rank != 0:
+                return self._learned(2 * AT_END_WITHIN_S if last else 0.0)
+            if self._process.seen_configuration() is None:
+                return False
+            if self._hosts_until is None or last:
+                self._hosts_until = time.monotonic() + (AT_END_WITHIN_S if last else HOSTS_WITHIN_S)
+            while not self._knows_hosts():
+                if time.monotonic() > self._hosts_until:
+                    break
+                if not last:
+                    return False
+                time.sleep(0.02)
+            return True
+        return False
+
+    def sent(self, request: SpooledRequest) -> SpooledRequest | Reply:
+        """`request` for the run, which is made now if it is unknown; a reply in its place where there is no run."""
+        if self.run_id is None and not self._refused:
+            try:
+                self._make()
+            except _Away as away:
+                return away.reply
+            except (_Refused, LookupError, TypeError, ValueError) as error:
+                self._refused = True
+                reason = str(error) if isinstance(error, _Refused) else "its answer makes no sense"
+                text = "no run of job %r could be made (%s): nothing is measured, training continues"
+                logger.warning(text, self._wanted.name, reason)
+            self._publish()
+        if self.run_id is None:
+            return Reply("delivered", 204)
+        return replace(request, path=request.path.replace(f"/{UNKNOWN_RUN}", f"/{self.run_id}", 1))
+
+    # The other ranks.
+
+    def _learned(self, within_s: float) -> bool:
+        channel = self._process.channel()
+        if channel is None:
+            return False
+        if not self._host_given:
+            channel.set(f"{_HOST}{channel.rank}", socket.gethostname())
+            self._host_given = True
+        found = channel.wait(_RUN, within_s)
+        if found is None:
+            return False
+        self._refused = not found
+        self.run_id = _checked(found) if found else None
+        return True
+
+    # The first rank.
+
+    def _knows_hosts(self) -> bool:
+        channel = self._process.channel()
+        return channel is None or channel.has(*(f"{_HOST}{rank}" for rank in range(1, channel.world_size)))
+
+    def _publish(self) -> None:
+        with self._guard("giving the run to the other ranks"):
+            channel = self._process.channel()
+            if channel is not None:
+                channel.set(_RUN, self.run_id or "")
+                channel.across_starts().set(self._start, self.run_id or "")
+        if self.run_id is not None:
+            with self._guard("joining a run"):
+                self._process.joined()
+
+    def _make(self) -> None:
+        config = self._process.config
+        service = _Service(Transport(config.url, config.token, _TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES))
+        try:
+            num_nodes, ranks_per_node = self._nodes()
+            job = self._job(service, num_nodes, ranks_per_node)
+            body = {
+                "kind": "train" if config.plan is None else "profile",
+                "configuration": {
+                    "num_nodes": num_nodes,
+                    "ranks_per_node": ranks_per_node,
+                    "local_batch_size": self._batch()[0],
+                    "grad_accum_steps": self._batch()[1],
+                    "instance_type": _instance_type(job["spec"]["cluster"], ranks_per_node),
+                },
+                "holder": f"agent-{self._process.boot_id}",
+                "lease_s": LEASE_S,
+            }
+            job_id = _checked(job["id"])
+            run = service.ask("POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service))
+            self.job_id, self.run_id = job_id, _checked(run["id"])
+        finally:
+            service.transport.close()
+
+    def _continued(self, service: _Service) -> dict[str, Any]:
+        """The training run before a restart by torchrun, if the service still has it."""
+        channel, before = self._process.channel(), None
+        with self._guard("finding the run before a restart"):
+            if channel is not None and channel.across_starts().has(self._start):
+                before = channel.across_starts().get(self._start)
+        if not before or self._process.config.plan is not None:
+            return {}
+        return {"continues": before} if service.find(routes.RUN.format(run_id=_checked(before))) else {}
+
+    def _batch(self) -> tuple[int, int]:
+        seen = self._process.seen_configuration()
+        assert seen is not None  # `ready` has checked it
+        return seen
+
+    def _nodes(self) -> tuple[int, int]:
+        """Nodes and ranks per node; a rank is a replica of the model. By host names, or else by the launcher's."""
+        per_replica = self._process.model_parallel_size
+        processes = self._process.config.ranks_per_node
+        channel = self._process.channel()
+        if channel is not None and self._knows_hosts():
+            others = [channel.get(f"{_HOST}{rank}") for rank in range(1, channel.world_size)]
+            processes = 1 + others.count(socket.gethostname())
+        ranks = max(1, self._process.world_size // per_replica)
+        ranks_per_node = min(ranks, max(1, processes // per_replica))
+        return max(1, ranks // ranks_per_node), ranks_per_node
+
+    def _job(self, service: _Service, num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
+        """The job by its id, by its name, or registered."""
+        name = self._wanted.name
+        job = service.find(routes.JOB.format(job_id=quote(name, safe="")))
+        if job is not None:
+            return job
+        page = service.ask("GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': 100})}")
+        ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
+        if len(ids) > 1:
+            raise _Refused(f"{len(ids)} jobs have this name: give the id of one")
+        if ids:
+            return service.ask("GET", routes.JOB.format(job_id=ids[0]))
+        if self._wanted.dataset_size is None:
+            raise _Refused("there is no such job: give tula_agent.init dataset_size and epochs to register it")
+        body = {
+            "name": name,
+            "model": {"name": name},
+            "dataset": {"size": self._wanted.dataset_size},
+            "epochs": self._wanted.epochs or 1.0,
+            "cluster": {"max_nodes": num_nodes, "ranks_per_node": ranks_per_node},
+            "batch": {"min_local_batch_size": min(32, self._batch()[0])},
+        }
+        registered: dict[str, Any] = service.ask("POST", routes.JOBS, body)["job"]
+        return registered
+
+
+class _Service:
+    """Requests whose answer is needed at once. Raises _Away and _Refused."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        reply = self.transport.exchange(method, path, None if body is None else encode(body))
+        if reply.verdict == "retry":
+            raise _Away(reply)
+        if reply.verdict == "refused" or reply.body is None:
+            raise _Refused(f"{reply.status} {reply.detail}".strip(), reply.status)
+        return reply.body
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        """The resource, None where there is none."""
+        try:
+            return self.ask("GET", path)
+        except _Refused as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+
+class _JoiningTransport(Transport):
+    """Sends what is of the unknown run once that is known."""
+
+    def __init__(self, joining: Joining, config: AgentConfig, timeout_s: float) -> None:
+        super().__init__(config.url, config.token, timeout_s)
+        self._joining = joining
+
+    def send(self, request: SpooledRequest) -> Reply:
+        found = self._joining.sent(request)
+        return found if isinstance(found, Reply) else super().send(found)
+
+
+def _checked(identifier: Any) -> str:
+    """An id that can be part of a path. Raises ValueError for anything else."""
+    if not isinstance(identifier, str) or not _ID.fullmatch(identifier):
+        raise ValueError(f"no id: {identifier!r:.40}")
+    return identifier
+
+
+def _instance_type(clusters: list[dict[str, Any]], ranks_per_node: int) -> str:
+    """The job's only instance type, or the only one with as many ranks per node."""
+    fitting = [each for each in clusters if len(clusters) == 1 or each["ranks_per_node"] == ranks_per_node]
+    if len(fitting) != 1:
+        raise _Refused("the job has several instance types, and this may be any: start the script with `tula run`")
+    return str(fitting[0]["instance_type"])

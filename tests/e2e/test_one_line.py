@@ -1,0 +1,154 @@
+"""Trainings that no `tula` has started: one line, or TULA_JOB, makes their run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.forked import Server
+from benchmarks.support.gloo import free_port
+from tests.support.forked_commands import launchers
+from tula_agent.config import UNKNOWN_RUN, WantedJob, read_config
+from tula_agent.guard import Guard
+from tula_agent.rank_channel import Channel
+from tula_agent.run import Run
+from tula_agent.ship.joining import Joining
+from tula_agent.ship.spool import SpooledRequest
+from tula_client import Client
+from tula_client.handle import all_runs, find_job
+from tula_wire import Configuration, JobSpec
+from tula_wire import Run as WireRun
+
+SCRIPT = """
+import torch, torch.distributed as dist, tula_agent
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = tula_agent.init(job="one line", dataset_size=640, epochs=2)
+run.watch(model, optimizer)
+for batch in run.steps([torch.randn(8, 4) for _ in range(40)]):
+    model(batch).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url) as made:
+        yield made
+
+
+def runs_of(client: Client, job: str) -> list[WireRun]:
+    return [run for run in all_runs(client, find_job(client, job)) if run.kind == "train"]
+
+
+def spec(name: str, **fields: Any) -> JobSpec:
+    given = {"model": {"name": "m"}, "dataset": {"size": 100}, "epochs": 1, "cluster": {"max_nodes": 2}}
+    return JobSpec.model_validate({"name": name, **given, **fields})
+
+
+def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: str) -> Run:
+    """One process's training, to its end."""
+    spool = {"TULA_URL": url, "TULA_SPOOL_DIR": str(tmp_path / "spool")}
+    run = Run(read_config(spool | environ, job), dataset_size=job.dataset_size)
+    for batch in run.steps([torch.randn(16, 2)] * steps):
+        batch.sum()
+    run.finish()
+    return run
+
+
+def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Server, tmp_path: Path) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(launchers() / "python")}
+    command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)]
+    with log.open("w") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=120, check=False)
+    assert done.returncode == 0, log.read_text()
+    (run,) = runs_of(client, "one line")
+    assert (run.state, run.configuration) == (
+        "succeeded",
+        Configuration(num_nodes=1, local_batch_size=8, ranks_per_node=2),
+    )
+    assert run.num_samples >= 39
+    assert run.configuration_mismatch is None
+    assert {page.rank for page in client.samples(run.job_id, run_id=run.id).samples} == {0, 1}
+    job = client.job(run.job_id)
+    assert (job.spec.epochs, job.spec.dataset.size, job.spec.cluster[0].ranks_per_node) == (2, 640, 2)
+    assert "no run" not in log.read_text()
+
+
+def test_each_training_is_a_run_of_the_named_job(client: Client, server: Server, tmp_path: Path) -> None:
+    registered = client.register(spec("known", cluster={"max_nodes": 2, "instance_type": "p3"})).job
+    train(server.url, tmp_path, WantedJob(""), TULA_JOB="known")
+    train(server.url, tmp_path, WantedJob(registered.id))
+    both = runs_of(client, "known")
+    assert [(run.state, run.num_samples) for run in both] == [("succeeded", 12)] * 2
+    assert {run.configuration for run in both} == {Configuration(num_nodes=1, local_batch_size=16, instance_type="p3")}
+
+
+def test_a_service_that_is_away_costs_one_warning_and_leaves_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train(f"http://127.0.0.1:{free_port()}", tmp_path, WantedJob("away", 100))
+    assert run.position.step == 12
+    assert len(caplog.records) == 1, caplog.text
+    assert not list((tmp_path / "spool").glob("*"))
+
+
+def test_a_job_that_cannot_be_made_costs_one_warning(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train(server.url, tmp_path, WantedJob("nameless"))
+    assert run.position.step == 12
+    assert [record.getMessage() for record in caplog.records] == [
+        "no run of job 'nameless' could be made (there is no such job: give tula_agent.init dataset_size and epochs "
+        "to register it): nothing is measured, training continues"
+    ]
+    assert not list((tmp_path / "spool").glob("*"))
+
+
+class Rank:
+    """One rank of a training that has seen its batches, over a store as torchrun's."""
+
+    def __init__(self, store: Any, rank: int, start: int, url: str) -> None:
+        config = read_config({"TULA_URL": url, "RANK": str(rank), "WORLD_SIZE": "2"}, WantedJob("elastic", 100))
+        assert config is not None
+        self.config, self.boot_id, self.model_parallel_size, self.world_size = config, f"boot{rank}", 1, 2
+        self._channel = Channel(store, f"tula/{start}/", rank, 2)
+        self.joining = Joining(self, WantedJob("elastic", 100), 0, Guard(), 5.0)
+
+    def channel(self, _within_s: float = 0.0) -> Channel:
+        return self._channel
+
+    def seen_configuration(self) -> tuple[int, int]:
+        return 8, 2
+
+    def joined(self) -> None:
+        pass
+
+
+def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server) -> None:
+    store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
+    for start in range(2):
+        first, other = (Rank(store, rank, start, server.url) for rank in (0, 1))
+        assert not first.joining.ready(last=False)  # the other's host is unknown
+        assert not other.joining.ready(last=False)
+        assert first.joining.ready(last=False)
+        sent = first.joining.sent(request)
+        assert sent == SpooledRequest("PATCH", f"/v1/runs/{first.joining.run_id}", b"{}")
+        assert other.joining.ready(last=False)
+        assert other.joining.run_id == first.joining.run_id
+    now, before = runs_of(client, "elastic")
+    wanted = Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8, grad_accum_steps=2)
+    assert now.configuration == before.configuration == wanted
+    assert (before.state, before.end_cause) == ("failed", "superseded")
