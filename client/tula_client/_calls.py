@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tula_client._errors import TulaError, UnexpectedAnswerError, from_problem
+from tula_client._events import EventReader
 from tula_client._request import Answer, Call, Query, Request, build, fill
 from tula_wire import (
     ClaimRequest,
+    Event,
     Job,
     JobCreated,
     JobPage,
@@ -170,14 +172,14 @@ def samples(
 
 def series(
     run_id: str,
-    column: str,
+    column: str | None = None,
     *,
     max_points: int | None = None,
     rank: int | None = None,
     first_step: int | None = None,
     last_step: int | None = None,
 ) -> Call[TelemetrySeries]:
-    """One column of a run, down-sampled by the service to `max_points`."""
+    """One column of a run, down-sampled by the service to `max_points`; without `column`, only the names of all."""
     query = {"column": column, "max_points": max_points, "rank": rank, "first_step": first_step, "last_step": last_step}
     return Call(build("GET", fill(routes.RUN_TELEMETRY, run_id=run_id), query=query), _model(TelemetrySeries))
 
@@ -281,6 +283,12 @@ def ready() -> Call[dict[str, Any]]:
     return Call(build("GET", routes.READY), _object)
 
 
+def past_events(job_id: str) -> Call[list[Event]]:
+    """All events of a job until now, oldest first."""
+    request = build("GET", fill(routes.JOB_EVENTS, job_id=job_id), query={"after": 0, "follow": "false"})
+    return Call(replace(request, headers={"Accept": "text/event-stream"}), _events)
+
+
 def events(job_id: str, *, last_id: int | None = None) -> Request:
     """The request for a job's stream of events, after the event `last_id`."""
     headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
@@ -335,6 +343,12 @@ def _object(answer: Answer) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise UnexpectedAnswerError("the answer is no JSON object: is TULA_URL the address of a Tula service?")
     return parsed
+
+
+def _events(answer: Answer) -> list[Event]:
+    reader = EventReader()
+    found = map(reader.feed, _body(answer).decode().splitlines())
+    return [event for event in found if event is not None]
 
 
 def _nothing(answer: Answer) -> None:

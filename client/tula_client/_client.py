@@ -71,6 +71,7 @@ class _Methods:
     send_telemetry = _Method(calls.send_telemetry)
     samples = _Method(calls.samples)
     series = _Method(calls.series)
+    past_events = _Method(calls.past_events)
     recommendation = _Method(calls.recommendation)
     predictions = _Method(calls.predictions)
     scaling = _Method(calls.scaling)

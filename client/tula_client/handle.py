@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tula_client._errors import JobNotFoundError, MissingExtraError, NotFoundError, TulaError
+from tula_client import _flows
+from tula_client._errors import MissingExtraError
 from tula_client.plots import altair_chart, save
-from tula_client.tables import TABLES, Row, Table, candidate_rows, ledger_rows, run_rows
+from tula_client.tables import Row, Table
 from tula_wire import Event, Job, JobSpec, JobSummary, Objective, Predictions, Recommendation, Run
 
 if TYPE_CHECKING:
@@ -47,21 +48,15 @@ class JobHandle:
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
-        return list(all_runs(self.client, self.id))
+        return all_runs(self.client, self.id)
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
         """Events of the job as they happen; ends when the caller stops."""
         return self.client.events(self.id, last_id=last_id)
 
     def rows(self, table: Table = "candidates") -> list[Row]:
-        """A table as a list of dictionaries: `candidates`, `runs` or `ledger`."""
-        if table == "candidates":
-            return candidate_rows(self.recommendation())
-        if table == "runs":
-            return run_rows(self.runs())
-        if table == "ledger":
-            return ledger_rows(self.client.ledger(self.id))
-        raise TulaError(f"table: {table!r} is unknown: use one of {', '.join(TABLES)}")
+        """A table as a list of dictionaries; raises `TulaError` for an unknown one."""
+        return _flows.answered(_flows.table(self.id, table), self.client.send)
 
     def to_dataframe(self, table: Table = "candidates") -> Any:
         """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
@@ -98,18 +93,7 @@ class JobHandle:
 
 def find_job(client: Client, name_or_id: str) -> str:
     """The id of a job given by id, or by a name that exactly one job has that is not archived."""
-    if not name_or_id.strip():
-        raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
-    try:
-        return client.job(name_or_id).id
-    except NotFoundError:
-        named = [job for job in all_jobs(client, search=name_or_id) if job.name == name_or_id]
-    if not named:
-        raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows them")
-    if len(named) > 1:
-        ids = ", ".join(job.id for job in named[:5])
-        raise TulaError(f"{len(named)} jobs have the name {name_or_id!r}: give the id of one ({ids})")
-    return named[0].id
+    return _flows.answered(_flows.job_id(name_or_id), client.send)
 
 
 def all_jobs(client: Client, *, search: str | None = None, archived: bool = False) -> Iterator[JobSummary]:
@@ -122,11 +106,6 @@ def all_jobs(client: Client, *, search: str | None = None, archived: bool = Fals
             return
 
 
-def all_runs(client: Client, job_id: str) -> Iterator[Run]:
-    """All runs of a job, over all pages."""
-    cursor: str | None = None
-    while True:
-        page = client.runs(job_id, limit=PAGE, cursor=cursor)
-        yield from page.runs
-        if (cursor := page.next_cursor) is None:
-            return
+def all_runs(client: Client, job_id: str) -> list[Run]:
+    """All runs of a job, newest first."""
+    return _flows.answered(_flows.runs(job_id), client.send)

@@ -1,65 +1,44 @@
-"""Answers as flat rows (dictionaries) for data frames and CSV files. Pure."""
+"""Answers as flat rows (dictionaries) for data frames and CSV files; columns have the names of the wire. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final, Literal
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, Final, Literal, get_args
 
-from tula_wire import Candidate, Configuration, Estimate, Ledger, Recommendation, Run
+from pydantic import BaseModel
+
+from tula_client._faults import model_in
+from tula_wire import Candidate, Configuration, Estimate, Recommendation, TelemetrySeries
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
-Table = Literal["candidates", "runs", "ledger"]
+Table = Literal["candidates", "runs", "ledger", "samples", "telemetry", "events"]
 
-TABLES: Final[tuple[Table, ...]] = ("candidates", "runs", "ledger")
+TABLES: Final[tuple[Table, ...]] = get_args(Table)
+
+
+def rows(models: Iterable[BaseModel]) -> list[Row]:
+    """A row for each, of the model's fields.
+
+    A configuration gives the columns of its fields and `world_size` and `global_batch_size`, an estimate a column and
+    the ends of its interval as `_low` and `_high`, other objects the columns of their fields, a list or a mapping JSON.
+    """
+    return [_row(type(model), model) for model in models]
 
 
 def candidate_rows(recommendation: Recommendation) -> list[Row]:
-    """Every candidate with its predictions, their intervals as `_low` and `_high`, and its role in the answer."""
-    return [_candidate(candidate, recommendation) for candidate in recommendation.candidates]
+    """Every candidate with its predictions and its role in the answer."""
+    return [_row(Candidate, one) | roles(one, recommendation) for one in recommendation.candidates]
 
 
-def run_rows(runs: Iterable[Run]) -> list[Row]:
-    """Every run with its configuration and measurements."""
-    return [
-        {
-            "run_id": run.id,
-            "kind": run.kind,
-            "state": run.state,
-            **_configuration(run.configuration),
-            "step_time_s": run.step_time_s,
-            "predicted_step_time_s": run.predicted_step_time_s,
-            "num_samples": run.num_samples,
-            "dropped": run.dropped,
-            "method": run.method,
-            "purpose": run.purpose,
-            "message": run.message,
-            "created_at": run.created_at.isoformat(),
-            "started_at": run.started_at.isoformat() if run.started_at else None,
-            "finished_at": run.finished_at.isoformat() if run.finished_at else None,
-        }
-        for run in runs
-    ]
-
-
-def ledger_rows(ledger: Ledger) -> list[Row]:
-    """Every past recommendation with the measurement that followed."""
-    return [
-        {
-            "recommendation_id": entry.recommendation_id,
-            "created_at": entry.created_at.isoformat(),
-            "objective": entry.objective,
-            "basis": entry.basis,
-            **(_configuration(entry.configuration) if entry.configuration else {}),
-            **dict(_estimate("predicted_step_time_s", entry.predicted_step_time_s)),
-            **dict(_estimate("predicted_cost_usd", entry.predicted_cost_usd)),
-            "measured_step_time_s": entry.measured_step_time_s,
-            "error": entry.error,
-            "within_interval": entry.within_interval,
-            "run_id": entry.run_id,
-        }
-        for entry in ledger.entries
-    ]
+def telemetry_rows(series: TelemetrySeries) -> list[Row]:
+    """A row for each point of one column of a run."""
+    same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
+    points = zip(series.steps, series.values, strict=True)
+    return [{**same, "step": step, "value": value} for step, value in points]
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
@@ -76,48 +55,33 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
     }
 
 
-def _candidate(candidate: Candidate, recommendation: Recommendation) -> Row:
-    row = _configuration(candidate.configuration)
-    for name in (
-        "step_time_s",
-        "epoch_time_s",
-        "total_time_s",
-        "cost_usd",
-        "tokens_per_s",
-        "usd_per_million_tokens",
-        "memory_bytes",
-    ):
-        row.update(_estimate(name, getattr(candidate, name)))
-    terms = candidate.terms
-    return row | {
-        "tokens_per_step": candidate.tokens_per_step,
-        "memory_fits": candidate.memory_fits,
-        "compute_time_s": terms.compute_time_s if terms else None,
-        "exposed_comm_time_s": terms.exposed_comm_time_s if terms else None,
-        "measured_step_time_s": candidate.measured_step_time_s,
-        "statistical_efficiency": candidate.statistical_efficiency,
-        "spot": candidate.spot,
-        "profiled": candidate.profiled,
-        "extrapolated": candidate.extrapolated,
-        "dominated": candidate.dominated,
-        "excluded_by": candidate.excluded_by,
-        **roles(candidate, recommendation),
-    }
+def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
+    """The columns of `kind`; all empty without a model."""
+    row: Row = {}
+    for name, field in kind.model_fields.items():
+        value = getattr(model, name, None)
+        inner = model_in(field.annotation)
+        if name == "configuration":
+            row |= _configuration(value)
+        elif inner is Estimate:
+            row |= {name + end: getattr(value, part, None) for end, part in _ESTIMATE}
+        elif inner is not None:
+            row |= _row(inner, value)
+        else:
+            row[name] = _cell(value)
+    return row
 
 
-def _configuration(configuration: Configuration) -> Row:
-    return {
-        "instance_type": configuration.instance_type,
-        "num_nodes": configuration.num_nodes,
-        "ranks_per_node": configuration.ranks_per_node,
-        "world_size": configuration.world_size,
-        "local_batch_size": configuration.local_batch_size,
-        "grad_accum_steps": configuration.grad_accum_steps,
-        "global_batch_size": configuration.global_batch_size,
-    }
+_ESTIMATE: Final = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 
-def _estimate(name: str, estimate: Estimate | None) -> Iterator[tuple[str, Cell]]:
-    yield name, estimate.value if estimate else None
-    yield f"{name}_low", estimate.low if estimate else None
-    yield f"{name}_high", estimate.high if estimate else None
+def _configuration(value: Configuration | None) -> Row:
+    if value is None:
+        return dict.fromkeys((*Configuration.__annotations__, "world_size", "global_batch_size"))
+    return asdict(value) | {"world_size": value.world_size, "global_batch_size": value.global_batch_size}
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)

@@ -23,11 +23,15 @@ from tula_client import (
 )
 from tula_client._calls import health
 from tula_client._transport import SyncTransport
+from tula_client.tables import TABLES
 from tula_wire import (
+    Candidate,
     ClaimRequest,
     Configuration,
+    Event,
     JobPatch,
     JobSpec,
+    LedgerEntry,
     Price,
     ProjectCreate,
     Run,
@@ -35,6 +39,7 @@ from tula_wire import (
     RunPatch,
     SampleBatch,
     ScalingPatch,
+    StepSample,
     TelemetryChunk,
     TokenCreate,
 )
@@ -195,6 +200,34 @@ def test_a_handle_gives_rows_frames_and_plots(client: Client, spec: JobSpec) -> 
     assert handle.status().id in repr(handle)
     with pytest.raises(TulaError, match="candidates, runs, ledger"):
         handle.rows("steps")  # type: ignore[arg-type]
+
+
+def test_every_table_has_the_columns_of_the_wire_and_every_row(client: Client, spec: JobSpec) -> None:
+    handle = client.handle(spec)
+    profile(client, handle.id)
+    chosen = Configuration(num_nodes=1, local_batch_size=64)
+    run = client.create_run(handle.id, RunCreate(kind="train", configuration=chosen, holder="me"))
+    losses = [1.0 / (1 + step) for step in range(25_000)]  # more than one answer holds
+    for sequence, first in enumerate(range(0, 25_000, 10_000)):
+        values: list[float | None] = [*losses[first : first + 10_000]]
+        chunk_steps = list(range(first, first + len(values)))
+        client.send_telemetry(
+            run.id, TelemetryChunk(boot_id="b", sequence=sequence, steps=chunk_steps, columns={"loss": values})
+        )
+    tables = {table: handle.rows(table) for table in TABLES}
+    for table, model in (("candidates", Candidate), ("runs", Run), ("ledger", LedgerEntry), ("events", Event)):
+        plain = {name for name in model.model_fields if name not in ("configuration", "instruction", "terms")}
+        assert plain <= set(tables[table][0])  # type: ignore[index]
+        assert len({tuple(row) for row in tables[table]}) == 1  # type: ignore[index]
+    assert {"num_nodes", "world_size", "profiling_warmup_steps"} <= set(tables["runs"][0])
+    assert set(tables["samples"][0]) == set(StepSample.model_fields)
+    assert len(tables["samples"]) == sum(one.num_samples for one in handle.runs())
+    points = [row for row in tables["telemetry"] if row["run_id"] == run.id]
+    assert {row["column"] for row in points} == {"loss"}
+    assert [row["step"] for row in points] == list(range(25_000))
+    assert [row["value"] for row in points] == pytest.approx(losses)
+    assert {row["column"] for row in tables["telemetry"]} == {"loss", "step_time_s"}
+    assert [row["id"] for row in tables["events"]] == [event.id for event in client.past_events(handle.id)]
 
 
 def test_projects_and_tokens_are_an_administrators(client: Client, spec: JobSpec) -> None:

@@ -54,7 +54,7 @@ def export(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File: .csv, .parquet or .json.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a job's candidates, runs or ledger as a table; without --output, as CSV on standard output."""
+    """Write a table of a job; without --output, as CSV on standard output."""
     kind = _format(output, as_json)
     with Client() as client:
         rows = JobHandle.of(client, job).rows(what)

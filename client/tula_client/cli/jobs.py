@@ -67,7 +67,7 @@ def show(job: JobName, as_json: Json = False) -> None:
     with Client() as client:
         job_id = find_job(client, job)
         found = client.job(job_id)
-        done = list(all_runs(client, job_id))
+        done = all_runs(client, job_id)
         ledger = client.ledger(job_id)
     body = {**found.model_dump(mode="json"), "runs": done, "ledger": ledger.entries}
     emit(body, job_view(found, done, ledger), as_json)
@@ -76,7 +76,7 @@ def show(job: JobName, as_json: Json = False) -> None:
 def runs(job: JobName, as_json: Json = False) -> None:
     """List the runs of a job, newest first, with measured and predicted step times."""
     with Client() as client:
-        found = list(all_runs(client, find_job(client, job)))
+        found = all_runs(client, find_job(client, job))
     emit(
         found, _runs_view(found) if found else Text("No runs. Start them with tula tune SPEC.toml -- COMMAND."), as_json
     )

@@ -40,6 +40,7 @@ async def stream_events(
     services: AppServices,
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, where no header can be set.")] = None,
+    follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
 ) -> StreamingResponse:
     """State changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
 
@@ -54,7 +55,7 @@ async def stream_events(
     async def body() -> AsyncIterator[bytes]:
         services.streams.append(sender)
         try:
-            async for piece in stream(services.store, caller, job_id, start, services.stopping):
+            async for piece in stream(services.store, caller, job_id, start, services.stopping, follow=follow):
                 yield piece
         finally:
             services.streams.remove(sender)
@@ -71,8 +72,12 @@ async def stream(
     stopping: threading.Event,
     *,
     poll_s: float = POLL_S,
+    follow: bool = True,
 ) -> AsyncIterator[bytes]:
-    """The bytes of the stream; ends with the caller's token, the job, the service, and after an hour."""
+    """The bytes of the stream; ends with the caller's token, the job, the service, and after an hour.
+
+    Without `follow`, ends after the events until now.
+    """
     yield f"retry: {_RETRY_MS}\n\n".encode()
     started = last_sent = time.monotonic()
     while time.monotonic() - started < LONGEST_S and not stopping.is_set():
@@ -86,6 +91,8 @@ async def stream(
         if found:
             last_sent = time.monotonic()
             continue
+        if not follow:
+            return
         if time.monotonic() - last_sent >= HEARTBEAT_S:
             last_sent = time.monotonic()
             yield b": keep-alive\n\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -11,7 +11,7 @@ from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_bod
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.errors import TooLarge
 from tula_service.store import NewChunk
-from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, read_series
+from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
 router = APIRouter(tags=["telemetry"])
@@ -63,11 +63,20 @@ def get_telemetry(
     run_id: str,
     caller: Caller,
     services: AppServices,
-    column: Annotated[str, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Name of the metric.")],
+    column: Annotated[
+        str | None, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Name of the metric; without, only names.")
+    ] = None,
     rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
     max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of the answer.")] = 2000,
     first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
-    """One column of one rank, downsampled to `max_points` so that every peak and dip stays."""
+    """One column of one rank, downsampled to `max_points` so that every peak and dip stays.
+
+    Without `column`, no points, and in `available` the names of all columns of the run.
+    """
+    if column is None:
+        available = columns_of(services.store, caller, run_id)
+        nothing: dict[str, Any] = {"column": "", "steps": [], "values": [], "total_points": 0, "downsampled": False}
+        return TelemetrySeries(run_id=run_id, rank=rank, available=available, **nothing)
     return read_series(services.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))
