@@ -23,12 +23,14 @@ from tula_client._errors import (
 )
 from tula_client._retry import NO_RETRY, RetryPolicy
 from tula_client._settings import DEFAULT_URL
-from tula_client.handle import JobHandle
+from tula_client.handle import AsyncJobHandle, JobHandle, recommend
+from tula_client.profile_run import ProfileRun
 
 __all__ = [
     "DEFAULT_URL",
     "NO_RETRY",
     "AsyncClient",
+    "AsyncJobHandle",
     "Client",
     "ConflictError",
     "ForbiddenError",
@@ -38,6 +40,7 @@ __all__ = [
     "MissingExtraError",
     "NotFoundError",
     "ProblemError",
+    "ProfileRun",
     "RetryPolicy",
     "Scaling",
     "ServiceUnavailableError",
@@ -48,4 +51,5 @@ __all__ = [
     "UnauthenticatedError",
     "UnexpectedAnswerError",
     "UnsupportedMediaError",
+    "recommend",
 ]

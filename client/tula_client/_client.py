@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx
 
 from tula_client import _calls as calls
+from tula_client import _flows
 from tula_client import _settings as settings
 from tula_client._errors import ServiceUnavailableError, ServiceUnreachableError
 from tula_client._events import EventReader
 from tula_client._request import Call
 from tula_client._retry import RetryPolicy
 from tula_client._transport import AsyncTransport, SyncTransport
-from tula_wire import Event, JobSpec
+from tula_wire import Configuration, Event, JobSpec
 
 if TYPE_CHECKING:
-    from tula_client.handle import JobHandle
+    from tula_client.handle import AsyncJobHandle, JobHandle
+    from tula_client.profile_run import ProfileRun
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +42,9 @@ class _Method(Generic[P, T]):
 
     def __init__(self, build: Callable[P, Call[T]]) -> None:
         self.build = build
+        signature = inspect.signature(build)
+        answer = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+        self.signature = signature.replace(return_annotation=answer)  # for notebooks and `help`
 
     @overload
     def __get__(self, client: Client, owner: type[Client]) -> Callable[P, T]: ...
@@ -50,6 +57,7 @@ class _Method(Generic[P, T]):
         def method(*args: P.args, **kwargs: P.kwargs) -> Any:
             return client.send(self.build(*args, **kwargs))
 
+        method.__signature__ = self.signature  # type: ignore[attr-defined]
         return method
 
 
@@ -126,11 +134,21 @@ class Client(_Methods):
         """Send `call`; each method of the API builds its call and sends it."""
         return self._transport.send(call)
 
-    def handle(self, job: str | JobSpec) -> JobHandle:
-        """A handle of a job given by id or name, or registered from its specification."""
+    def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
+        """A handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
+
+        A specification finds the job that has the same one, else registers it. Raises `TulaError` if a name is
+        ambiguous.
+        """
         from tula_client.handle import JobHandle
 
-        return JobHandle.of(self, job)
+        return JobHandle(self, _flows.answered(_flows.job_of(job), self.send))
+
+    def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
+        """A profiling run whose steps the caller measures itself, for use in `with`; `job` is an id or a name."""
+        from tula_client.profile_run import ProfileRun
+
+        return ProfileRun(self, _flows.answered(_flows.job_id(job), self.send), configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> Iterator[Event]:
         """Events of a job, each once; after a lost connection, reconnects and resumes after the last event.
@@ -181,6 +199,12 @@ class AsyncClient(_Methods):
     async def send(self, call: Call[T]) -> T:
         """Send `call`."""
         return await self._transport.send(call)
+
+    async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
+        """Like `Client.handle`, with a handle whose methods are to be awaited."""
+        from tula_client.handle import AsyncJobHandle
+
+        return AsyncJobHandle(self, await _flows.answered_async(_flows.job_of(job), self.send))
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
         """Like `Client.events`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tula_client import _calls as calls
 from tula_client._errors import JobNotFoundError, NotFoundError, TulaError
 from tula_client._request import Call
+from tula_client.launch.spec import read_spec
 from tula_client.tables import TABLES, Row, Table, candidate_rows, rows, telemetry_rows
-from tula_wire import Ledger, Run, TelemetrySeries
+from tula_wire import JobCreated, JobSpec, Ledger, Run, TelemetrySeries
 
 T = TypeVar("T")
 Flow = Generator[Call[Any], Any, T]
@@ -74,6 +76,14 @@ def job_id(name_or_id: str) -> Flow[str]:
     if len(ids) > 1:
         raise TulaError(f"{len(ids)} jobs have the name {name_or_id!r}: give the id of one ({', '.join(ids[:5])})")
     return str(ids[0])
+
+
+def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
+    """The id of a job given by id or name, or of the one with the specification in a model, mapping or TOML file."""
+    if isinstance(job, str):
+        return (yield from job_id(job))
+    created: JobCreated = yield calls.register(read_spec(job))
+    return created.job.id
 
 
 def runs(job_id: str) -> Flow[list[Run]]:

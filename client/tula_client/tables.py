@@ -1,4 +1,4 @@
-"""Answers as flat rows (dictionaries) for data frames and CSV files; columns have the names of the wire. Pure."""
+"""Answers as flat rows (dictionaries) for data frames and CSV files; columns have the names of the wire."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel
 
+from tula_client._errors import MissingExtraError
 from tula_client._faults import model_in
 from tula_wire import Candidate, Configuration, Estimate, Recommendation, TelemetrySeries
 
@@ -39,6 +40,15 @@ def telemetry_rows(series: TelemetrySeries) -> list[Row]:
     same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
     points = zip(series.steps, series.values, strict=True)
     return [{**same, "step": step, "value": value} for step, value in points]
+
+
+def data_frame(rows: list[Row]) -> Any:
+    """The rows as a pandas data frame; raises `MissingExtraError` without pandas."""
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtraError("a data frame", "notebook") from None
+    return pandas.DataFrame(rows)
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:

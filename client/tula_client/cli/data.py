@@ -18,7 +18,7 @@ from tula_client._client import Client
 from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli import csv_samples, format
 from tula_client.cli.output import JobName, Json, emit
-from tula_client.handle import JobHandle, all_runs, find_job
+from tula_client.handle import all_runs, find_job
 from tula_client.plots import write_file
 from tula_client.tables import Row, Table
 from tula_wire import Run, RunCreate, RunPatch
@@ -44,7 +44,7 @@ def plot(
 ) -> None:
     """Draw a chart of a job into a file."""
     with Client() as client:
-        JobHandle.of(client, job).plot(chart, output, quantity=quantity)
+        client.handle(job).plot(chart, output, quantity=quantity)
     emit({"written": str(output)}, f"Wrote {output}.", as_json)
 
 
@@ -57,7 +57,7 @@ def export(
     """Write a table of a job; without --output, as CSV on standard output."""
     kind = _format(output, as_json)
     with Client() as client:
-        rows = JobHandle.of(client, job).rows(what)
+        rows = client.handle(job).rows(what)
     if kind == "parquet":
         content = _parquet(rows)
     else:

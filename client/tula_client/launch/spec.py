@@ -1,9 +1,10 @@
-"""Reads a job's specification from a TOML file."""
+"""Reads a job's specification from a TOML file or a mapping."""
 
 from __future__ import annotations
 
 import hashlib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from tula_client._faults import faults
 from tula_wire import JobSpec
 
 
+def read_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
+    """The specification in a TOML file, a mapping or a model; raises `UsageError` with each wrong field."""
+    if isinstance(spec, JobSpec):
+        return spec
+    return load_spec(spec) if isinstance(spec, Path) else check_spec(spec)
+
+
 def load_spec(path: Path) -> JobSpec:
     """The job that `path` describes; raises `UsageError` with each wrong field and its remedy."""
     try:
@@ -22,13 +30,18 @@ def load_spec(path: Path) -> JobSpec:
         raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
+    return check_spec(document, str(path))
+
+
+def check_spec(document: Mapping[str, Any], name: str = "spec") -> JobSpec:
+    """The job that `document` describes; raises `UsageError` with `name`, each wrong field and its remedy."""
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        raise UsageError(_explain(path, document, error)) from None
+        raise UsageError(_explain(name, document, error)) from None
 
 
-def _explain(path: Path, document: dict[str, Any], error: ValidationError) -> str:
+def _explain(name: str, document: Mapping[str, Any], error: ValidationError) -> str:
     """Each wrong field with its remedy; several fields take one line each."""
     lines = []
     for place, message in faults(error, JobSpec):
@@ -38,8 +51,8 @@ def _explain(path: Path, document: dict[str, Any], error: ValidationError) -> st
         where = ".".join(str(part) for part in parts)
         lines.append(f"{where}: {message}" if where else message)
     if len(lines) == 1:
-        return f"{path}: {lines[0]}"
-    return "\n  ".join([f"{path}: {len(lines)} fields are wrong:", *lines])
+        return f"{name}: {lines[0]}"
+    return "\n  ".join([f"{name}: {len(lines)} fields are wrong:", *lines])
 
 
 def idempotency_key(spec: JobSpec) -> str:
