@@ -107,9 +107,8 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         say(reconsidered(before, job.recommendation()))
 
         heading("Train with the recommendation and gradient scaling")
-        tula(
-            "run", "digits", "--launcher", "torchrun", "--method", "gain", *work, "--", *SCRIPT, "--epochs", str(epochs)
-        )
+        options = ["--launcher", "torchrun", "--method", "gain", "--quiet", *work]
+        tula("run", "digits", *options, "--", *SCRIPT, "--epochs", str(epochs))
         trained = next(run for run in job.runs() if run.kind == "train")
         logs = (folder / "work" / job.id / "logs").glob(f"{trained.id}*.log")  # one for each start of the run
         epoch_lines = [x for log in sorted(logs) for x in log.read_text().splitlines() if x.startswith("epoch")]

@@ -81,3 +81,19 @@ def test_a_terminal_shows_the_remaining_time(tmp_path):
         reporter.finished(job.plan[0], Outcome("succeeded"), tmp_path / "log", 72.0)
         reporter.job(job)
     assert "1 left, about 2 min" in printed.getvalue()
+
+
+def test_a_training_prints_its_lines_its_log_and_its_step_time(tmp_path):
+    service = FakeService()
+    run = service.add("train", configuration(), "succeeded")
+    run = service.change(run.id, step_time_s=0.0319)
+    for quiet in (False, True):
+        printed = io.StringIO()
+        with ProgressReporter(Console(file=printed, width=120), quiet=quiet) as reporter:
+            reporter.started(run, tmp_path / "[log]")
+            reporter.output(["epoch 1: [loss] \x1b[31m2.5\x1b[0m"])
+            reporter.finished(run, Outcome("succeeded"), tmp_path / "[log]", 7.41)
+        lines = printed.getvalue().splitlines()
+        assert lines[1] == f"          log: {tmp_path}/[log]"
+        assert ("epoch 1: [loss] 2.5" in lines) is not quiet
+        assert lines[-1] == "trained   1 node, global batch 32 (local 32): 31.9 ms a step in 7.4 s"

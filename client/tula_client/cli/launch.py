@@ -121,13 +121,14 @@ def run(
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print what the training writes.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train with the recommended configuration; continue from the last checkpoint after a failure or a stop."""
     if fresh and reconfigure:
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
     template, stop = _templates(command, launcher, stop_command)
-    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
+    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
         found = client.job(find_job(client, job))
         template.check(found.spec)
         work = WorkDir(work_dir, found.id)
@@ -167,11 +168,11 @@ def _templates(command: list[str], launcher: str | None, stop_command: str | Non
 
 
 @contextmanager
-def _reporter(as_json: bool) -> Iterator[Reporter]:
+def _reporter(as_json: bool, quiet: bool = False) -> Iterator[Reporter]:
     if as_json:
         yield Reporter()
         return
-    with ProgressReporter(console()) as reporter:
+    with ProgressReporter(console(), quiet=quiet) as reporter:
         yield reporter
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from tula_client.cli import format
 from tula_client.launch.judge import Outcome
@@ -23,10 +25,11 @@ _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "
 
 
 class ProgressReporter(Reporter):
-    """Draws a progress bar on a terminal; prints plain lines to a file."""
+    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet`: not what a training writes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self._console = console
+        self._quiet = quiet
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -68,11 +71,17 @@ class ProgressReporter(Reporter):
         self._running[run.id] = run.configuration
         self._began[run.id] = time.monotonic()
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
-        purpose += f", log {log}" if self._console.is_terminal else ""
         self._console.print(
             f"[dim]start[/]     {format.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
         )
+        if run.kind == "train" or self._console.is_terminal:
+            self._console.print(f"[dim]          log: {escape(str(log))}[/]", highlight=False, soft_wrap=True)
         self._describe()
+
+    def output(self, lines: Sequence[str]) -> None:
+        """Print what the training has written."""
+        for line in lines if not self._quiet else ():
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
         """Print one line per run; for a failed one also its log and the last lines with an error."""
@@ -81,8 +90,10 @@ class ProgressReporter(Reporter):
         word = _WORDS.get(outcome.state, outcome.state)
         word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
+        step = f": {format.seconds(run.step_time_s)} a step" if run.step_time_s is not None else ""
+        took = f" in {took_s:.1f} s" if took_s >= 0.05 else ""
         self._console.print(
-            f"[{colour}]{word:<9}[/] {format.configuration(run.configuration)} in {took_s:.1f} s", highlight=False
+            f"[{colour}]{word:<9}[/] {format.configuration(run.configuration)}{step}{took}", highlight=False
         )
         if outcome.state != "succeeded" and outcome.message:
             self._console.print(f"          {outcome.message}", highlight=False, markup=False)

@@ -1,8 +1,9 @@
-"""Starts and stops one launched command under its supervisor, so that no process of it outlives `tula`."""
+"""Starts and stops one launched command under its supervisor, and follows its log; none of it outlives `tula`."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,41 @@ from tula_client.launch import supervisor
 
 _MARGIN_S = 45.0
 """Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
+
+_READ_BYTES = 262_144
+_MAX_LINE_BYTES = 65_536
+_OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
+"""How torchrun and torch begin a line of a rank other than the first."""
+
+
+class LogLines:
+    """The lines of a log, as they come; not those that are marked as another rank's than the first."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._position = 0
+        self._unfinished = b""
+
+    def new(self, *, last: bool = False) -> list[str]:
+        """The whole lines since the last call, at most 256 KiB; `last`: all, and one without an end too."""
+        lines: list[bytes] = []
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._position)
+                while data := file.read(_READ_BYTES):
+                    *whole, self._unfinished = (self._unfinished + data).split(b"\n")
+                    lines += whole
+                    self._unfinished = self._unfinished[-_MAX_LINE_BYTES:]
+                    if not last:
+                        break
+                self._position = file.tell()
+        except OSError:
+            return []
+        if last and self._unfinished:
+            lines.append(self._unfinished)
+        # A progress bar returns to the start of its line.
+        texts = (line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines)
+        return [text for text in texts if not _OF_ANOTHER_RANK.match(text)]
 
 
 class Process:

@@ -61,8 +61,11 @@ class Reporter:
     def started(self, run: Run, log: Path) -> None:
         """The command of a run was started."""
 
+    def output(self, lines: Sequence[str]) -> None:
+        """What the command of a training has just written."""
+
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """The command of a run ended and was judged."""
+        """The command of a run ended and was judged; `took_s` is 0 where that is unknown."""
 
     def waiting(self, reason: str) -> None:
         """Nothing can be started at present."""
@@ -237,12 +240,12 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
         lines = tail(active.log)
         run = self._run_with_samples(active.run.id)
-        outcome = self._judge(active, run, status, lines)
+        run, outcome = self._judge(active, run, status, lines)
         for warning in agent_warnings(lines):
             self.reporter.note(f"Run {run.id}: {warning}")
         if outcome.state == "succeeded" and outcome.message:
             self.reporter.note(f"Run {run.id}: {outcome.message}")
-        self.reporter.finished(active.run, outcome, active.log, self._clock() - active.started_at)
+        self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
     def finish_column(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
@@ -259,9 +262,9 @@ class Runner:
                 self.release(run)
                 continue
             complete = run.state in ("succeeded", "cancelled")
-            outcome = Outcome(run.state) if complete else self._judge(active, run, status, lines)
-            self.reporter.finished(run, outcome, active.log, _took_s(run))
-            found.append((run, outcome))
+            ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
+            self.reporter.finished(ended, outcome, active.log, _took_s(ended))
+            found.append((ended, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)
         if reached or largest.num_samples or largest.state in _ENDED:
             found.append((active.run, self.finish(active, status)))
@@ -270,8 +273,8 @@ class Runner:
             self.release(active.run)
         return found
 
-    def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> Outcome:
-        """The outcome of one run of a command that ended with `status`; the service knows it afterwards."""
+    def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> tuple[Run, Outcome]:
+        """One run of a command that ended with `status`, as the service then knows it, and its outcome."""
         limit = self.options.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = (
             Outcome("cancelled", "The run was cancelled at the service.")
@@ -280,10 +283,10 @@ class Runner:
         )
         if run.state != outcome.state:
             try:
-                self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
+                run = self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
             except ConflictError as error:
                 self.reporter.note(f"Run {run.id}: the service kept the state that it had ({error}).")
-        return outcome
+        return run, outcome
 
     def abandon(self, active: ActiveRun) -> None:
         """Stop the command and give its run back."""

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
+from tula_client.launch.process import LogLines
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir, may_hold_files
@@ -116,13 +117,16 @@ def _begin(runner: Runner, job: Job, options: TrainOptions) -> _State:
 
 
 def _wait(runner: Runner, active: ActiveRun) -> int:
-    """The exit status of the command; if the wait is interrupted, stops the command."""
+    """The exit status of the command, whose output is reported; if the wait is interrupted, stops the command."""
+    log = LogLines(active.log)
     try:
         while (status := runner.poll(active)) is None:
+            runner.reporter.output(log.new())
             runner.sleep(POLL_S)
     except BaseException:
         runner.abandon(active)
         raise
+    runner.reporter.output(log.new(last=True))
     return status
 
 

@@ -205,13 +205,16 @@ class Notes:
     """A reporter that remembers."""
 
     def __init__(self):
-        self.notes, self.waits, self.ends = [], [], []
+        self.notes, self.waits, self.ends, self.printed = [], [], [], []
 
     def job(self, job):
         self.last = job
 
     def started(self, run, log):
         pass
+
+    def output(self, lines):
+        self.printed += lines
 
     def finished(self, run, outcome, log, took_s):
         self.ends.append((run.id, outcome.state))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tula_client._errors import UsageError
-from tula_client.launch.process import start
+from tula_client.launch.process import LogLines, start
 
 # A command whose grandchild moves to another session, as torchrun's ranks do, and may ignore SIGTERM.
 FAMILY = """
@@ -163,3 +163,15 @@ os.wait()
     text = log.read_text()
     assert (text.count("stack of rank 0"), text.count("stack of rank 1")) == (1, 1)
     assert text.count("Fatal Python error: Aborted") == 1
+
+
+def test_a_log_is_followed_line_by_line_without_those_of_other_ranks(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = LogLines(log)
+    assert lines.new() == []
+    log.write_bytes(b"one\r\n 5%\r10%\n[default0]: two\n[default12]: no\n[rank1]: Traceback\nthr")
+    assert lines.new() == ["one", "10%", "[default0]: two"]
+    assert lines.new() == []
+    with log.open("ab") as file:
+        file.write(b"ee\n\xff end")
+    assert lines.new(last=True) == ["three", "\ufffd end"]

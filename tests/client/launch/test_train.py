@@ -60,6 +60,24 @@ def test_training_uses_the_recommended_configuration(tmp_path):
     assert [command for command, _, _ in bench.started] == [["launch", "2", "64", "1"]]
 
 
+def test_what_a_training_writes_is_printed_as_it_comes(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+
+    def fate(command, environment, log):
+        log.write_text("epoch 1\nepoch")
+
+        def ends():
+            assert notes.printed == ["epoch 1"]
+            with log.open("a") as file:
+                file.write(" 2\nend")
+
+        return FakeProcess(lasts=3, during=ends)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    go(bench, service)
+    assert notes.printed == ["epoch 1", "epoch 2", "end"]
+
+
 def test_out_of_memory_keeps_the_global_batch_first_and_says_what_it_does_to_the_learning_rate(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (137, True), (137, False), (0, False))
