@@ -64,6 +64,7 @@ class AgentConfig:
     plan: ProfilePlan | None
     local_batch_size: int | None
     grad_accum_steps: int | None
+    planned_ranks: int | None = None
     stacks_at_s: float | None = None
     job: WantedJob | None = None
     exit_deadline_s: float = 5.0
@@ -108,9 +109,15 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         plan=_plan(environ),
         local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
+        planned_ranks=_planned_ranks(environ),
         stacks_at_s=_number(environ, "TULA_STACKS_AT", float, math.isfinite, "seconds since 1970"),
         job=wanted,
     )
+
+
+def _planned_ranks(environ: Mapping[str, str]) -> int | None:
+    nodes, ranks = (_integer(environ, f"TULA_{name}", at_least=1) for name in ("NUM_NODES", "RANKS_PER_NODE"))
+    return None if nodes is None or ranks is None else nodes * ranks
 
 
 def _named(job: WantedJob, environ: Mapping[str, str]) -> WantedJob | None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class StepTiming(NamedTuple):
     """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included.
 
-    `uneven`: its micro-steps had different batch sizes.
+    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step.
     """
 
     step: int

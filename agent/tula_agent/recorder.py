@@ -362,6 +362,10 @@ class Recorder:
         if current_group() is None and not is_launched():
             self._last_world_size = 1
         world_size = self.world_size
+        planned, replicas = self.config.planned_ranks, world_size // self.model_parallel_size
+        if self.leads and planned is not None and planned != replicas:
+            text = "the run is to use %d rank(s), but %d train: check the launch command"
+            logger.warning(text, planned, replicas)
         self.profiling.use(StopAgreement(None, self.guard, world_size))
         if world_size > 1 and current_group() is not None:
             with self.guard("finding the other ranks"):
@@ -389,12 +393,13 @@ class Recorder:
         step, plan = timing.step, self.profiling.plan
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
         since = step - self.profiling.first_step
-        # The last, smaller batch of an epoch belongs to another configuration.
-        usual = timing.local_batch_size == self._batch_size and not timing.uneven and step != self._unclocked_step
+        # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
+        as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
+        usual = as_planned and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
         if interval is not None:
             self.readings.add_device(step, interval) if sampled else interval.release()
-        self.readings.add_step(timing, since < warmup_steps, sampled)
+        self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
         if self.leads and self.objects.telemetry_sources.references:
             for name, value in self.objects.changed_values():
                 self.readings.add_value(step, name, value)

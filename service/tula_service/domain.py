@@ -154,10 +154,12 @@ def configuration_mismatch(
     steps = grad_accum_steps or planned.grad_accum_steps
     if (batch, steps, world) == (planned.local_batch_size, planned.grad_accum_steps, planned.world_size):
         return None
+    remedy = "check that the command passes the placeholders on."
+    if (batch, world) == (planned.local_batch_size, planned.world_size):
+        remedy = "the script accumulates by itself: pass {grad_accum_steps} on to it, or do not accumulate there."
     return (
         f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
-        f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: check that the "
-        "command passes the placeholders on."
+        f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: {remedy}"
     )
 
 

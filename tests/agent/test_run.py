@@ -113,6 +113,25 @@ def test_a_smaller_last_batch_is_no_sample_of_the_usual_one(sink: Sink, launch: 
     assert len(sink.column("step_time_s")) == 64
 
 
+def test_a_shorter_last_accumulation_is_no_sample_of_the_usual_one(
+    sink: Sink, environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning steps at the end of an epoch; the service took the run for one that accumulates otherwise."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(read_config(environment | {"TULA_NUM_NODES": "2", "TULA_RANKS_PER_NODE": "1"}))
+    run.watch(model, optimizer)
+    for _ in range(4):
+        for number, batch in enumerate(run.steps([torch.randn(8, 4)] * 5)):
+            model(batch).sum().backward()
+            if number in (1, 3, 4):
+                optimizer.step()
+    run.finish()
+    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in sink.samples} == {(8, 2)}
+    assert sink.steps() == [step for step in range(12) if step % 3 != 2]
+    assert "the run is to use 2 rank(s), but 1 train: check the launch command" in caplog.text
+
+
 @pytest.mark.parametrize(
     "options", [["--amp"], ["--clip"], ["--workers", "2"], ["--accumulate", "3", "--amp", "--clip"]]
 )

@@ -21,6 +21,8 @@ HOLD_S = 5.0
 """How long a row waits for the other ranks' times of its step."""
 HOLD_AT_END_S = 1.5
 """The same at the end of the run, when every rank is leaving."""
+KEPT_STEPS = 16
+"""Steps that DDP's times are waited for; it publishes them a step or two later."""
 MAX_ROWS = 5_000
 """Rows of one request; the wire allows twice as many."""
 STRAGGLER_SHARE = 0.02
@@ -112,6 +114,7 @@ class RequestBuilder:
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
         self._device: dict[int, Interval] = {}  # by step
         self._newest: StepTiming | None = None
+        self._usual: dict[int, StepTiming] = {}  # by step, the last ones
         self._released: deque[int] = deque(maxlen=1000)
         self._sequence = 0
         self._chunk = 0
@@ -145,11 +148,15 @@ class RequestBuilder:
                 self._readings.add_value(timing.step, "step_time_s", timing.step_time_s)
             if sampled:
                 self._rows[timing.step] = (SampleRow(timing, warmup), now)
+            if not timing.uneven:
+                self._usual[timing.step] = timing
         if taken:
             self._newest = taken[-1][0]
         for comm in own:
             self._comm.setdefault(comm.step, {})[0] = comm
             self._add_row_for(comm, now)
+        for step in list(self._usual)[:-KEPT_STEPS]:
+            del self._usual[step]
         if channel is not None and self._comm:
             self._receive(channel, last)
         return self._samples(self._release(now, last))
@@ -163,10 +170,11 @@ class RequestBuilder:
         return self._summarise()
 
     def _add_row_for(self, comm: CommTiming, now: float) -> None:
-        """In training, a step that DDP timed is worth a row even where it would not have been sampled."""
-        if self._newest is None or comm.step in self._rows or comm.step in self._released:
+        """In training, a usual step that DDP timed is worth a row even where it would not have been sampled."""
+        timing = self._usual.get(comm.step)
+        if timing is None or comm.step in self._rows or comm.step in self._released:
             return
-        timing = self._newest._replace(step=comm.step, step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
+        timing = timing._replace(step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
         self._rows[comm.step] = (SampleRow(timing, warmup=False), now)
 
     def _connected(self) -> Channel | None:

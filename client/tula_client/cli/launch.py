@@ -248,5 +248,7 @@ def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:
 
 
 def _trained_view(attempts: _Runs) -> RenderableType:
-    run, _ = attempts[-1]
+    run, outcome = attempts[-1]
+    if outcome.message:  # printed as a note: for example, it used another configuration
+        return Text(f"Trained: run {run.id}.")
     return Text(f"Trained with {format.configuration(run.configuration)}: run {run.id}.")

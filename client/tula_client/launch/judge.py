@@ -65,7 +65,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     A failure that the agent reported stands, because it saw the cause inside the process. Otherwise status 0 with
     samples is a success, of a profiling run only if it used the configuration as planned; status 137 (SIGKILL, which
     the kernel sends when memory is short) or a log that names an out-of-memory is an out-of-memory; everything else is
-    a failure. A training without samples succeeds with a message.
+    a failure. A training without samples, or with another configuration, succeeds with a message.
     """
     batch = run.configuration.local_batch_size
     if timed_out_after_s is not None:
@@ -84,8 +84,9 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
         return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
     if run.state == "failed" and run.configuration_mismatch is None:
         return Outcome("failed", run.message or "The agent reported a failure.", tuple(relevant_lines(lines)))
-    if run.configuration_mismatch is not None and run.kind == "profile":
-        return Outcome("failed", f"{run.configuration_mismatch} The measurement is kept for what ran.")
+    if run.configuration_mismatch is not None:
+        kept = f"{run.configuration_mismatch} The measurement is kept for what ran."
+        return Outcome("failed" if run.kind == "profile" else "succeeded", kept)
     if run.num_samples == 0 and run.kind == "train":
         return Outcome(
             "succeeded",

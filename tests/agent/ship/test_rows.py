@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.readings import StepTiming
-from tula_agent.ship.request_builder import Identity, SampleRow, StepSplit, sample_bodies, telemetry_body
+from tula_agent.column import Column
+from tula_agent.guard import Guard
+from tula_agent.readings import CommTiming, Readings, StepTiming
+from tula_agent.ship.request_builder import (
+    Identity,
+    RequestBuilder,
+    SampleRow,
+    StepSplit,
+    sample_bodies,
+    telemetry_body,
+)
 from tula_agent.ship.spool import encode
 from tula_wire import SampleBatch, TelemetryChunk
 
@@ -58,3 +69,17 @@ def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[i
             else:
                 assert sent is not None
                 assert abs(sent - value) <= 1e-5 * abs(value)
+
+
+def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
+    readings = Readings(100)
+    builder = RequestBuilder(
+        readings, Column("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        channel=lambda: None, is_training=lambda: True,
+    )  # fmt: skip
+    for step, size in enumerate((8, 5)):
+        readings.add_step(StepTiming(step, 0.1, 0.0, 1, size, size != 8), warmup=False, sampled=False)
+    for step in (0, 1):  # DDP publishes the times of a step when the next ones have ended
+        readings.add_comm(CommTiming(step, 0.1, 0.0, 0.05, 0.01))
+    sent = [json.loads(each.body) for each in builder.collect(last=True) if each.path.endswith("/samples")]
+    assert [(body["local_batch_size"], body["step"]) for body in sent] == [(8, [0])]

@@ -60,7 +60,23 @@ def test_training_uses_the_recommended_configuration(tmp_path):
     assert [command for command, _, _ in bench.started] == [["launch", "2", "64", "1"]]
 
 
-def test_what_a_training_writes_is_printed_as_it_comes(tmp_path):
+def test_a_training_with_another_configuration_than_planned_says_so(tmp_path):
+    """Four ranks planned and one started: the end said "Trained with 4 nodes"."""
+    service, notes = FakeService(chosen=configuration(4)), Notes()
+    bench = bench_of(tmp_path, service, notes, (0, False))
+    bench_run = service.create_run
+
+    def create(job_id, run):
+        made = bench_run(job_id, run)
+        return service.change(made.id, configuration_mismatch="Its process saw 1 rank.")
+
+    service.create_run = create
+    ((_, outcome),) = go(bench, service)
+    assert outcome.state == "succeeded"
+    assert notes.notes == ["Run r0: Its process saw 1 rank. The measurement is kept for what ran."]
+
+
+def test_output_of_a_training_is_printed_as_it_comes(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
 
     def fate(command, environment, log):

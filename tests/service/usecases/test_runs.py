@@ -231,6 +231,9 @@ def test_a_run_whose_process_saw_another_configuration_says_so(cluster: Cluster)
     assert cluster.patch(run.id, "succeeded").state == "failed"  # launcher and agent may both report the end
     as_planned = cluster.execute(claimed(cluster))
     assert as_planned.configuration_mismatch is None
+    accumulating = claimed(cluster)
+    cluster.send(accumulating, [0.1] * 20, grad_accum_steps=2)
+    assert "accumulates by itself" in (runs.get(cluster.store, ANONYMOUS, accumulating.id).configuration_mismatch or "")
 
 
 @pytest.mark.parametrize(
