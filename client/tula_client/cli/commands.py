@@ -23,7 +23,7 @@ EPILOG: Final = (
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """The whole command; of other packages, imports only the sub-command that `arguments` name."""
-    from tula_client.cli import data, jobs, launch, recommend, scaling, watch
+    from tula_client.cli import data, init, jobs, launch, recommend, scaling, watch
 
     app = typer.Typer(
         name="tula",
@@ -34,6 +34,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
+    init.add_to(app)
     recommend.add_to(app)
     jobs.add_to(app)
     launch.add_to(app)
