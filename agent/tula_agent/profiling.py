@@ -14,6 +14,8 @@ from tula_agent.rank_channel import Channel, RankRendezvous
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
 PEERS_WITHIN_S = 10.0
+LIMIT_EVERY = 16
+"""Steps between two looks at the time limit of a training."""
 DECISION_WITHIN_S = 600.0
 """How long a rank waits for the first rank's decision: no longer than the collectives of training would wait for it."""
 
@@ -83,17 +85,43 @@ class StopAgreement:
             self.agreed = False
             return False
 
+    def last_step(self, step: int, is_over: bool) -> int | None:
+        """The step after which a training ends on all ranks, once the first rank found its time `is_over`; else None.
+
+        The first rank announces a step that is two looks away. No rank is a whole look ahead of another, since every
+        step waits for the gradients of all, so all read it before that step. Nothing waits here.
+        """
+        channel = self._channel
+        if not self.agreed or step % LIMIT_EVERY:
+            return None
+        if channel is None:
+            return step if is_over else None
+        try:
+            if channel.rank > 0:
+                return int(channel.get("last_step")) if channel.has("last_step") else None
+            if is_over:
+                channel.set("last_step", step + 2 * LIMIT_EVERY)
+                return step + 2 * LIMIT_EVERY
+        except Exception as error:
+            self._guard.note("agreeing with the other ranks", error)
+            self.agreed = False
+        return None
+
 
 class Profiling:
-    """Decides whether this run profiles and when it has measured enough.
+    """Decides whether this run profiles, when it has measured enough, and whether a training's time is over.
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
     ranks share. `first_step` is the first of the batch that is measured: the launch of a column measures several.
+    `time_limit_s`: of a training, from here on; it too comes from the environment only.
     """
 
-    def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard) -> None:
+    def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard, time_limit_s: float | None = None) -> None:
         self.plan = plan
+        self.time_limit_s = time_limit_s
+        self._began = time.monotonic()
+        self._last_step: int | None = None
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
         self.leads = leads
@@ -162,6 +190,17 @@ class Profiling:
             self.stopping = True
             return True
         return False
+
+    def reaches_limit(self, step: int) -> bool:
+        """True when a training ends with `step`, since its time is over; the same on all ranks."""
+        if self.time_limit_s is None or self.stopping:
+            return False
+        if self._last_step is None:
+            self._last_step = self._agreement.last_step(step, time.monotonic() - self._began > self.time_limit_s)
+        if self._last_step is None or step < self._last_step:
+            return False
+        self.stopping = True
+        return True
 
 
 def _plan_of(values: list[Any]) -> ProfilePlan:

@@ -66,7 +66,7 @@ class Recorder:
         self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.profiling = Profiling(config.plan, self.leads, guard)
+        self.profiling = Profiling(config.plan, self.leads, guard, config.time_limit_s)
         self.column = Column(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
         self.cut_to = self.column.batch  # kept beside the column: the loop asks at every batch
         self.readings = Readings(config.row_limit)
@@ -121,7 +121,7 @@ class Recorder:
 
     @property
     def stopping(self) -> bool:
-        """True once a profiling run has measured enough."""
+        """True once a profiling run has measured enough, or the time of a training is over."""
         return self.profiling.stopping
 
     @property
@@ -324,10 +324,14 @@ class Recorder:
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
         """Report how the run ended, send what is left, and drop every reference to the job.
 
+        A training that its time limit ended before its script did is cancelled, not succeeded.
         A model that lives until the interpreter shuts down can abort it (gloo). Optimizer hooks stay and do nothing:
         the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
         """
         self.finished = True
+        if state == "succeeded" and self.plan is None and self.stopping:
+            state = "cancelled"
+            message = f"Stopped at its time limit of {self.profiling.time_limit_s:g} s, after {self.timer.step} steps."
         if self.timer.step:
             self._read_memory()
         self._forget_objects()
@@ -417,6 +421,8 @@ class Recorder:
             self.profiling.agree()
             self._follow_first_rank()
         if self.plan is None:
+            if self.profiling.reaches_limit(step) and self.leads:
+                logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
             return pending
         if self.profiling.ends(step, step_time_s, self.column.run_id):
             self._read_memory()

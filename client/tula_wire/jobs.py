@@ -150,6 +150,11 @@ class Limits(WireModel):
     budget_usd: Positive | None = Field(None, description="US dollars that the whole training may cost.")
     deadline_s: Seconds | None = Field(None, description="Seconds that the whole training may take.")
     max_global_batch_size: Count | None = Field(None, description="Most examples per optimizer step.")
+    on_breach: Literal["warn", "stop"] = Field(
+        "warn",
+        description="What happens to a training that exceeds its deadline or budget: an event says so, or `stop`: its "
+        "loop ends on all ranks at the same step.",
+    )
 
 
 class ProfilingSpec(WireModel):

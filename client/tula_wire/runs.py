@@ -57,6 +57,11 @@ class Run(WireModel):
     )
     dropped: int = Field(0, description="Measurements that the agent had to drop.")
     straggler_rank: int | None = Field(None, description="The rank that the others wait for; null: none stands out.")
+    time_limit_s: float | None = Field(
+        None,
+        description="Seconds after which a training ends its loop, from what is left of deadline and budget; null "
+        'unless the job has `limits.on_breach = "stop"`.',
+    )
     drifted: bool = Field(False, description="True: its step time changed while it ran.")
 
 

@@ -41,6 +41,8 @@ def run_variables(
     }
     if stacks_at_s is not None:
         variables["TULA_STACKS_AT"] = f"{stacks_at_s:.1f}"
+    if run.time_limit_s is not None:
+        variables["TULA_TIME_LIMIT_S"] = f"{run.time_limit_s:.1f}"
     if smaller:
         variables["TULA_COLUMN"] = ",".join(f"{each.configuration.local_batch_size}={each.id}" for each in smaller)
     if token:

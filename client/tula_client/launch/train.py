@@ -73,6 +73,8 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         run = _create_run(runner, job, state, options)
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
+        if run.time_limit_s is not None:
+            runner.reporter.note(f"The training stops after {run.time_limit_s:.4g} s, as limits.on_breach says.")
         active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
         state.restart += 1
         state.save(runner.work)
@@ -82,6 +84,11 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         if outcome.state == "succeeded":
             runner.work.delete(_STATE)
             return attempts
+        if outcome.state == "cancelled" and run.time_limit_s is not None:
+            raise LaunchError(
+                f"{outcome.message} limits.on_breach is 'stop': to continue from the last checkpoint, raise the "
+                "limits (tula jobs edit) and repeat this command."
+            )
         if len(attempts) > options.max_restarts:
             raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
         if outcome.state == "out_of_memory":

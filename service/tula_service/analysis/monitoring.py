@@ -63,7 +63,7 @@ class Monitor:
     the step of the last projection. `announced`: limits whose violation was announced. `sentence`: the diagnosis of the
     last change, None at the predicted speed. `changed`: the detector has fired before. `unsteady`: the speed changed
     during the run, so that its mean step time describes neither speed. `elapsed_s` is the run's own time; `spent_s` and
-    `spent_usd` are those of the runs that it continues.
+    `spent_usd` are those of the runs that it continues. `time_limit_s`: after which the run ends itself.
     """
 
     detector: DriftState | None = None
@@ -80,6 +80,7 @@ class Monitor:
     elapsed_s: float = 0.0
     spent_s: float = 0.0
     spent_usd: float = 0.0
+    time_limit_s: float | None = None
 
     @classmethod
     def start(cls, expected: Interval | None, *, peak_bytes: float | None, spent_s: float, spent_usd: float) -> Monitor:
@@ -239,6 +240,20 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
     if offer.usd_per_gb_hour and peak_bytes is None:
         return None
     return offer.usd_per_s(c, gb_per_rank=(peak_bytes or 0.0) / _BYTES_PER_GB)
+
+
+def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
+    """Seconds that deadline and budget leave to a training that is about to start; None if it need not stop at them.
+
+    Zero or less: one of them is spent. A budget limits nothing where the price of a second is unknown.
+    """
+    if spec.limits.on_breach != "stop":
+        return None
+    left = [] if spec.limits.deadline_s is None else [spec.limits.deadline_s - monitor.spent_s]
+    rate = usd_per_s(spec, c, monitor.peak_bytes)
+    if spec.limits.budget_usd is not None and rate:
+        left.append((spec.limits.budget_usd - monitor.spent_usd) / rate)
+    return min(left, default=None)
 
 
 def broken_limits(

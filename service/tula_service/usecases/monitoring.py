@@ -9,6 +9,7 @@ from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
 from tula_service.domain import RunKind
+from tula_service.errors import InvalidInput
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
 from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
@@ -20,7 +21,10 @@ _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
 def start(
     tx: Transaction, job: JobRecord, run: RunRecord, expected: Expectation, before: RunRecord | None = None
 ) -> None:
-    """Start to monitor a training run; time and cost of the run `before` that it continues count toward its limits."""
+    """Start to monitor a training run; time and cost of the run `before` that it continues count toward its limits.
+
+    Raises InvalidInput for a training that is to stop at its limits and has none of its time or money left.
+    """
     spent_s = spent_usd = 0.0
     if before is not None and before.drift_state is not None:
         earlier = Monitor.read(before.drift_state)
@@ -30,7 +34,14 @@ def start(
         rate = monitoring.usd_per_s(spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
         spent_s, spent_usd = earlier.spent_s + took_s, earlier.spent_usd + rate * took_s
     monitor = Monitor.start(expected.step_time_s, peak_bytes=expected.peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
-    tx.runs.update(run.id, drift_state=monitor.to_json())
+    limit_s = monitoring.time_limit_s(spec_of(job), run.configuration, monitor)
+    if limit_s is not None and limit_s <= 0.0:
+        raise InvalidInput(
+            f"{spent_s:.4g} s and {spent_usd:.4g} USD are spent, and limits.on_breach is 'stop': raise "
+            "limits.deadline_s or limits.budget_usd, or set on_breach to 'warn'.",
+            field="limits.on_breach",
+        )
+    tx.runs.update(run.id, drift_state=replace(monitor, time_limit_s=limit_s).to_json())
 
 
 def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bool:

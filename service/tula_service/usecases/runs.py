@@ -239,7 +239,8 @@ def patch(
 def view(record: RunRecord) -> wire.Run:
     """A run as the wire's model."""
     run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
-    return run.model_copy(update={"configuration_mismatch": _mismatch(record)})
+    limit_s = (record.drift_state or {}).get("time_limit_s")
+    return run.model_copy(update={"configuration_mismatch": _mismatch(record), "time_limit_s": limit_s})
 
 
 def _mismatch(record: RunRecord) -> str | None:

@@ -52,7 +52,7 @@ class FakeService:
     def __init__(self, configurations=(), chosen=None):
         self.runs, self.away, self.calls, self.bound = {}, 0, [], {}
         self.chosen, self.holders, self.continued = chosen, {}, []
-        self.basis, self.columns = "profiled", False
+        self.basis, self.columns, self.time_limit_s = "profiled", False, None
         for configuration in configurations:
             self.add("profile", configuration)
 
@@ -65,6 +65,7 @@ class FakeService:
             configuration=configuration,
             created_at=NOW,
             instruction=Instruction(profiling_warmup_steps=1, measuring_steps=5, precision=0.1),
+            time_limit_s=self.time_limit_s,
         )
         self.runs[run.id] = run
         return run

@@ -130,6 +130,23 @@ def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
     assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints()}"
 
 
+def test_a_training_that_its_limits_ended_is_not_restarted(tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+
+    def fate(command, environment, log):
+        run = environment["TULA_RUN_ID"]
+        message = "Stopped at its time limit of 60 s, after 9 steps."
+        return FakeProcess(during=lambda: service.change(run, num_samples=5, state="cancelled", message=message))
+
+    service.time_limit_s = 60.0
+    bench = Bench(tmp_path, service, fate, notes)
+    with pytest.raises(LaunchError, match=r"after 9 steps. limits.on_breach is 'stop': to continue"):
+        go(bench, service)
+    ((_, environment, _),) = bench.started
+    assert environment["TULA_TIME_LIMIT_S"] == "60.0"
+    assert "The training stops after 60 s" in notes.notes[0]
+
+
 def test_a_failure_without_progress_is_not_repeated(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, (1, False), (0, False))

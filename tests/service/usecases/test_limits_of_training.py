@@ -14,7 +14,7 @@ SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
 LARGE = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
 
 
-def registered(cluster: Cluster, **limits: float) -> str:
+def registered(cluster: Cluster, **limits: float | str) -> str:
     """A profiled job of 10 epochs over 100,000 examples with limits that are set once it is profiled."""
     job_id = cluster.register(spec(limits=limits)).job.id
     cluster.work(job_id)
@@ -71,6 +71,25 @@ def test_time_and_money_of_earlier_runs_count_toward_the_limits(cluster: Cluster
     assert advice["kind"] == "budget"
     assert advice["projected"] == pytest.approx((300 * 2 + left * 1.0) * 3.0 / 3600)
     assert "300 s of earlier starts included" in advice["sentence"]
+
+
+def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave(
+    cluster: Cluster, clock: ManualClock
+) -> None:
+    warned = cluster.train(registered(cluster, deadline_s=1000.0), SMALL)
+    assert warned.time_limit_s is None
+    job_id = registered(cluster, deadline_s=1000.0, budget_usd=0.5, on_breach="stop")
+    first = cluster.train(job_id, SMALL)
+    assert first.time_limit_s == pytest.approx(0.5 / 3.0 * 3600)
+    clock.advance(500.0)
+    cluster.patch(first.id, "cancelled")
+    second = cluster.train(job_id, SMALL, continues=first.id)
+    assert second.time_limit_s == pytest.approx((0.5 - 500 * 3.0 / 3600) / 3.0 * 3600)
+    clock.advance(100.0)
+    cluster.patch(second.id, "cancelled")
+    with pytest.raises(InvalidInput, match=r"600 s and 0.5 USD are spent.*raise limits.deadline_s") as refused:
+        cluster.train(job_id, SMALL, continues=second.id)
+    assert refused.value.field == "limits.on_breach"
 
 
 def test_without_a_starting_epoch_a_resumed_training_gets_no_projection(cluster: Cluster, clock: ManualClock) -> None:
