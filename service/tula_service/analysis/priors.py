@@ -10,7 +10,6 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.devices import DEVICES, PROCESSOR, known_device
 from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
 from tula_service.domain import Basis
 from tula_service.perfmodel.intervals import calibrate_intervals
@@ -31,6 +30,7 @@ from tula_service.perfmodel.roofline import GUESSED_ACTIVATIONS_SD, guessed_acti
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
+from tula_wire.devices import DEVICES, PROCESSOR, known_device
 from tula_wire.jobs import Precision
 
 _PROCESSOR_SD = 1.0

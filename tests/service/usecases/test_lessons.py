@@ -12,12 +12,12 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis import priors
-from tula_service.analysis.devices import DEVICES
 from tula_service.analysis.priors import device_of, hardware_of, same_hardware
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_service.usecases.recommendations import load_job_data
+from tula_wire.devices import DEVICES
 
 MODEL = fit_step_time(
     StepTimeObservations.at(

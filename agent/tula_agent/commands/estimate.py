@@ -1,0 +1,119 @@
+"""`tula estimate`: parameters, FLOPs and memory of a model before anything has run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tula_wire.devices import DEVICES, capacities_gib, known_device
+from tula_wire.memory import usable_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from tula_agent.measure.estimate import MemoryEstimate
+
+_GIB = 2**30
+
+
+def estimate(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="FACTORY(batch) returns model, batch[, optimizer].")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Examples of a rank and micro-step.")],
+    device: Annotated[str | None, typer.Option(help="Accelerator, such as A100-80GB.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Count a model's parameters, FLOPs and memory without a device, and print the [model] of its job.toml.
+
+    FACTORY takes the number of examples, and returns the model, what it is called with for that many (a tensor, a tuple
+    of arguments or a mapping), and, if its state is to count, the optimizer.
+    """
+    sizes = _capacities(device)
+    model, sample, optimizer = _made(factory, batch)
+    from tula_agent.measure.estimate import estimate_memory
+
+    try:
+        found = estimate_memory(model, sample, optimizer)
+    except Exception as error:  # the user's model raises what it likes
+        raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
+    largest = {f"{device} {size} GiB": found.largest_local_batch_size(int(usable_bytes(size * _GIB))) for size in sizes}
+    described = found.model_spec(factory.rpartition(":")[2], _name(optimizer))
+    if as_json:
+        plain = {**asdict(found), "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
+        typer.echo(json.dumps({**plain, "model": described}))
+        return
+    for line in (
+        *_lines(found, batch, optimizer),
+        *(f"largest batch on {name}: {most}" for name, most in largest.items()),
+    ):
+        typer.echo(line)
+    typer.echo("\n[model]")
+    for name, value in described.items():
+        if value is not None:
+            typer.echo(f"{name} = {_toml(value)}")
+
+
+def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:
+    """Model, batch and optimizer that the user's factory returns. Raises `typer.BadParameter`."""
+    module, _, name = factory.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the working directory, as `python -m` has it
+    try:
+        make: Callable[[int], Any] = getattr(importlib.import_module(module), name)
+        made = make(batch)
+    except Exception as error:  # the user's module raises what it likes
+        raise typer.BadParameter(f"{factory!r} cannot be called ({_first_line(error)}): give MODULE:FACTORY") from None
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise typer.BadParameter(f"{factory} returned no tuple of model, batch and, if wanted, optimizer: return that")
+    model, sample, *rest = made
+    return model, sample, rest[0] if rest else None
+
+
+def _capacities(device: str | None) -> tuple[int, ...]:
+    """Capacities of the named device in GiB; none without a name. Raises `typer.BadParameter` for an unknown one."""
+    if device is None:
+        return ()
+    name = known_device(device)
+    sizes = capacities_gib(device, DEVICES[name]) if name is not None else ()
+    if not sizes:
+        known = ", ".join(sorted(name for name, each in DEVICES.items() if each.capacities_gib))
+        raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {known}")
+    return sizes
+
+
+def _lines(found: MemoryEstimate, batch: int, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    static = found.total_bytes(0) / _GIB
+    state = (
+        "parameters, gradients and optimizer state" if optimizer else "parameters and gradients (no optimizer given)"
+    )
+    yield f"parameters: {found.parameters:,}"
+    yield f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}"
+    yield f"activations of an example: {found.activation_bytes_per_sample / 2**20:.3g} MiB"
+    yield f"memory at batch {batch}: {found.total_bytes(batch) / _GIB:.3g} GiB, of it {static:.3g} GiB {state}"
+
+
+def _name(optimizer: torch.optim.Optimizer | None) -> str:
+    """The optimizer as a job specification names it; the specification's default without one."""
+    kind = type(optimizer).__name__
+    if optimizer is None or (kind == "SGD" and optimizer.defaults["momentum"]):
+        return "momentum"
+    return "sgd" if kind == "SGD" else "adam" if kind in ("Adam", "AdamW", "NAdam", "RAdam") else "other"
+
+
+def _toml(value: str | bool | float) -> str:
+    """A plain value in TOML."""
+    if isinstance(value, (bool, str)):
+        return json.dumps(value)
+    return f"{value:_}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
