@@ -75,7 +75,7 @@ def test_state_of_an_optimizer_counts_where_one_is_returned(call) -> None:  # ty
         (["their_model:mlp", "--batch", "8", "--device", "abacus"], "H100"),
     ],
 )
-def test_what_cannot_be_estimated_is_said_in_one_sentence(call, words: list[str], said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_that_cannot_be_estimated_is_refused_in_one_sentence(call, words: list[str], said: str) -> None:  # type: ignore[no-untyped-def]
     done = call(*words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())
