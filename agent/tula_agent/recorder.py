@@ -406,7 +406,9 @@ class Recorder:
         self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
         if self.leads and self.objects.telemetry_sources.references:
             for name, value in self.objects.changed_values():
-                self.readings.add_value(step, name, value)
+                # Of a batch that was cut: the optimizer takes it for the whole one.
+                if name != "gradient_noise_scale" or self.cut_to is None:
+                    self.readings.add_value(step, name, value)
         took_long = since == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()

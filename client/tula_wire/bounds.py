@@ -32,4 +32,7 @@ THRESHOLDS: Final[dict[str, tuple[float, float]]] = {
 """Least and greatest value of each number among the thresholds of gradient scaling."""
 WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps", "restore_step"})
 
+NOISE_WEIGHT: Final = 4.0
+"""c of the learning rate's factor (|G|^2 + c S/b) / (|G|^2 + c S/B), see docs/gradient-scaling.md."""
+
 ScalingPolicy = Literal["gain", "ags", "static", "none", "measure"]

@@ -60,6 +60,11 @@ class Candidate(WireModel):
     statistical_efficiency: float | None = Field(
         None, description="Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
     )
+    learning_rate_factor: float | None = Field(
+        None,
+        description="Learning rate over that of the smallest global batch among the candidates, by the gradient noise "
+        "scale; null: that is unknown.",
+    )
     measured_step_time_s: float | None = Field(
         None, description="Measured seconds per optimizer step; null when not profiled."
     )

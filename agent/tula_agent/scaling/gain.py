@@ -1,6 +1,7 @@
 """The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next.
 
-With the policy `measure` the same measurement runs at every eighth step and the factor is 1. `SpikeClip` clips
+With the policy `measure` the same measurement runs at the first 64 steps and at every eighth after them, and the
+factor is 1. `SpikeClip` clips
 gradients that are suddenly much longer than those before them.
 """
 
@@ -18,8 +19,10 @@ from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Meter, Reading, 
 from tula_agent.scaling.ranks import Arrival
 from tula_agent.scaling.thresholds import ScalingThresholds
 from tula_agent.torch_private import foreach_mul_, norm_squared
+from tula_wire.bounds import NOISE_WEIGHT
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
+MEASURE_DENSE_STEPS = 64  # of the policy `measure`: as many as a profiling run has
 PROBED_STEPS = 8  # the same for probes, each of which costs a second backward
 SPARSE_EVERY = 8
 
@@ -45,7 +48,7 @@ class GainRule:
     Raises ValueError for a `spike_limit` that would clip every gradient.
     """
 
-    noise_weight: float = 4.0
+    noise_weight: float = NOISE_WEIGHT
     growth: float | None = 1.4
     spike_limit: float | None = 2.0
     measure_every: int | None = None
@@ -99,7 +102,7 @@ class GainPolicy:
 
     def wants(self, step: int, thresholds: ScalingThresholds) -> Tapped | None:
         """What the taps must sum during step number `step`."""
-        dense = 0 if thresholds.policy == "measure" else DENSE_STEPS
+        dense = MEASURE_DENSE_STEPS if thresholds.policy == "measure" else DENSE_STEPS
         return "tensor" if self._meter.source != "probe" and self._due(step, dense) else None
 
     def _due(self, step: int, dense: int) -> bool:

@@ -18,7 +18,7 @@ from tula_service.domain import Objective, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
-from tula_service.perfmodel.noise_scale import max_sensible_batch_size, statistical_efficiency
+from tula_service.perfmodel.noise_scale import learning_rate_factor, max_sensible_batch_size, statistical_efficiency
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Training
 from tula_service.perfmodel.priors import Priors
@@ -26,7 +26,7 @@ from tula_service.perfmodel.recommend import Goal, Recommendation, price_candida
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
-MODEL_VERSION = "step-time-6"
+MODEL_VERSION = "step-time-7"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
 
 
@@ -41,6 +41,11 @@ class StatisticalEfficiency:
         """Progress per example; 1 at the base batch."""
         batch = configuration.global_batch_size
         return statistical_efficiency(batch, self.noise_scale, base_batch_size=self.base_batch_size)
+
+    def learning_rate_factor(self, configuration: Configuration) -> float:
+        """The learning rate's, over that of the base batch."""
+        batch = configuration.global_batch_size
+        return learning_rate_factor(batch, self.noise_scale, base_batch_size=self.base_batch_size)
 
     @property
     def max_sensible_batch_size(self) -> int:
@@ -62,8 +67,8 @@ class Answer:
     """One fit of one version of a job, and the choice that follows from it.
 
     `spec` is the job's as far as it can be priced (`job_data.payable`). `doubtful` candidates may be profiled but are
-    not recommended, since they may not fit into memory. `efficiency` is None until a training run has reported its
-    gradient noise scale.
+    not recommended, since they may not fit into memory. `efficiency` is None until a run has reported its gradient
+    noise scale.
     """
 
     data: JobData

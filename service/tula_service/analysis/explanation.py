@@ -121,10 +121,14 @@ def why(answer: Answer) -> str:
     if choice.objective is Objective.TIME_TO_QUALITY:
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
-            f"{answer.efficiency.noise_scale:.3g} examples."
+            f"{answer.efficiency.noise_scale:.3g} examples"
+            + (", as profiling saw it; it grows during training." if answer.data.noise_scale_is_early else ".")
             if answer.efficiency is not None
-            else "The gradient noise scale is not known before training reports it, so this is the least time alone."
+            else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so this is the "
+            "least time alone."
         )
+    if chosen is not None:
+        parts.append(_learning_rate(answer, chosen.configuration))
     if _RESTS_ON[answer.model.basis]:
         parts.append(_RESTS_ON[answer.model.basis])
     return " ".join(filter(None, parts))
@@ -189,6 +193,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
+        learning_rate_factor=None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c),
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -281,6 +286,18 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
         cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
         effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
     return f"{purpose}: {_named(quick)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
+
+
+def _learning_rate(answer: Answer, c: Configuration) -> str:
+    """What becomes of the learning rate of the smallest batch; nothing at that batch."""
+    base = min(each.global_batch_size for each in answer.evidence.candidates)
+    if c.global_batch_size <= base:
+        return ""
+    start = f"The learning rate is that of a batch of {base} times "
+    if answer.efficiency is not None:
+        return f"{start}{answer.efficiency.learning_rate_factor(c):.2g}, by the gradient noise scale."
+    most = c.global_batch_size / base
+    return f"{start}1 to {most:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
 
 
 def _nearest_misses(choice: Choice) -> list[str]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tula_wire.bounds import NOISE_WEIGHT
+
 _MIN_VALUES = 8
 _MIN_BLOCKS = 4
 _Z_90 = 1.6448536269514722
@@ -57,6 +59,15 @@ def statistical_efficiency(global_batch_size: float, noise_scale: float, *, base
     1 at B_0 = `base_batch_size`, falling with B; above 1 below it. All are positive numbers of examples.
     """
     return (noise_scale + base_batch_size) / (noise_scale + global_batch_size)
+
+
+def learning_rate_factor(global_batch_size: float, noise_scale: float, *, base_batch_size: float) -> float:
+    """By what the learning rate of the base batch grows with the batch: as the policy `gain` does, at most B / B_0.
+
+    (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
+    """
+    weighted = NOISE_WEIGHT * noise_scale
+    return (1.0 + weighted / base_batch_size) / (1.0 + weighted / global_batch_size)
 
 
 def max_sensible_batch_size(noise_scale: float, *, base_batch_size: float) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from tula_service.analysis.job_data import EarlierJob, JobData, JobRun, Posterio
 from tula_service.domain import Objective, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.store import EarlierLessons, JobRecord, RunRecord, Store, Transaction
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
@@ -23,6 +25,7 @@ from tula_wire import Configuration
 
 _MAX_RUNS = 10_000
 _MAX_EARLIER_JOBS = 200
+_RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 1000
 _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
 
 
@@ -30,6 +33,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=_MAX_RUNS), key=lambda run: (run.position, run.key))
     thresholds = tx.scaling.latest(job.id)
+    trained = None if thresholds is None else thresholds.body.get("gradient_noise_scale")
+    early = None if trained is not None else _early_noise_scale(tx, runs)
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(
         spec=spec_of(job),
@@ -39,7 +44,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         summaries=tx.samples.summaries(job.id),
         earlier_jobs=[_earlier_job(each) for each in earlier],
         prediction_pairs=[PredictionPair(*pair) for pair in tx.lessons.prediction_pairs(job.id)],
-        gradient_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
+        gradient_noise_scale=early if trained is None else trained,
+        noise_scale_is_early=early is not None,
         seen_tokens=_seen_tokens(tx, runs),
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
@@ -195,6 +201,16 @@ def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
         },
         prediction_pairs=tuple(PredictionPair(*pair) for pair in earlier.prediction_pairs),
     )
+
+
+def _early_noise_scale(tx: Transaction, runs: list[RunRecord]) -> float | None:
+    """The median over the newest profiling runs that reported the gradient noise scale; None without one."""
+    profiled = [run for run in runs if run.kind is RunKind.PROFILE and run.num_samples]
+    newest = sorted((run.key for run in profiled), reverse=True)[:_RUNS_READ_FOR_NOISE]
+    columns = [tx.telemetry.read(key, "gradient_noise_scale", last_step=_STEPS_READ_FOR_NOISE)[1] for key in newest]
+    found = [estimate_noise_scale(values) for values in columns if len(values)]
+    known = [each.value for each in found if each is not None]
+    return statistics.median(known) if known else None
 
 
 def _seen_tokens(tx: Transaction, runs: list[RunRecord]) -> SeenTokens | None:

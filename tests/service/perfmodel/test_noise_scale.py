@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tula_service.perfmodel.noise_scale import (
     estimate_noise_scale,
+    learning_rate_factor,
     max_sensible_batch_size,
     statistical_efficiency,
 )
@@ -47,3 +48,13 @@ def test_the_largest_sensible_batch_keeps_half_and_one_more_example_would_not(no
     best = max_sensible_batch_size(noise, base_batch_size=base)
     at, beyond = (statistical_efficiency(size, noise, base_batch_size=base) for size in (best, best + 1.001))
     assert beyond < 0.5 * (1 + 1e-9) <= at * (1 + 1e-8)
+
+
+@given(noise=SIZES, base=SIZES, a=SIZES, b=SIZES)
+def test_the_learning_rate_grows_with_the_batch_and_never_faster_than_it(noise, base, a, b):
+    low, high = base + min(a, b), base + max(a, b)
+    at_low, at_high = (learning_rate_factor(size, noise, base_batch_size=base) for size in (low, high))
+    assert learning_rate_factor(base, noise, base_batch_size=base) == pytest.approx(1.0)
+    assert at_low >= 1.0 - 1e-9
+    assert at_low <= at_high * (1 + 1e-9)
+    assert at_high <= high / base * (1 + 1e-9)

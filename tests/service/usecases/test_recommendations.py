@@ -340,10 +340,29 @@ def test_a_type_with_lessons_does_not_lend_its_certainty_to_one_without(cluster:
     assert width["strange"] > 1.5 * width["known"]
 
 
+def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    (first,) = cluster.work(job_id, most=1)
+    unknown = cluster.recommendation(job_id, "time")
+    assert unknown.chosen is not None
+    ratio = unknown.chosen.global_batch_size / 64
+    assert f"The learning rate is that of a batch of 64 times 1 to {ratio:.3g}" in unknown.why
+    assert unknown.chosen.learning_rate_factor is None
+
+    cluster.report(first, gradient_noise_scale=[200.0] * 40)
+    cluster.work(job_id)
+    known = cluster.recommendation(job_id, "time_to_quality")
+    assert "noise scale of 200 examples, as profiling saw it; it grows during training" in known.why
+    assert known.max_sensible_batch_size == 200 + 2 * 64
+    factors = {c.global_batch_size: c.learning_rate_factor for c in known.candidates}
+    assert factors[64] == pytest.approx(1.0)
+    assert factors[256] == pytest.approx((1 + 800 / 64) / (1 + 800 / 256))
+
+
 def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     unknown = cluster.recommendation(job_id, "time_to_quality")
-    assert "not known before training reports it" in unknown.why
+    assert "No run has reported the gradient noise scale" in unknown.why
     assert unknown.max_sensible_batch_size is None
     run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
     cluster.report(run, gradient_noise_scale=[200.0] * 400)
