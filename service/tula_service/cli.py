@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging.config
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import sqlalchemy
 import typer
 import uvicorn
 
@@ -24,6 +28,8 @@ from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
 from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
 from tula_service.usecases.jobs import prune_store
 from tula_wire import Scope
+
+logger = logging.getLogger("tula")
 
 _OPERATOR = Principal(name="command line", scope="admin")
 _DATABASE = typer.Option("--database", help="SQLite file, or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
@@ -38,14 +44,21 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [env: TULA_HOST]")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [env: TULA_PORT]")] = None,
     workers: Annotated[int | None, typer.Option(help="Serving processes. [env: TULA_WORKERS]")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="json, text, or auto: text on a terminal. [env: TULA_LOG_FORMAT]")
+    ] = None,
     migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
 ) -> None:
     """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
     with _one_sentence():
-        settings = _settings(database=database, host=host, port=port, workers=workers)
+        settings = _settings(database=database, host=host, port=port, workers=workers, log_format=log_format)
         with _opened(settings, migrate=migrate, create=True) as store:
             _refuse_strangers_without_a_token(settings, store)
+            place = _place_of(store.engine.url)
         _refuse_a_taken_port(settings)
+        logs = logging_config(settings.log_level, settings.log_format, terminal=sys.stderr.isatty())
+        logging.config.dictConfig(logs)
+        logger.info("Dashboard: %s. Database: %s.", _dashboard(settings), place)
         os.environ.update(settings.to_environment())
         with _shared_folder(settings):
             uvicorn.run(
@@ -55,7 +68,7 @@ def serve(
                 port=settings.port,
                 workers=settings.workers,
                 access_log=False,
-                log_config=logging_config(settings.log_level),
+                log_config=logs,
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=30,
@@ -185,6 +198,17 @@ def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
                 f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
                 "--scope admin` with the same --database first."
             )
+
+
+def _dashboard(settings: Settings) -> str:
+    """Its address; a free port is named by the line that follows."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{settings.port}/" if settings.port else "on the free port below"
+
+
+def _place_of(url: sqlalchemy.URL) -> str:
+    """The database's file, or its URL without the password."""
+    return str(Path(url.database or "").absolute()) if url.get_backend_name() == "sqlite" else url.render_as_string()
 
 
 @contextmanager

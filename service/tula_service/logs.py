@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, with the request's id; secrets never get here, since no header is logged."""
+"""Logs, as JSON for programs or text for a terminal, with the request's id; no header is logged, so no secret."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import logging
 from datetime import datetime, timezone
 from typing import Any, Final
+
+from tula_wire.text import printable
 
 _FIELDS: Final = ("request_id", "method", "route", "status", "took_ms", "token", "job_id", "run_id")
 
@@ -21,19 +23,42 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: getattr(record, name) for name in _FIELDS if getattr(record, name, None) is not None}
+        line |= _fields(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-def logging_config(level: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig`: everything to standard error as JSON, uvicorn's own lines included."""
+class TextFormatter(logging.Formatter):
+    """Local time, level, message and the known extra fields; for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and a traceback on more; no control character reaches the terminal."""
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).splitlines()
+        return "\n".join(map(printable, lines))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _FIELDS if getattr(record, name, None) is not None}
+
+
+def logging_config(level: str, wanted: str, *, terminal: bool) -> dict[str, Any]:
+    """For `logging.config.dictConfig`: everything to standard error, uvicorn's own lines included.
+
+    `wanted` is the format, json or text; with auto it is text where standard error is a `terminal`.
+    """
+    text = wanted == "text" or (wanted == "auto" and terminal)
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"json": {"()": "tula_service.logs.JsonFormatter"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        "formatters": {
+            "json": {"()": "tula_service.logs.JsonFormatter"},
+            "text": {"()": "tula_service.logs.TextFormatter"},
+        },
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "text" if text else "json"}},
         "loggers": {
             "tula": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
             "uvicorn": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},

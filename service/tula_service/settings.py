@@ -37,6 +37,7 @@ class Settings:
     shutdown_s: int = _setting(20, "How long accepted requests may take to finish at shutdown.", least=1)
     retention_days: float = _setting(90.0, "Age at which `tula prune` deletes archived jobs.", least=0)
     log_level: str = _setting("info", "debug, info, warning or error; debug also logs every ingest request.")
+    log_format: str = _setting("auto", "json or text; auto: text on a terminal, else json.")
     trace: bool = _setting(False, "OpenTelemetry traces; needs the extra `otel` and its usual OTEL_ variables.")
 
     @classmethod
@@ -59,6 +60,8 @@ class Settings:
                 raise SettingsError(f"{PREFIX}{item.name.upper()} must be at most {most}: set it lower.")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError(f"{PREFIX}LOG_LEVEL is {self.log_level!r}: use debug, info, warning or error.")
+        if self.log_format not in ("auto", "json", "text"):
+            raise SettingsError(f"{PREFIX}LOG_FORMAT is {self.log_format!r}: use json, text or auto.")
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` reads the same settings: how workers get them."""

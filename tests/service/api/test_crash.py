@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -101,6 +102,9 @@ def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> 
     """The client waits until the rows are committed, hangs up without the answer, and sends again: nothing new."""
     prepared = prepare(database_url)
     with Server(database_url) as server:
+        begins = json.loads(server.log().splitlines()[0])["message"]
+        assert begins.startswith("Dashboard: "), "the log begins with where dashboard and database are"
+        assert f"/{database_url.rpartition('/')[2]}." in begins
         body = b'{"rank":0,"boot_id":"b","sequence":[0,1],"step":[0,1],"step_time_s":[0.1,0.1]}'
         head = (
             f"POST {routes.RUN_SAMPLES.format(run_id=prepared.run_id)} HTTP/1.1\r\nHost: x\r\n"
