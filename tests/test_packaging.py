@@ -139,7 +139,8 @@ def test_an_index_learns_the_pages_and_the_pythons_that_are_tested(metadata: Mes
 
 
 def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
-    assert requirements(metadata, None) == requirements(metadata, "cli") == {"httpx", "pydantic", "rich", "typer"}
+    base = {"httpx", "platformdirs", "pydantic", "rich", "typer"}
+    assert requirements(metadata, None) == requirements(metadata, "cli") == base
     agent, service = requirements(metadata, "agent"), requirements(metadata, "service")
     assert "torch" in agent
     assert not agent & {"fastapi", "uvicorn", "sqlalchemy", "pandas", "scikit-learn", "altair"}
