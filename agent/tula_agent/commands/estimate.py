@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tula_client.cli.format import bytes_
 from tula_wire.devices import DEVICES, capacities_gib, known_device
 from tula_wire.memory import usable_bytes
 
@@ -30,7 +31,7 @@ def estimate(
     device: Annotated[str | None, typer.Option(help="Accelerator, such as A100-80GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count a model's parameters, FLOPs and memory without a device, and print the [model] of its job.toml.
+    """Count a model's parameters, FLOPs and memory without a device, and print what its job.toml needs.
 
     FACTORY takes the number of examples, and returns the model, what it is called with for that many (a tensor, a tuple
     of arguments or a mapping), and, if its state is to count, the optimizer.
@@ -89,14 +90,14 @@ def _capacities(device: str | None) -> tuple[int, ...]:
 
 
 def _lines(found: MemoryEstimate, batch: int, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    static = found.total_bytes(0) / _GIB
+    static = bytes_(found.total_bytes(0))
     state = (
         "parameters, gradients and optimizer state" if optimizer else "parameters and gradients (no optimizer given)"
     )
     yield f"parameters: {found.parameters:,}"
     yield f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}"
-    yield f"activations of an example: {found.activation_bytes_per_sample / 2**20:.3g} MiB"
-    yield f"memory at batch {batch}: {found.total_bytes(batch) / _GIB:.3g} GiB, of it {static:.3g} GiB {state}"
+    yield f"activations of an example: {bytes_(found.activation_bytes_per_sample)}"
+    yield f"memory at batch {batch}: {bytes_(found.total_bytes(batch))}, of it {static} {state}"
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
