@@ -38,3 +38,19 @@ def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
     assert code == 0
     assert "This job is trained already" in out
     assert not list((tmp_path / "w").rglob("*.log"))
+
+
+def test_a_configuration_that_was_measured_is_measured_again(tula: Tula, tmp_path: Path, address: str) -> None:
+    path = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(Path(path))).job.id
+        profile(client, job_id)
+        before = client.runs(job_id).runs
+        again = before[-1].configuration
+        word = f"{again.num_nodes}x{again.local_batch_size}"
+        command = [sys.executable, "-c", "raise SystemExit(3)", "{local_batch_size}", "{num_nodes}"]
+        _, out, _ = tula("tune", path, "--again", word, "--work-dir", str(tmp_path / "w"), "--", *command)
+        assert "exit code 3" in out
+        newest = client.runs(job_id).runs[0]
+    assert newest.id not in {run.id for run in before}
+    assert (newest.configuration, newest.state, newest.origin) == (again, "failed", "user")

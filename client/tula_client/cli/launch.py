@@ -22,16 +22,16 @@ from tula_client.cli import format
 from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
-from tula_client.handle import find_job
+from tula_client.handle import all_runs, find_job
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import TrainOptions, train
-from tula_client.launch.tune import PlanOptions, Tuned, work_through
+from tula_client.launch.tune import PlanOptions, Tuned, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Run
+from tula_wire import Configuration, Job, Run
 from tula_wire.text import printable
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
@@ -77,6 +77,13 @@ def tune(
         int | None, typer.Option(min=1, help="Largest number of nodes at once (default: the job's max_nodes).")
     ] = None,
     max_failures: Annotated[int, typer.Option(min=1, help="Stop after this many failures in a row.")] = 3,
+    again: Annotated[
+        list[str],
+        typer.Option(
+            metavar="failed|all|NODESxBATCH|RUN",
+            help="First measure these once more: what failed, all, nodes x local batch as in 2x64, or a run's.",
+        ),
+    ] = [],  # noqa: B006 - typer copies
     then_run: Annotated[bool, typer.Option("--then-run", help="Then train with the recommendation.")] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
@@ -96,7 +103,7 @@ def tune(
                 reporter.note(note)
             reporter.job(job)
             options = RunnerOptions(time_limit_s=time_limit, stop_template=stop)
-            plan = PlanOptions(max_parallel=max_parallel, node_budget=nodes, max_failures=max_failures)
+            plan = PlanOptions(max_parallel, nodes, max_failures, _again(client, job, again))
             tuned = work_through(Runner(client, work, holder, options, reporter), job, template, plan)
             trained = None
             if then_run and tuned.job.state == "finished":
@@ -153,6 +160,14 @@ def launchers(as_json: Json = False) -> None:
             lines.append(f"    cancelled by: {shlex.join(one.stop_words)}")
     lines += ["", "Placeholders:", *(f"    {{{name}}}".ljust(24) + meaning for name, meaning in PLACEHOLDERS.items())]
     emit(plain, Text("\n".join(lines)), as_json)
+
+
+def _again(client: Client, job: Job, wanted: list[str]) -> tuple[Configuration, ...]:
+    """What `--again` names."""
+    if not wanted:
+        return ()
+    candidates = (one.configuration for one in client.recommendation(job.id).candidates)
+    return to_measure_again(wanted, all_runs(client, job.id), candidates)
 
 
 def _templates(command: list[str], launcher: str | None, stop_command: str | None) -> tuple[Template, Template | None]:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from tula_client._errors import LaunchError
+from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
-from tula_wire import ClaimRequest, Job, JobPatch, Recommendation, Run, RunClaimed
+from tula_wire import ClaimRequest, Configuration, Job, JobPatch, Recommendation, Run, RunClaimed, RunCreate
 
 _MAX_WAIT_S = 5.0
 _WAIT_BESIDE_RUNS_S = 0.2
 _MAX_CHECKS_OF_NODES = 6
+_ENDED: Final = ("succeeded", "failed", "out_of_memory")
+_SHAPE: Final = re.compile(r"(\d{1,9})x(\d{1,9})(?:x(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How many runs and nodes are in use at once, and when to give up."""
+    """How many runs and nodes are in use at once, when to give up, and what to measure again before the plan."""
 
     max_parallel: int = 1
     node_budget: int | None = None
     max_failures: int = 3
+    again: tuple[Configuration, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,46 @@ def work_through(runner: Runner, job: Job, template: Template, options: PlanOpti
     return Tuned(job, recommendation, tuple(plan.finished), plan.reason)
 
 
+def to_measure_again(
+    wanted: Sequence[str], runs: Iterable[Run], candidates: Iterable[Configuration]
+) -> tuple[Configuration, ...]:
+    """The configurations that are `wanted` once more, each once.
+
+    wanted: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the job's, newest
+    first; the newest profiling run of a configuration says how it ended, and one that has not ended is not repeated.
+    Raises `UsageError` for any other word.
+    """
+    newest: dict[Configuration, Run] = {}
+    for run in runs:
+        if run.kind == "profile":
+            newest.setdefault(run.configuration, run)
+    ended = {configuration: run for configuration, run in newest.items() if run.state in _ENDED}
+    found: list[Configuration] = []
+    for word in wanted:
+        if word in ("failed", "all"):
+            found += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
+        else:
+            found.append(_named(word, newest, candidates))
+    return tuple(dict.fromkeys(found))
+
+
+def _named(word: str, newest: dict[Configuration, Run], candidates: Iterable[Configuration]) -> Configuration:
+    shape = _SHAPE.fullmatch(word)
+    fitting = [one for one, run in newest.items() if run.id == word]
+    if shape is not None:
+        numbers = (int(shape[1]), int(shape[2]), int(shape[3] or 1))
+        known = dict.fromkeys([*newest, *candidates])
+        fitting = [one for one in known if (one.num_nodes, one.local_batch_size, one.grad_accum_steps) == numbers]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise UsageError(f"--again {word} is true of several instance types: give the id of a run, see tula runs")
+    raise UsageError(
+        f"--again {word}: the job has no such configuration: give failed, all, nodes x local batch as in 2x64, or the "
+        "id of a profiling run, see tula runs"
+    )
+
+
 class _PlanLoop:
     """The state of `work_through` between two steps."""
 
@@ -67,6 +113,7 @@ class _PlanLoop:
         self._options = options
         self._budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
         self._columns = job.spec.profiling.columns
+        self._again = list(options.again)
         self._active: list[ActiveRun] = []
         self._failures = 0
         self._any_success = any(run.state == "succeeded" for run in job.plan)
@@ -84,6 +131,9 @@ class _PlanLoop:
         free = self._budget - sum(active.run.configuration.num_nodes for active in self._active)
         if len(self._active) >= self._options.max_parallel or free <= 0:
             return POLL_S
+        if (run := self._next_again(free)) is not None:
+            self._active.append(self._runner.start(run, self._template))
+            return POLL_S
         claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
         if self._columns:
             claim = claim.model_copy(update={"column": True})
@@ -93,6 +143,19 @@ class _PlanLoop:
             return POLL_S
         self.reason = claimed.reason
         return _WAIT_BESIDE_RUNS_S if self._active else self._wait_s(claimed)
+
+    def _next_again(self, free: int) -> Run | None:
+        """A new run of the next configuration to measure again that needs at most `free` nodes."""
+        fitting = [one for one in self._again if one.num_nodes <= free]
+        if self._again and not fitting and not self._active:
+            raise LaunchError(
+                f"--again needs {self._again[0].num_nodes} nodes, but --nodes is {self._budget}: raise it"
+            )
+        if not fitting:
+            return None
+        self._again.remove(fitting[0])
+        wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self._runner.holder, lease_s=LEASE_S)
+        return self._runner.retrying(self._runner.service.create_run, self._job_id, wanted)
 
     def abandon(self) -> None:
         """Stop all commands and give their runs back."""

@@ -403,7 +403,7 @@ def _implausible(observations: StepTimeObservations) -> list[str]:
     return [
         f"A step of {_configuration_text(points, slow)} took {ratio[slow, fast]:.3g} times as long as one of "
         f"{_configuration_text(points, fast)}, which has more to do: one of them ran under other "
-        "conditions (threads of a process, other work on the node); measure both again."
+        "conditions (threads of a process, other work on the node); measure both again (tula tune --again)."
     ]
 
 

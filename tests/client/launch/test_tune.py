@@ -9,10 +9,10 @@ import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client import ServiceUnreachableError
-from tula_client._errors import LaunchError
+from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.run_loop import RETRY_S
 from tula_client.launch.template import Template
-from tula_client.launch.tune import PlanOptions, work_through
+from tula_client.launch.tune import PlanOptions, to_measure_again, work_through
 from tula_wire import ClaimRequest
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
@@ -183,6 +183,38 @@ def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
     with pytest.raises(LaunchError, match="its process saw 8"):
         tune(bench, service)
     assert service.runs["r0"].state == "failed"  # so that the next start repeats it
+
+
+def test_runs_asked_for_again_come_before_the_plan(tmp_path):
+    service, notes = FakeService(THREE), Notes()
+    service.change("r0", state="succeeded", num_samples=9)
+    bench = Bench(tmp_path, service, measured(service), notes)
+    tuned = tune(bench, service, again=(THREE[0],))
+    assert [command[1:3] for command, _, _ in bench.started] == [["4", "32"], ["2", "64"], ["1", "128"]]
+    assert [run.id for run, _ in tuned.finished] == ["r3", "r1", "r2"]
+    with pytest.raises(LaunchError, match="--again needs 4 nodes, but --nodes is 2"):
+        tune(bench, service, again=(THREE[0],), node_budget=2)
+
+
+def test_a_configuration_to_measure_again_is_named_by_state_shape_or_run():
+    service = FakeService()
+    ends = [(THREE[0], "succeeded"), (THREE[1], "failed"), (THREE[1], "succeeded"), (THREE[2], "failed")]
+    for one, state in ends:
+        service.add("profile", one, state)
+    service.add("train", configuration(8, 8), "failed")
+    service.add("profile", configuration(3, 8), "pending")
+    newest_first = list(service.runs.values())[::-1]
+
+    def again(*wanted):
+        return to_measure_again(wanted, newest_first, [configuration(4, 64), configuration(4, 64, 2)])
+
+    assert again("failed") == (THREE[2],)  # the newest run of the second has succeeded
+    assert set(again("all")) == set(THREE)
+    assert again("r0", "4x32") == (THREE[0],)
+    assert again("4x64x2", "4x64") == (configuration(4, 64, 2), configuration(4, 64))
+    for word in ("8x8", "r4", "everything", "4x"):
+        with pytest.raises(UsageError, match="give failed, all, nodes x local batch"):
+            again(word)
 
 
 def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
