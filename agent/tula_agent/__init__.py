@@ -27,6 +27,11 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    """What a script uses."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import what is not needed by every script only when it is asked for."""
     if name in _LAZY:

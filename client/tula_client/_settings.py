@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from tula_client._errors import TulaError
+from tula_client._errors import TulaError, UsageError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
@@ -117,7 +117,8 @@ def _usable_url(place: _Place) -> str:
         good = False
     if not good:
         where = "" if place.file is None else f"{place.file}: "
-        raise TulaError(f"{where}TULA_URL: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
+        name = "url" if place.origin == "argument" else "TULA_URL"
+        raise UsageError(f"{where}{name}: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
     return address
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tula_agent
+
 FORBIDDEN = ("pandas", "sklearn", "fastapi", "sqlalchemy", "tula_service", "lightning", "transformers", "accelerate")
 
 
@@ -25,6 +27,10 @@ def test_neither_import_nor_use_brings_what_a_training_job_should_not_carry(tmp_
     loaded = modules("import tula_agent; run = tula_agent.init(); list(run.steps([1, 2]))", tmp_path)
     assert "tula_agent.recorder" in loaded
     assert not {name for name in loaded if name.split(".")[0] in FORBIDDEN}
+
+
+def test_a_listing_of_the_agent_has_what_scripts_use_and_no_more() -> None:
+    assert dir(tula_agent) == sorted(tula_agent.__all__)
 
 
 def test_importing_alone_brings_no_web_client_and_no_models(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.client.test_cli import Tula, tula
 from tula_client import Client
+from tula_client.cli import launch
 
 __all__ = ["tula"]
 
@@ -107,6 +108,28 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
     assert named in err
     assert err.startswith("tula: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),
+        (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is no HTTP address"),
+        (("serve", "--database", "/nonexistent/folder/x.db"), "/nonexistent/folder cannot be made"),
+    ],
+)
+def test_a_wrong_command_line_names_its_cause(tula: Tula, words: tuple[str, ...], named: str) -> None:
+    code, _, err = tula(*words)
+    assert code == 2
+    assert named in err
+
+
+def test_ctrl_c_says_that_the_same_command_continues(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "find_job", interrupted)
+    assert tula("run", "any", "--", "true") == (130, "", "tula: stopped; repeat the command to continue\n")
 
 
 def test_fresh_and_reconfigure_exclude_each_other(tula: Tula) -> None:

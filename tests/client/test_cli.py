@@ -299,7 +299,7 @@ def test_version_prints_the_version(tula: Tula) -> None:
         (["nonsense"], 2, "nonsense"),
         (["jobs", "list", "--limit", "0"], 2, "--limit"),
         (["--url", "http://127.0.0.1:9", "jobs", "list"], 3, "tula serve"),
-        (["--url", "elsewhere", "jobs", "list"], 1, "TULA_URL"),
+        (["--url", "elsewhere", "jobs", "list"], 2, "url: 'elsewhere' is no HTTP address"),
         (["import", "x", "/no/such/file.csv"], 2, "/no/such/file.csv"),
     ],
 )

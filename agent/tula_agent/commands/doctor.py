@@ -81,8 +81,10 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cuda() -> Iterator[Finding]:
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # said by `_torch`
+        return
     if not torch.cuda.is_available():
         built = torch.version.cuda
         found = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"

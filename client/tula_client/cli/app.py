@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Final
+
+LAUNCHING: Final = frozenset({"tune", "run"})
+"""Commands that launch others and continue where they stopped."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +32,7 @@ def run(arguments: list[str]) -> int:
         place, remedy = faults(error)[0]
         return _fail(f"{'.'.join(map(str, place)) or error.title}: {remedy}", ExitCode.USAGE)
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        result = ExitCode.INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
@@ -37,17 +41,21 @@ def run(arguments: list[str]) -> int:
             if type(error).__name__ == "Abort":
                 return _fail("stopped", ExitCode.FAILED)
             raise
-        return _fail(_usage(error), ExitCode.USAGE)
+        return _fail(_usage(error, arguments), ExitCode.USAGE)
+    if result == ExitCode.INTERRUPTED and LAUNCHING & set(arguments):  # as typer reports Ctrl-C
+        return _fail("stopped; repeat the command to continue", ExitCode.INTERRUPTED)
     return result if isinstance(result, int) else ExitCode.OK
 
 
-def _usage(error: Exception) -> str:
+def _usage(error: Exception, arguments: list[str]) -> str:
     """The message for a command line that the parser rejects, with the command that prints help."""
     sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
     if not sentence:
         return ""
     path = getattr(getattr(error, "ctx", None), "command_path", "tula")
-    return f"{' '.join(sentence.split()).rstrip('.')}: see {path} --help"
+    launches = path.rpartition(" ")[2] in LAUNCHING and "--" not in arguments
+    remedy = "put -- before your launch command, " if launches else ""
+    return f"{' '.join(sentence.split()).rstrip('.')}: {remedy}see {path} --help"
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -71,7 +71,9 @@ async def authenticate(request: Request) -> Principal:
         if principal is None:
             principal = await to_thread.run_sync(services.access.tokenless, limiter=threads)
         if principal is None:
-            raise Unauthenticated("A token is needed: send `Authorization: Bearer TOKEN` (see `tula token create`).")
+            raise Unauthenticated(
+                "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
+            )
         _refuse_foreign(request)
     else:
         principal = services.access.cached(secret)

@@ -126,6 +126,8 @@ def plan(
     """
     budget = budget or PlanBudget()
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
+    if candidates and not left:
+        raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
     if not left:
         raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
     state = _state_of(search, left, model, budget, frozenset(pending))

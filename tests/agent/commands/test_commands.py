@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def test_each_fault_is_named_with_its_remedy(
     found = look({"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path), **environ})
     assert found[name].state == "wrong"
     assert remedy in found[name].remedy
+
+
+def test_without_torch_only_torch_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = look({"TULA_SPOOL_DIR": str(tmp_path)})
+    assert "pip install 'tula[agent]'" in found["torch"].remedy
+    assert "cuda" not in found
+    assert "report this" not in {each.remedy for each in found.values()}
 
 
 def test_doctor_exits_with_one_when_something_is_wrong(tmp_path: Path) -> None:
