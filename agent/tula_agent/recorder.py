@@ -39,6 +39,8 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
+FIRST_KNOWN_STEP = 2
+"""Two steps in a row show the script's accumulation."""
 REQUEST_TIMEOUT_S = 5.0
 
 _recorders = count()
@@ -412,6 +414,8 @@ class Recorder:
         took_long = since == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
+        if step == FIRST_KNOWN_STEP:
+            self._check_accumulation()
         if since < warmup_steps:
             return took_long
         return self._profile(step, timing.step_time_s if usual else None) or took_long
@@ -465,6 +469,12 @@ class Recorder:
     def _is_sampled(self, step: int) -> bool:
         """True when a step of this number becomes a sample."""
         return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
+
+    def _check_accumulation(self) -> None:
+        configured, seen = self.config.grad_accum_steps, self.timer.grad_accum_steps
+        if self.leads and configured is not None and configured != seen:
+            text = "the script accumulates %d micro-steps a step, but the run's are %d: pass grad_accum_steps on"
+            logger.warning(text, seen, configured)
 
     def _first_batch(self, size: int) -> None:
         self._batch_size = size

@@ -133,9 +133,7 @@ class BatchSpec(WireModel):
     global_batch_size: Count | None = Field(
         None, description="Examples per optimizer step, if it is fixed; null: it is chosen."
     )
-    max_grad_accum_steps: Count = Field(
-        1, description="Most micro-steps per optimizer step; used with a fixed `global_batch_size`."
-    )
+    max_grad_accum_steps: Count = Field(1, description="Most micro-steps per optimizer step; 1 does not accumulate.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -108,6 +108,12 @@ def test_a_training_ends_at_its_time_limit_on_all_ranks_at_the_same_step(sink: S
     assert "time limit of 0.3 s is over" in done.stderr
 
 
+def test_accumulation_is_observed_and_reported_where_the_run_has_another(sink: Sink, launch: Launch) -> None:
+    done = launch("train.py", "--accumulate", "4", TULA_GRAD_ACCUM_STEPS="1")
+    assert "accumulates 4 micro-steps a step, but the run's are 1" in done.stderr
+    assert {body["grad_accum_steps"] for body in sink.samples} == {4}
+
+
 def test_accumulation_is_observed_without_being_configured(sink: Sink, launch: Launch) -> None:
     launch("train.py", "--accumulate", "4")
     measured = [body for body in sink.samples if not body["warmup"]]

@@ -39,7 +39,6 @@ cluster = {{ min_nodes = {least_nodes}, max_nodes = {nodes}, ranks_per_node = {r
 [batch]
 min_local_batch_size = {least_batch}
 max_local_batch_size = {batch}
-max_grad_accum_steps = {accumulation}
 [profiling]
 profiling_warmup_steps = 2
 measuring_steps = {steps}
@@ -73,7 +72,6 @@ class Tula:
         batch: int = 8,
         least_batch: int | None = None,
         steps: int = 8,
-        accumulation: int = 1,
         dataset: int = 1000,
     ) -> str:
         """Write a job, of one candidate unless a least number of nodes or batch is given; its path."""
@@ -87,7 +85,6 @@ class Tula:
                 batch=batch,
                 least_batch=least_batch or batch,
                 steps=steps,
-                accumulation=accumulation,
                 dataset=dataset,
             )
         )

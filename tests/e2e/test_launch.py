@@ -66,7 +66,7 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
 ) -> None:
     tula, name = Tula(server, tmp_path, forked=True), f"shrinks-{memory}"
     script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
-    tula.register(name, nodes=1, accumulation=2)
+    tula.register(name, nodes=1)
     trained, _ = tula("run", name, *script, "--fits=4")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
     before, after = (one["configuration"] for one in trained["attempts"])
@@ -85,7 +85,7 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
 def test_a_rank_that_the_kernel_kills_for_its_memory_also_falls_back(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
     script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
-    tula.register("killed-for-memory", accumulation=2)
+    tula.register("killed-for-memory")
     with limited(400 * 2**20) as group:
         trained, _ = tula("run", "killed-for-memory", *script, "--fits=4", f"--memory-group={group}")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]

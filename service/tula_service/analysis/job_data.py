@@ -214,12 +214,13 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
                 min_local_batch_size=spec.batch.min_local_batch_size,
                 max_local_batch_size=_largest_batch(spec, memory_bound.get(name)),
                 global_batch_size=spec.batch.global_batch_size,
+                max_grad_accum_steps=spec.batch.max_grad_accum_steps,
                 instance_type=name,
             )
             found.update(enumerate_candidates(space))
         except ObservationError as error:
             problem = str(error)
-    most_steps = spec.batch.max_grad_accum_steps if spec.batch.global_batch_size is not None else 1
+    most_steps = spec.batch.max_grad_accum_steps
     accumulated = {c for c in found if c.grad_accum_steps <= most_steps}
     fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
     if found and not accumulated:

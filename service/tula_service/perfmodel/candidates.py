@@ -14,7 +14,8 @@ from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 class SearchSpace:
     """What may be chosen on one instance type; `max_local_batch_size` is the memory bound or the user's.
 
-    With `global_batch_size`, every candidate has exactly that, by accumulation if needed.
+    With `global_batch_size`, every candidate has exactly that, by accumulation if needed. Otherwise the largest batch
+    is also accumulated, up to `max_grad_accum_steps` times: the same global batch from smaller ones takes longer.
     """
 
     min_num_nodes: int
@@ -23,6 +24,7 @@ class SearchSpace:
     ranks_per_node: int = 1
     min_local_batch_size: int = 32
     global_batch_size: int | None = None
+    max_grad_accum_steps: int = 1
     instance_type: str = DEFAULT_INSTANCE_TYPE
 
 
@@ -48,6 +50,8 @@ def enumerate_candidates(space: SearchSpace) -> tuple[Configuration, ...]:
         else:
             batches = powers_of_two(space.min_local_batch_size, space.max_local_batch_size)
             found += [_configuration(space, nodes, batch) for batch in batches]
+            steps = powers_of_two(2, space.max_grad_accum_steps) if batches else ()
+            found += [_configuration(space, nodes, batches[-1], number) for number in steps]
     if not found:
         raise ObservationError(
             "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."

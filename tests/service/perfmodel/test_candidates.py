@@ -41,6 +41,12 @@ def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
     assert any(c.grad_accum_steps > 1 for c in found if c.num_nodes == 1)
 
 
+def test_the_largest_batch_is_accumulated_as_far_as_is_allowed():
+    space = SearchSpace(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=64, max_grad_accum_steps=6)
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in enumerate_candidates(space)}
+    assert found == {(nodes, *rest) for nodes in (1, 2) for rest in ((32, 1), (64, 1), (64, 2), (64, 4), (64, 6))}
+
+
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
         enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=2, max_local_batch_size=16))
