@@ -24,7 +24,6 @@ AT_END_WITHIN_S: Final = 1.5
 _TIMEOUT_S: Final = 20.0
 """Of a request here: the service fits its models before it answers."""
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
-_RUN, _HOST = "run", "host/"
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 
@@ -133,9 +132,9 @@ class Joining:
         if channel is None:
             return False
         if not self._host_given:
-            channel.set(f"{_HOST}{channel.rank}", socket.gethostname())
+            channel.set(_host(channel, channel.rank), socket.gethostname())
             self._host_given = True
-        found = channel.wait(_RUN, within_s)
+        found = channel.wait(_run(channel), within_s)
         if found is None:
             return False
         self._refused = not found
@@ -146,13 +145,13 @@ class Joining:
 
     def _knows_hosts(self) -> bool:
         channel = self._process.channel()
-        return channel is None or channel.has(*(f"{_HOST}{rank}" for rank in range(1, channel.world_size)))
+        return channel is None or channel.has(*(_host(channel, rank) for rank in range(1, channel.world_size)))
 
     def _publish(self) -> None:
         with self._guard("giving the run to the other ranks"):
             channel = self._process.channel()
             if channel is not None:
-                channel.set(_RUN, self.run_id or "")
+                channel.set(_run(channel), self.run_id or "")
                 channel.across_starts().set(self._start, self.run_id or "")
         if self.run_id is not None:
             with self._guard("joining a run"):
@@ -203,7 +202,7 @@ class Joining:
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()
         if channel is not None and self._knows_hosts():
-            others = [channel.get(f"{_HOST}{rank}") for rank in range(1, channel.world_size)]
+            others = [channel.get(_host(channel, rank)) for rank in range(1, channel.world_size)]
             processes = 1 + others.count(socket.gethostname())
         ranks = max(1, self._process.world_size // per_replica)
         ranks_per_node = min(ranks, max(1, processes // per_replica))
@@ -269,6 +268,15 @@ class _JoiningTransport(Transport):
     def send(self, request: SpooledRequest) -> Reply:
         found = self._joining.sent(request)
         return found if isinstance(found, Reply) else super().send(found)
+
+
+def _run(channel: Channel) -> str:
+    """The key of the run's id; an elastic round of another size, with the same count of restarts, has another."""
+    return f"run/{channel.world_size}"
+
+
+def _host(channel: Channel, rank: int) -> str:
+    return f"host/{channel.world_size}/{rank}"
 
 
 def _checked(identifier: Any) -> str:
