@@ -19,6 +19,7 @@ from tula_agent.measure.comm_split import CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of
+from tula_agent.measure.optimizer_calls import OptimizerCalls
 from tula_agent.measure.step_timer import StepTimer, batch_size_of, sequence_length_of
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
@@ -39,8 +40,8 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
-FIRST_KNOWN_STEP = 2
-"""Two steps in a row show the script's accumulation."""
+WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
+"""When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
 REQUEST_TIMEOUT_S = 5.0
 
 _recorders = count()
@@ -87,6 +88,7 @@ class Recorder:
         )
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
+        self._optimizer_calls: OptimizerCalls | None = None
         self._device_clock: DeviceClock | None = None
         self._rendezvous: RankRendezvous | None = None
         self._group: weakref.ref[Any] | None = None
@@ -212,6 +214,8 @@ class Recorder:
         if not self._begun:
             self._begun = True
             self._begin_in_group()
+            if self.leads and self.timer.step == 0 and not self.timer.watched:
+                self._optimizer_calls = OptimizerCalls()
             if self.leads:
                 warn_if_unsharded_loader(loader, self.dataset_size, self.world_size // self.model_parallel_size)
         for optimizer in self.objects.optimizers:
@@ -414,8 +418,8 @@ class Recorder:
         took_long = since == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
-        if step == FIRST_KNOWN_STEP:
-            self._check_accumulation()
+        if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
+            self._check_accumulation(step)
         if since < warmup_steps:
             return took_long
         return self._profile(step, timing.step_time_s if usual else None) or took_long
@@ -470,11 +474,20 @@ class Recorder:
         """True when a step of this number becomes a sample."""
         return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
 
-    def _check_accumulation(self) -> None:
+    def _check_accumulation(self, step: int) -> None:
         configured, seen = self.config.grad_accum_steps, self.timer.grad_accum_steps
-        if self.leads and configured is not None and configured != seen:
+        if self.leads and step == WATCHED_KNOWN_STEP and configured is not None and configured != seen:
             text = "the script accumulates %d micro-steps a step, but the run's are %d: pass grad_accum_steps on"
             logger.warning(text, seen, configured)
+        if step == UNWATCHED_KNOWN_STEP and self._optimizer_calls is not None:
+            calls, self._optimizer_calls = self._optimizer_calls, None
+            calls.stop()
+            batches = round((step + 1) * seen / max(1, calls.count))
+            if calls.count and not self.timer.watched and batches > seen:
+                text = (
+                    "the optimizer steps once in %d batches, which is measured as %d: call run.watch(model, optimizer)"
+                )
+                logger.warning(text, batches, seen)
 
     def _first_batch(self, size: int) -> None:
         self._batch_size = size

@@ -114,6 +114,22 @@ def test_accumulation_is_observed_and_reported_where_the_run_has_another(sink: S
     assert {body["grad_accum_steps"] for body in sink.samples} == {4}
 
 
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_accumulation_that_nothing_watches_is_reported(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture, accumulated: int
+) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(read_config(environment))
+    for number, batch in enumerate(run.steps([torch.randn(8, 4)] * 30)):
+        model(batch).sum().backward()
+        if (number + 1) % accumulated == 0:
+            optimizer.step()
+    run.finish()
+    expected = "steps once in 4 batches, which is measured as 1: call run.watch(model, optimizer)"
+    assert (expected in caplog.text) is (accumulated == 4)
+
+
 def test_accumulation_is_observed_without_being_configured(sink: Sink, launch: Launch) -> None:
     launch("train.py", "--accumulate", "4")
     measured = [body for body in sink.samples if not body["warmup"]]
