@@ -30,7 +30,7 @@
 
   // Every control has a name that a screen reader can say.
   nameless() {
-    const controls = [...document.querySelectorAll("a, button, input:not([type=hidden]), select")];
+    const controls = [...document.querySelectorAll("a, button, input:not([type=hidden]), select, textarea")];
     const named = (node) => node.textContent.trim() || node.ariaLabel || node.labels?.[0]?.textContent.trim();
     return controls.filter((node) => node.checkVisibility() && !named(node)).map((node) => node.outerHTML);
   },

@@ -65,13 +65,14 @@ def test_every_page_of_an_empty_service_is_designed(
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-@pytest.mark.parametrize("name", ["jobs", "job", "run", "quality", "admin", "login"])
+@pytest.mark.parametrize("name", ["jobs", "new", "job", "run", "quality", "admin", "login"])
 def test_every_page_fits_its_screen_and_scheme(
     visit: Visit, seeded: Seeded, name: str, scheme: str, width: int
 ) -> None:
     job = f"/jobs/{seeded.job_id}"
     paths = {
         "jobs": "/",
+        "new": "/jobs/new",
         "job": job,
         "run": f"/runs/{seeded.runs['ags']}",
         "quality": f"{job}/quality",
@@ -79,6 +80,8 @@ def test_every_page_fits_its_screen_and_scheme(
     }
     paths["login"] = "/login?next=/"
     page = visit(paths[name], scheme=scheme, width=width)
+    if name == "job":
+        page.get_by_text("Change objective, limits or prices").press("Enter")
     draw_all(page)
     check(page, f"{name}-{scheme}-{width}")
 
@@ -232,6 +235,38 @@ def test_a_job_is_archived_from_its_page_and_brought_back(visit: Visit, seeded: 
     expect(page.locator("[data-live='head'] .state")).to_have_text("archived")
     page.get_by_role("button", name="Bring back").click()
     expect(page.locator("[data-live='head'] .state")).to_have_text("planning")
+
+
+def test_a_job_is_pasted_corrected_and_changed_with_the_keyboard_alone(chromium: Browser, server: Server) -> None:
+    context = chromium.new_context(color_scheme="dark", viewport={"width": 390, "height": 900})
+    page = context.new_page()
+    page.goto(server.url)
+    page.get_by_role("link", name="New job").press("Enter")
+    text = page.get_by_role("textbox", name="Specification")
+    wrong = text.input_value().replace('name = "resnet50"', 'name = "pasted"', 1).replace("max_nodes", "max_node")
+    text.fill(wrong)
+    page.get_by_role("button", name="Register").press("Enter")
+    problem = page.get_by_role("alert")
+    expect(problem).to_contain_text("cluster.0.max_node: is not known")
+    expect(text).to_have_value(wrong)
+    check(page, "new-refused-dark-390")
+    text.fill(wrong.replace("max_node", "max_nodes"))
+    page.get_by_role("button", name="Register").press("Enter")
+    expect(page.get_by_role("heading", name="pasted")).to_be_visible()
+    page.get_by_text("Change objective, limits or prices").press("Enter")
+    page.get_by_label("Deadline (hours)").first.fill("a week")
+    page.get_by_role("button", name="Save").press("Enter")
+    expect(problem).to_contain_text("limits.deadline_s: ")
+    expect(page.get_by_label("Deadline (hours)").first).to_have_value("a week")
+    page.get_by_label("Deadline (hours)").first.fill("50")
+    page.get_by_label("Node-hour", exact=True).fill("3.06")
+    page.get_by_role("combobox", name="Objective").select_option("cost")
+    page.get_by_role("button", name="Save").press("Enter")
+    expect(page.get_by_role("link", name="cost", exact=True)).to_have_attribute("aria-current", "true")
+    page.get_by_text("Specification").press("Enter")
+    expect(page.locator("[data-kept='spec']")).to_contain_text("deadline 2 d 2 h")
+    expect(page.locator("[data-kept='spec']")).to_contain_text("$3.06 a node-hour")
+    context.close()
 
 
 def test_the_list_of_jobs_follows_what_happens(visit: Visit, seeded: Seeded) -> None:

@@ -1,9 +1,10 @@
-"""The pages: jobs, a job with its what-if table, its runs compared, a run, accuracy, and tokens and projects."""
+"""The pages: jobs, a new job, a job and its what-if table, its runs compared, a run, accuracy, tokens and projects."""
 
 from __future__ import annotations
 
 import math
 import re
+import tomllib
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, get_args
@@ -11,17 +12,19 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BeforeValidator, Field
-from starlette.responses import HTMLResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse, JSONResponse
 
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import compare_runs
 from tula_service.dashboard.charts.catalog import method_name
 from tula_service.dashboard.format import NOTHING, render
+from tula_service.errors import InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
 from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens
-from tula_wire import JOBS_COUNTED, Candidate, JobState, Objective, Recommendation, read
+from tula_wire import JOBS_COUNTED, Candidate, JobSpec, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -102,6 +105,25 @@ def jobs_page(
         following=following,
         newest=newest,
     )
+
+
+@router.get("/jobs/new")
+def new_job_page(user: CurrentUser) -> HTMLResponse:
+    """The form that takes a job.toml."""
+    return _page(user, "new_job.html")
+
+
+@router.post("/jobs/new")
+async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
+    """Register the job that the body, a job.toml, describes, and answer its id: the page's script sends the text and
+    lists what is wrong beside it. Raises InvalidInput, pydantic.ValidationError."""
+    try:
+        document = tomllib.loads((await request.body()).decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"This is not valid TOML: {error}. Correct that line.", field="specification") from error
+    spec = JobSpec.model_validate(document)
+    made = await run_in_threadpool(jobs.register, user.store, user.principal, spec)
+    return JSONResponse({"id": made.job.id}, 201)
 
 
 @router.get("/jobs/{job_id}")

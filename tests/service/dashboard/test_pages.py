@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -229,6 +230,62 @@ def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) ->
     assert {row["run"] for row in spec["datasets"]["runs"]} == {run_id}
 
 
+def test_a_job_is_registered_from_the_text_of_a_job_toml(browser: Browser) -> None:
+    form = re.search(r"<textarea[^>]*>\n(.*)</textarea>", browser.page("/jobs/new"), re.DOTALL)
+    assert form is not None
+    text = form[1]
+    made = browser("POST", "/jobs/new", content=text)
+    assert made.status_code == 201, made.text
+    assert ">resnet50</h1>" in browser.page(f"/jobs/{made.json()['id']}")
+    assert browser("POST", "/jobs/new", content=text).json() == made.json()
+    wrong = text.replace("max_nodes", "max_node").replace("epochs = 90", "epochs = -1")
+    refused = browser("POST", "/jobs/new", content=wrong)
+    assert refused.status_code == 422
+    named = {each["field"]: each["message"] for each in refused.json()["errors"]}
+    assert {"epochs", "cluster.0.max_node", "cluster.0.max_nodes"} == set(named)
+    assert "check its spelling" in named["cluster.0.max_node"]
+    broken = text.replace("epochs = 90", "epochs 90")
+    for content in (broken, "a = " + "[" * 1900, "n = " + "9" * 5000, b"\xff"):
+        refused = browser("POST", "/jobs/new", content=content)
+        assert refused.status_code == 422, refused.text
+        assert "not valid TOML" in refused.json()["detail"]
+    assert "line 2" in browser("POST", "/jobs/new", content=broken).json()["detail"]
+
+
+def test_only_a_users_token_registers_and_changes_jobs_from_pages(browser: Browser) -> None:
+    browser.cookies.set(COOKIE, token(browser, "admin"))
+    content = 'name = "a"\nmodel = { name = "m" }\ndataset = { size = 9000 }\ncluster = { max_nodes = 2 }\n'
+    for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil"}, {}):
+        assert browser("POST", "/jobs/new", content=content, headers=headers).status_code == 401
+    same = {"Sec-Fetch-Site": "same-origin"}
+    made = browser("POST", "/jobs/new", content=content, headers=same)
+    assert made.status_code == 201, made.text
+    page = f"/jobs/{made.json()['id']}"
+    assert "data-edit" in browser.page(page)
+    assert "data-patch" in browser.page(page)
+    browser.cookies.set(COOKIE, token(browser, "read"))
+    assert browser("POST", "/jobs/new", content=content, headers=same).status_code == 403
+    assert "data-edit" not in browser.page(page)
+    assert "data-patch" not in browser.page(page)
+    assert "/jobs/new" not in browser.page("/")
+
+
+def test_the_form_of_a_job_has_every_limit_and_price(browser: Browser) -> None:
+    """Saving replaces limits and prices whole: a field that the form lacks would be lost."""
+    kinds = [{"instance_type": name, "max_nodes": 2, "price": {"usd_per_node_hour": 2}} for name in ("p3.2xlarge", "b")]
+    kinds[1]["price"] |= {"spot": {"usd_per_node_hour": 0.5, "interruptions_per_node_hour": 0.1}}
+    job_id = register(browser, cluster=kinds, limits={"deadline_s": 7200})
+    fields = re.findall(r'<(?:input|select) name="(\[.*?\])"[ >]', browser.page(f"/jobs/{job_id}"))
+    paths = {tuple(json.loads(each)) for each in fields}
+    price = {(name,) for name in wire.Price.model_fields if name != "spot"}
+    price |= {("spot", name) for name in wire.SpotPrice.model_fields}
+    wanted = {("limits", name) for name in wire.Limits.model_fields} | {("objective",), ("usd_per_hour_of_waiting",)}
+    assert paths == wanted | {("prices", kind["instance_type"], *path) for kind in kinds for path in price}
+    page = browser.page(f"/jobs/{job_id}")
+    assert re.search(r'deadline_s"\]" inputmode="decimal" autocomplete="off" value="2" data-times="3600"', page)
+    assert re.search(r'"b", "spot", "restart_s"\]"[^>]* value="300"', page)
+
+
 def test_the_what_if_form_takes_typed_lists_and_compares_with_the_recommendation(browser: Browser) -> None:
     job_id = register(browser)
     path = f"/jobs/{job_id}/what-if"
@@ -424,7 +481,8 @@ def test_static_files_come_from_a_fixed_list_and_are_revalidated(browser: Browse
 def test_no_page_refers_to_another_host_or_holds_inline_script(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id)
-    for path in ("/", f"/jobs/{job_id}", f"/jobs/{job_id}/quality", f"/runs/{run_id}", "/admin", "/login", "/jobs/no"):
+    paths = ("/", "/jobs/new", f"/jobs/{job_id}", f"/jobs/{job_id}/quality", f"/runs/{run_id}", "/admin", "/login")
+    for path in (*paths, "/jobs/no"):
         answer = browser("GET", path, headers=HTML)
         assert not re.search(r'(?:src|href|action)="(?:https?:)?//', answer.text), path
         assert not re.search(r"<script(?![^>]*\bsrc=)", answer.text), path

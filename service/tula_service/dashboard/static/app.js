@@ -21,12 +21,14 @@ function element(name, text = "", attributes = {}) {
 async function ask(path, options = {}) {
   const answer = await fetch(path, { headers: { Accept: "application/json" }, ...options });
   if (answer.status === 401) {
+    if ($("textarea")) throw new Error("Signed out: sign in on another page, then send this once more.");
     location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
     throw new Error("Signed out.");
   }
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({}));
-    throw new Error(problem.detail || `The service answered ${answer.status}: try again.`);
+    const message = problem.detail || `The service answered ${answer.status}: try again.`;
+    throw Object.assign(new Error(message), { fields: problem.errors || [] });
   }
   if (answer.status === 204) return null;
   return answer.headers.get("Content-Type").startsWith("text/html") ? answer.text() : answer.json();

@@ -28,35 +28,38 @@ function startWhatIf() {
   predict();
 }
 
-// Access: tokens and projects
+// What changes something: `#problem` says what was refused, each field in a line, and nothing typed is lost
+
+const send = (method, path, body) => ask(path, { method, headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(body) });
+
+async function tried(work) {
+  const problem = $("#problem");
+  problem.hidden = true;
+  try { await work(); } catch (error) {
+    const lines = error.fields?.length ? error.fields.map(({ field, message }) => `${field}: ${message}`) : [error.message];
+    problem.replaceChildren(...lines.map((line) => element("p", line)));
+    problem.hidden = false;
+    problem.scrollIntoView({ block: "nearest" });
+  }
+}
+
+function onSubmit(selector, work) {
+  for (const form of $$(selector)) {
+    form.addEventListener("submit", (event) => { event.preventDefault(); tried(() => work(form)); });
+    $("[type=submit]", form).disabled = false;  // sent before this script ran, it would lose what was typed
+  }
+}
 
 function startAccess() {
-  const problem = $("#problem");
-  if (!problem) return;
-  const tried = async (work) => {
-    problem.hidden = true;
-    try { await work(); } catch (error) { problem.textContent = error.message; problem.hidden = false; }
-  };
-  for (const form of $$("[data-post]")) form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    tried(async () => {
-      const given = Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
-      if ("expires_in_days" in given) { given.expires_in_s = Number(given.expires_in_days) * 86400; delete given.expires_in_days; }
-      if (given.scope && given.scope !== "user") delete given.project;
-      const made = await ask(form.dataset.post, { method: "POST", headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(given) });
-      if (!made.secret) { location.reload(); return; }
-      $("#secret code").textContent = made.secret;
-      $("#secret").hidden = false;
-      form.reset();
-    });
-  });
-  // By delegation: live updates replace the buttons.
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest?.("[data-patch]");
-    if (button) tried(async () => {
-      await ask(button.dataset.patch, { method: "PATCH", headers: { "Content-Type": "application/json", Accept: "application/json" }, body: button.dataset.body });
-      refreshParts();
-    });
+  onSubmit("[data-post]", async (form) => {
+    const given = Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
+    if ("expires_in_days" in given) { given.expires_in_s = Number(given.expires_in_days) * 86400; delete given.expires_in_days; }
+    if (given.scope && given.scope !== "user") delete given.project;
+    const made = await send("POST", form.dataset.post, given);
+    if (!made.secret) { location.reload(); return; }
+    $("#secret code").textContent = made.secret;
+    $("#secret").hidden = false;
+    form.reset();
   });
   for (const button of $$("[data-delete]")) button.addEventListener("click", () => tried(async () => {
     if (!confirm(button.dataset.what)) return;
@@ -65,5 +68,37 @@ function startAccess() {
   }));
 }
 
+// Names of fields are paths as JSON, because the name of an instance type may hold any character.
+function patchOf(form) {
+  const patch = {};
+  for (const field of form.elements) {
+    if (!field.name) continue;
+    const path = JSON.parse(field.name), last = path.pop(), text = field.value.trim();
+    const at = path.reduce((inner, name) => (inner[name] ??= {}), patch);
+    const amount = Number(text) * Number(field.dataset.times || 1);
+    if (text) at[last] = Number.isNaN(amount) ? text : amount;  // the service says what is wrong with a word
+    else if (!path.length) at[last] = null;
+  }
+  for (const price of Object.values(patch.prices)) if (!("usd_per_node_hour" in price.spot)) delete price.spot;
+  return patch;
+}
+
+function startJobs() {
+  onSubmit("[data-register]", async (form) => {
+    const made = await ask("/jobs/new", { method: "POST", headers: { "Content-Type": "application/toml", Accept: "application/json" }, body: form.elements.spec.value });
+    location.assign(`/jobs/${made.id}`);
+  });
+  onSubmit("[data-edit]", async (form) => {
+    await send("PATCH", form.dataset.edit, patchOf(form));
+    location.reload();
+  });
+  // By delegation: live updates replace the buttons.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("[data-patch]");
+    if (button) tried(async () => { await send("PATCH", button.dataset.patch, JSON.parse(button.dataset.body)); refreshParts(); });
+  });
+}
+
 startWhatIf();
 startAccess();
+startJobs();
