@@ -1,0 +1,111 @@
+"""A TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for each run; waits for its end.
+
+    tula tune job.toml --stop-command 'kubectl delete trainjob,secret tula-{launch_id}' -- \
+        python kubernetes.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \
+        train.py --batch-size={local_batch_size}
+
+`TULA_*` go into a Secret, from which the pods take them; nothing is typed by hand. For a PyTorchJob add `--pytorchjob`,
+and name `pytorchjob` in the stop command. Needs kubectl, its current context and namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+LOCAL = ("TULA_SPOOL_DIR", "TULA_CHECKPOINT_DIR")  # folders of this machine; give the pods a volume for checkpoints
+DONE = {"Complete": 0, "Succeeded": 0, "Failed": 1}
+
+
+def kubectl(*words: str, stdin: str | None = None) -> str:
+    """What kubectl prints; ends this script with its message where it fails."""
+    done = subprocess.run(["kubectl", *words], input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"kubectl {words[0]} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def secret(name: str, variables: dict[str, str]) -> dict[str, Any]:
+    """The variables of the run."""
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": variables}
+
+
+def environment(name: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+    """Each variable, from the secret."""
+    return [{"name": each, "valueFrom": {"secretKeyRef": {"name": name, "key": each}}} for each in sorted(variables)]
+
+
+def train_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kubeflow Trainer v2: its runtime `torch-distributed` tells torchrun of nodes, processes and the rendezvous."""
+    trainer: dict[str, Any] = {
+        "image": options.image,
+        "command": ["torchrun", *options.script],
+        "env": env,
+        "numNodes": options.nodes,
+        "numProcPerNode": options.ranks,
+        "resourcesPerNode": {"limits": {options.device: str(options.ranks)}},
+    }
+    spec = {"runtimeRef": {"name": options.runtime}, "trainer": trainer}
+    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": name}, "spec": spec}
+
+
+def pytorch_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
+    """Training Operator v1: it sets torchrun's PET_* variables in every replica."""
+    container = {
+        "name": "pytorch",
+        "image": options.image,
+        "command": ["torchrun", *options.script],
+        "env": env,
+        "resources": {"limits": {options.device: str(options.ranks)}},
+    }
+    template = {"spec": {"containers": [container]}}
+    replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": template}}
+    if options.nodes > 1:
+        replicas["Worker"] = {"replicas": options.nodes - 1, "restartPolicy": "Never", "template": template}
+    spec = {"nprocPerNode": str(options.ranks), "pytorchReplicaSpecs": replicas}
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name}, "spec": spec}
+
+
+def wait(kind: str, name: str) -> int:
+    """0 once the job is complete, 1 once it has failed."""
+    while True:
+        found = json.loads(kubectl("get", kind, name, "--output=json")).get("status", {}).get("conditions", [])
+        for condition in found:
+            if condition["type"] in DONE and condition["status"] == "True":
+                return DONE[condition["type"]]
+        time.sleep(2)
+
+
+def main() -> int:
+    """Apply the manifests, wait, print the logs, and remove them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", required=True, help="holds the script and its packages")
+    parser.add_argument("--pytorchjob", action="store_true", help="a PyTorchJob instead of a TrainJob")
+    parser.add_argument("--runtime", default="torch-distributed", help="the ClusterTrainingRuntime of a TrainJob")
+    parser.add_argument("--device", default="nvidia.com/gpu", help="the resource of which each rank needs one")
+    parser.add_argument("nodes", type=int)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("id")
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    name = f"tula-{options.id}"
+    variables = {k: v for k, v in os.environ.items() if k.startswith("TULA_") and k not in LOCAL}
+    make, kind = (pytorch_job, "pytorchjob") if options.pytorchjob else (train_job, "trainjob")
+    manifests = [secret(name, variables), make(name, options, environment(name, variables))]
+    kubectl("apply", "--filename=-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}))
+    try:
+        status = wait(kind, name)
+        label = "training.kubeflow.org/job-name" if options.pytorchjob else "jobset.sigs.k8s.io/jobset-name"
+        print(kubectl("logs", f"--selector={label}={name}", "--tail=-1", "--prefix"))
+    finally:
+        kubectl("delete", f"{kind},secret", name, "--wait=false")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
