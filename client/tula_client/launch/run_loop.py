@@ -244,7 +244,7 @@ class Runner:
         for warning in agent_warnings(lines):
             self.reporter.note(f"Run {run.id}: {warning}")
         if outcome.state == "succeeded" and outcome.message:
-            self.reporter.note(f"Run {run.id}: {outcome.message}")
+            self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
         self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
