@@ -16,6 +16,9 @@ from tula_client._request import Answer, Call, Query, Request, build, fill
 from tula_wire import (
     ClaimRequest,
     Event,
+    Fabric,
+    FabricList,
+    FabricProbe,
     Job,
     JobCreated,
     JobPage,
@@ -246,6 +249,16 @@ def chart(
 def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a run's chart, with its data."""
     return Call(build("GET", fill(routes.RUN_CHART, run_id=run_id, name=name)), _object)
+
+
+def send_probe(probe: FabricProbe) -> Call[Fabric]:
+    """Store what a probe measured of a fabric; the answer has the line through it."""
+    return Call(build("POST", routes.FABRICS, body=probe), _model(Fabric))
+
+
+def fabrics() -> Call[FabricList]:
+    """The newest probes of the project's fabrics."""
+    return Call(build("GET", routes.FABRICS), _model(FabricList))
 
 
 def projects() -> Call[ProjectList]:

@@ -87,6 +87,8 @@ class _Methods:
     ledger = _Method(calls.ledger)
     chart = _Method(calls.chart)
     run_chart = _Method(calls.run_chart)
+    send_probe = _Method(calls.send_probe)
+    fabrics = _Method(calls.fabrics)
     projects = _Method(calls.projects)
     create_project = _Method(calls.create_project)
     tokens = _Method(calls.tokens)

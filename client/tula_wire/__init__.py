@@ -5,6 +5,7 @@ from tula_wire._base import WireModel, read
 from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, TokenCreate, TokenCreated, TokenList
 from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.fabrics import AllReduceCost, AllReduceReading, Backend, Fabric, FabricList, FabricProbe
 from tula_wire.jobs import (
     JOBS_COUNTED,
     BatchSpec,
@@ -61,6 +62,9 @@ __all__ = [
     "JOBS_COUNTED",
     "MAX_STEPS",
     "MEDIA_TYPE",
+    "AllReduceCost",
+    "AllReduceReading",
+    "Backend",
     "Basis",
     "BatchSpec",
     "Candidate",
@@ -71,6 +75,9 @@ __all__ = [
     "Estimate",
     "Event",
     "EventKind",
+    "Fabric",
+    "FabricList",
+    "FabricProbe",
     "FieldError",
     "Instruction",
     "Job",

@@ -15,6 +15,8 @@ MIN_DELTA: Final = 1e-12
 MAX_DELTA: Final = 1e12
 """Gradient variability (equation 5) at which a step is sensitive."""
 MAX_USD_PER_HOUR: Final = 1e6
+MAX_BYTES_PER_S: Final = 1e14
+"""Bytes a second that one rank can all-reduce: ten times the memory bandwidth of any device."""
 MAX_DURATION_S: Final = 10 * 365 * 86_400.0
 MIN_EPOCHS: Final = 1e-9
 MAX_EPOCHS: Final = 1e6

@@ -21,6 +21,7 @@ StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Gbps = Annotated[float, Field(ge=1e-6, le=1e9)]
 EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift", "advice"]
 
 
@@ -113,7 +114,7 @@ class ClusterSpec(WireModel):
         None, description="Bytes of memory that one rank may use; null: read from the device."
     )
     accelerator: Name | None = Field(None, description="For example V100-16GB; used only before the first measurement.")
-    network_gbps: Annotated[float, Field(ge=1e-6, le=1e9)] | None = Field(
+    network_gbps: Gbps | None = Field(
         None, description="Bandwidth between nodes in gigabits per second; used only before the first measurement."
     )
     price: Price = Field(Price(), description="Price of one node; without any, costs are null.")

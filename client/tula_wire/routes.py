@@ -23,6 +23,8 @@ RUN_SAMPLES: Final = "/v1/runs/{run_id}/samples"
 RUN_TELEMETRY: Final = "/v1/runs/{run_id}/telemetry"
 RUN_CHART: Final = "/v1/runs/{run_id}/charts/{name}"
 
+FABRICS: Final = "/v1/fabrics"
+
 PROJECTS: Final = "/v1/projects"
 TOKENS: Final = "/v1/tokens"
 TOKEN: Final = "/v1/tokens/{token_id}"

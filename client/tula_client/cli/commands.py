@@ -23,7 +23,7 @@ EPILOG: Final = (
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """The whole command; of other packages, imports only the sub-command that `arguments` name."""
-    from tula_client.cli import data, init, jobs, launch, recommend, scaling, watch
+    from tula_client.cli import data, init, jobs, launch, probe, recommend, scaling, watch
 
     app = typer.Typer(
         name="tula",
@@ -41,6 +41,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     watch.add_to(app)
     data.add_to(app)
     scaling.add_to(app)
+    probe.add_to(app)
     wanted = _first_word(arguments)
     for name, point in sorted(plugins().items()):
         _add(app, name, point, load=wanted in (None, name))

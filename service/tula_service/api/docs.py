@@ -23,6 +23,7 @@ TAGS: Final = {
     "telemetry": "Series of any metric of a run, as columns.",
     "recommendation": "Which configuration to run, predictions of others, and what became of past recommendations.",
     "scaling": "Thresholds of gradient scaling.",
+    "fabrics": "What probes measured of the links between ranks.",
     "events": "Changes of a job as server-sent events.",
     "charts": "Charts as Vega-Lite, PNG or SVG.",
     "access": "Tokens and projects.",
@@ -78,6 +79,16 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
         "columns": {"loss": [2.31, 2.28, 2.24]},
     },
     "ScalingPatch": {"policy": "gain"},
+    "FabricProbe": {
+        "backend": "nccl",
+        "num_nodes": 2,
+        "ranks_per_node": 1,
+        "all_ranks": [
+            {"size_bytes": 1024, "time_s": 5.2e-5, "relative_sd": 0.04, "repeats": 20},
+            {"size_bytes": 1_048_576, "time_s": 2.3e-4, "relative_sd": 0.03, "repeats": 20},
+            {"size_bytes": 268_435_456, "time_s": 0.0441, "relative_sd": 0.01, "repeats": 12},
+        ],
+    },
     "TokenCreate": {"name": "laptop", "scope": "user", "project": "default"},
     "ProjectCreate": {"name": "vision"},
 }

@@ -41,6 +41,7 @@ from tula_service.store._base import Clock
 from tula_service.store.answers import AnswerCache
 from tula_service.store.auth import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
+from tula_service.store.fabrics import Fabrics
 from tula_service.store.jobs import Jobs
 from tula_service.store.leases import Leases
 from tula_service.store.ledger import Ledger
@@ -92,6 +93,7 @@ class Transaction:
         self.ledger = Ledger(connection, now)
         self.answers = AnswerCache(connection, now)
         self.lessons = Lessons(connection, now)
+        self.fabrics = Fabrics(connection, now)
         self.scaling = Scaling(connection, now)
         self.events = Events(connection, now)
         self.projects = Projects(connection, now)

@@ -256,6 +256,14 @@ class EarlierLessons:
 
 
 @dataclass(frozen=True)
+class FabricRecord:
+    """What a probe measured of a fabric (`tula_wire.FabricProbe`)."""
+
+    probe: JsonObject
+    created_at: datetime
+
+
+@dataclass(frozen=True)
 class ScalingRecord:
     """One version of a job's scaling thresholds."""
 

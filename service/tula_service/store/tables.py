@@ -106,6 +106,17 @@ job_lessons = sa.Table(
     sa.Column("prediction_pairs", JSON, nullable=False),
 )
 
+fabrics = sa.Table(
+    "fabrics",
+    METADATA,
+    _key(),
+    _parent("project_id", "projects.id", nullable=False),
+    sa.Column("instance_type", sa.Text, nullable=False),
+    sa.Column("probe", JSON, nullable=False),
+    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Index("ix_fabrics_project_id_instance_type_key", "project_id", "instance_type", "key"),
+)
+
 runs = sa.Table(
     "runs",
     METADATA,

@@ -28,7 +28,16 @@ from benchmarks.support.server import make_token, migrate
 from tests.service.api.conftest import SPEC
 from tula_wire import routes
 
-STORED = ("projects", "jobs", "runs", "step_samples", "memory_readings", "telemetry_chunks", "scaling_versions")
+STORED = (
+    "projects",
+    "jobs",
+    "runs",
+    "step_samples",
+    "memory_readings",
+    "telemetry_chunks",
+    "scaling_versions",
+    "fabrics",
+)
 """Tables that only a request changes; the others hold what is computed later, or when a token was used."""
 
 
@@ -91,6 +100,7 @@ BETWEEN_FIELDS = {
     "POST /v1/jobs": "min_nodes up to max_nodes, some candidate within the data set, limits that need a price",
     "POST /v1/runs/{run_id}/samples": "columns of equal length",
     "POST /v1/runs/{run_id}/telemetry": "columns of equal length",
+    "POST /v1/fabrics": "two ranks or more, seconds that a link can reach, `in_node` where nodes have several ranks",
     "POST /v1/tokens": "scope, project and job that go together",
     "PATCH /v1/jobs/{job_id}": "the same, together with what is not changed",
     "POST /v1/jobs/{job_id}/runs": "an instance type of the job's cluster",

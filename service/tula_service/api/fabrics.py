@@ -1,0 +1,23 @@
+"""`/v1/fabrics`: what probes measured of the links between ranks."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.usecases import fabrics
+from tula_wire import Fabric, FabricList, FabricProbe, routes
+
+router = APIRouter(tags=["fabrics"], dependencies=[Depends(reject_unknown_query)])
+
+
+@router.post(routes.FABRICS, status_code=201)
+def create_fabric(probe: FabricProbe, caller: Caller, services: AppServices) -> Fabric:
+    """Store a probe for the jobs of the project on nodes like these."""
+    return fabrics.add(services.store, caller, probe)
+
+
+@router.get(routes.FABRICS)
+def list_fabrics(caller: Caller, services: AppServices) -> FabricList:
+    """The newest 200 probes: of all projects for an administrator, of the project for others."""
+    return fabrics.list_fabrics(services.store, caller)

@@ -1,0 +1,47 @@
+"""Fabrics: probes are stored by project and instance type, and served with the line through their readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tula_wire as wire
+from tula_service.analysis.fabrics import cost_of
+from tula_service.perfmodel.fabric import AllReduceCost
+from tula_service.perfmodel.intervals import Interval
+from tula_service.store import FabricRecord, Store
+from tula_service.usecases.access import Principal
+
+_MOST_LISTED = 200
+
+
+def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fabric:
+    """Store a probe; open jobs of the project compute their plan and recommendation again when asked."""
+    body: dict[str, Any] = probe.model_dump(mode="json")
+    with store.transaction() as tx:
+        record = tx.fabrics.add(principal.home_project_id, probe.instance_type, body)
+    return _view(record)
+
+
+def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
+    """The newest probes that the caller may see."""
+    with store.reading() as tx:
+        found = tx.fabrics.list(principal.list_project_id, limit=_MOST_LISTED)
+    return wire.FabricList(fabrics=[_view(record) for record in found])
+
+
+def _view(record: FabricRecord) -> wire.Fabric:
+    probe = wire.read(wire.FabricProbe, record.probe)
+    return wire.Fabric(
+        probe=probe,
+        all_ranks=_cost(cost_of(probe.all_ranks)),
+        in_node=None if probe.in_node is None else _cost(cost_of(probe.in_node)),
+        created_at=record.created_at,
+    )
+
+
+def _cost(cost: AllReduceCost) -> wire.AllReduceCost:
+    return wire.AllReduceCost(latency_s=_estimate(cost.latency_s), seconds_per_byte=_estimate(cost.seconds_per_byte))
+
+
+def _estimate(interval: Interval) -> wire.Estimate:
+    return wire.Estimate(value=interval.mean, low=interval.low, high=interval.high)
