@@ -395,3 +395,25 @@ def test_a_lot_of_jobs_stay_readable(visit: Visit, seeded: Seeded) -> None:
     check(page, "many-jobs")
     page.get_by_role("link", name="Older jobs").click()
     expect(page.locator("table.jobs tbody tr")).to_have_count(10)
+
+
+def test_jobs_are_sorted_and_archived_at_once_with_the_keyboard(visit: Visit, seeded: Seeded) -> None:
+    for place in (2, 3, 1):
+        seeded.post(routes.JOBS, specification(f"vgg-{place}", epochs=place))
+    page = visit("/?search=vgg", scheme="dark", width=390)
+    page.get_by_role("combobox", name="Sort by").select_option("name")
+    page.get_by_role("button", name="Show").press("Enter")
+    links = page.locator("table.jobs td:first-child a")
+    expect(links).to_have_text(["vgg-1", "vgg-2", "vgg-3"])
+    archive = page.get_by_role("button", name="Archive")
+    expect(archive).to_be_disabled()
+    page.get_by_role("checkbox", name="Choose vgg-1").press("Space")
+    page.get_by_role("checkbox", name="Choose vgg-3").press("Space")
+    check(page, "jobs-chosen-dark-390")
+    seeded.post(routes.JOBS, specification("vgg-4"))
+    page.evaluate("refreshParts()")
+    expect(links).to_have_text(["vgg-1", "vgg-2", "vgg-3", "vgg-4"])
+    expect(page.get_by_role("checkbox", name="Choose vgg-3")).to_be_focused()
+    expect(archive).to_have_text("Archive 2 chosen")
+    archive.press("Enter")
+    expect(links).to_have_text(["vgg-2", "vgg-4"])

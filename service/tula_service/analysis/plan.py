@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import tula_wire as wire
 from tula_service.analysis.answer import Analysis, Answer, Infeasible
@@ -182,17 +183,67 @@ def _budget(data: JobData) -> PlanBudget:
 
 def _spent_gpu_seconds(data: JobData) -> float:
     """Seconds times ranks of all profiling runs; where the runs of a launch overlap in time, they count once."""
-    spent = 0.0
+    runs = [(run, run.started_at_s or 0.0, run.duration_s) for run in data.profile_runs if run.duration_s is not None]
+    spans = [(_launch(run, data.spec), began, began + max(0.0, took)) for run, began, took in runs]
+    return sum(s * run.configuration.world_size for s, (run, _, _) in zip(_counted_once(spans), runs, strict=True))
+
+
+def _launch(run: JobRun | wire.Run, spec: wire.JobSpec) -> object:
+    return column_of(run.configuration) if spec.profiling.columns else run.id
+
+
+def _counted_once(spans: Sequence[tuple[object, float, float]]) -> list[float]:
+    """Seconds of each span (launch, beginning, end), without those that a span of the same launch has already."""
+    seconds = [0.0] * len(spans)
     until: dict[object, float] = {}
-    for run in sorted(data.profile_runs, key=lambda run: run.started_at_s or 0.0):
-        if run.duration_s is None:
-            continue
-        launch = column_of(run.configuration) if data.spec.profiling.columns else run.id
-        began = run.started_at_s or 0.0
-        begins, ends = max(began, until.get(launch, began)), began + max(0.0, run.duration_s)
-        spent += max(0.0, ends - begins) * run.configuration.world_size
-        until[launch] = max(ends, until.get(launch, ends))
-    return spent
+    for row in sorted(range(len(spans)), key=lambda row: spans[row][1]):
+        launch, began, ended = spans[row]
+        seconds[row] = max(0.0, ended - max(began, until.get(launch, began)))
+        until[launch] = max(ended, until.get(launch, ended))
+    return seconds
+
+
+@dataclass(frozen=True)
+class ProfilingCost:
+    """Seconds of all ranks together, and US dollars of their nodes on demand, so far and to come.
+
+    What is to come is None while no run has succeeded, dollars without a price per node-hour.
+    """
+
+    spent_gpu_seconds: float
+    spent_usd: float | None
+    waiting_gpu_seconds: float | None
+    waiting_usd: float | None
+
+
+def profiling_cost(job: wire.Job, now_s: float) -> ProfilingCost | None:
+    """What profiling costs; None before the first run starts. A run to come counts as long as the median of those that
+    succeeded, `now_s` in seconds since 1970."""
+    begun = [
+        (run, run.started_at.timestamp(), run.finished_at.timestamp() if run.finished_at else now_s)
+        for run in job.plan
+        if run.started_at is not None
+    ]
+    if not begun:
+        return None
+    seconds = _counted_once([(_launch(run, job.spec), began, ended) for run, began, ended in begun])
+    spent = [(run.configuration, taken) for (run, _, _), taken in zip(begun, seconds, strict=True)]
+    succeeded = [taken for (run, _, _), taken in zip(begun, seconds, strict=True) if run.state == "succeeded"]
+    gpu_seconds, usd = _totals(job.spec, spent)
+    if not succeeded:
+        return ProfilingCost(gpu_seconds, usd, None, None)
+    waiting = [(run.configuration, median(succeeded)) for run in job.plan if run.state in ("pending", "claimed")]
+    return ProfilingCost(gpu_seconds, usd, *_totals(job.spec, waiting))
+
+
+def _totals(spec: wire.JobSpec, spent: Sequence[tuple[Configuration, float]]) -> tuple[float, float | None]:
+    """GPU-seconds and US dollars of configurations that are used for some seconds."""
+    prices = {kind.instance_type: kind.price.usd_per_node_hour for kind in spec.cluster}
+    usd: float | None = 0.0
+    for configuration, seconds in spent:
+        price = prices.get(configuration.instance_type)
+        usd = None if usd is None or price is None else usd + price * configuration.num_nodes * seconds / 3600
+    return sum(configuration.world_size * seconds for configuration, seconds in spent), usd
 
 
 def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:

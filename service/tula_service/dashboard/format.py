@@ -69,6 +69,17 @@ def signed(share: float | None) -> str:
     return NOTHING if share is None or not math.isfinite(share) else _minus(f"{share * 100:+.1f} %")
 
 
+def tone(error: float | None) -> str:
+    """The class of a relative error by its size: good below 5 %, bad from 15 %."""
+    size = math.nan if error is None else abs(error)
+    return "good" if size < 0.05 else "fair" if size < 0.15 else "bad" if math.isfinite(size) else ""
+
+
+def tone_against(value: float, other: float) -> str:
+    """The class of what is the better the less of it, beside another."""
+    return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
+
+
 def saving(share: float | None) -> str:
     """The share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
     if share is None or not math.isfinite(share):
@@ -136,6 +147,8 @@ _FILTERS: Final[dict[str, Callable[..., str]]] = {
     "percent": percent,
     "share": share,
     "signed": signed,
+    "tone": tone,
+    "tone_against": tone_against,
     "saving": saving,
     "against": against,
     "duration_interval": duration_interval,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, get_args
@@ -15,13 +16,14 @@ from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
+from tula_service.analysis.plan import profiling_cost
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import compare_runs
 from tula_service.dashboard.charts.catalog import method_name
 from tula_service.dashboard.format import NOTHING, render
 from tula_service.errors import InvalidInput
-from tula_service.store import Store
+from tula_service.store import JobOrder, Store
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
 from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobSpec, JobState, Objective, Recommendation, read
@@ -29,6 +31,14 @@ from tula_wire import JOBS_COUNTED, Candidate, JobSpec, JobState, Objective, Rec
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 PAGE = 50
+MAX_SORTED = 200
+ORDERS: Mapping[JobOrder, str] = {
+    "newest": "newest first",
+    "name": "name",
+    "time": "least time",
+    "cost": "least cost",
+    "error": "largest prediction error",
+}
 MAX_CANDIDATES = 60
 MAX_EVENTS = 12
 MAX_WHAT_IF = 12
@@ -75,19 +85,22 @@ def jobs_page(
     user: CurrentUser,
     search: Annotated[str, Query(max_length=200)] = "",
     state: str = "",
+    order: str = "newest",
     archived: bool = False,
     cursor: Annotated[str | None, Query(max_length=40)] = None,
 ) -> HTMLResponse:
-    """Jobs, newest first, searched and filtered by their address so that a view can be shared."""
+    """Jobs, searched, filtered and sorted by their address so that a view can be shared."""
     wanted: Any = state if state in get_args(JobState) else None
+    sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
         user.store,
         user.principal,
         search=search or None,
         state=wanted,
         include_archived=archived,
+        order=sorted_by,
         cursor=cursor,
-        limit=PAGE,
+        limit=PAGE if sorted_by == "newest" else MAX_SORTED,
     )
     kept = {"search": search, "state": wanted or ""} | ({"archived": "true"} if archived else {})
     kept = {name: value for name, value in kept.items() if value}
@@ -101,6 +114,8 @@ def jobs_page(
         search=search,
         state_wanted=wanted or "",
         archived=archived,
+        order=sorted_by,
+        orders=ORDERS,
         states=get_args(JobState),
         following=following,
         newest=newest,
@@ -137,6 +152,7 @@ def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None)
         user,
         "job.html",
         job=job,
+        cost=profiling_cost(job, user.store.now().timestamp()),
         recommendation=recommendation,
         candidates=ranked[:MAX_CANDIDATES],
         left_out=max(0, len(ranked) - MAX_CANDIDATES),

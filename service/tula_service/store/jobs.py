@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -12,12 +12,19 @@ import sqlalchemy as sa
 from tula_service.domain import PlanState, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, new_id, same_fields
-from tula_service.store.records import JobPage, JobRecord, NewJob
+from tula_service.store.records import JobOrder, JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
 
 _FINAL = [state.value for state in RunState if state.is_final and state is not RunState.CANCELLED]
 _DELETING = "deleting"
+_ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
+    "newest": (),
+    "name": (sa.func.lower(jobs.c.name),),
+    "time": (jobs.c.predicted_time_s.nulls_last(),),
+    "cost": (jobs.c.predicted_cost_usd.nulls_last(),),
+    "error": (sa.func.abs(jobs.c.prediction_error).desc().nulls_last(),),
+}
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
 
 
@@ -114,11 +121,13 @@ class Jobs(Repository):
         search: str | None = None,
         states: Sequence[str] | None = None,
         include_archived: bool = False,
+        order: JobOrder = "newest",
         cursor: int | None = None,
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """Jobs newest first; `search` is a case-blind part of the job's or the model's name.
+        """Jobs in `order`; `search` is a case-blind part of the job's or the model's name. Only newest first has
+        further pages.
 
         The page starts behind its cursor's key and the total is counted up to `count_up_to`, so that neither takes
         longer with the number of jobs; a search that few match reads the project's part of the index through.
@@ -136,13 +145,14 @@ class Jobs(Repository):
             wanted.append(jobs.c.state != "archived")
         some = sa.select(sa.literal(1)).select_from(jobs).where(*wanted).limit(count_up_to).subquery("some")
         total = self._scalar(sa.select(sa.func.count()).select_from(some))
-        page = sa.select(jobs).where(*wanted).order_by(jobs.c.key.desc()).limit(limit + 1)
+        page = sa.select(jobs).where(*wanted).order_by(*_ORDERS[order], jobs.c.key.desc()).limit(limit + 1)
         if cursor is not None:
             page = page.where(jobs.c.key < cursor)
         rows = self._rows(page)
         counts = self._counts([row["id"] for row in rows[:limit]])
         records = [self._record(row, counts) for row in rows[:limit]]
-        return JobPage(records, total, records[-1].cursor if len(rows) > limit else None)
+        following = order == "newest" and len(rows) > limit
+        return JobPage(records, total, records[-1].cursor if following else None)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ JsonObject: TypeAlias = dict[str, Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 PredictionPairs: TypeAlias = list[list[float]]
+JobOrder: TypeAlias = Literal["newest", "name", "time", "cost", "error"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobPage:
-    """Jobs, newest first; `next_cursor` goes into the next call, None on the last page."""
+    """Jobs in order; `next_cursor` goes into the next call, None on the last page."""
 
     jobs: list[JobRecord]
     total: int

@@ -16,7 +16,7 @@ from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
-from tula_service.store import JobRecord, NewJob, RunRecord, Store, Transaction
+from tula_service.store import JobOrder, JobRecord, NewJob, RunRecord, Store, Transaction
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.planning import replan
@@ -109,10 +109,14 @@ def list_jobs(
     search: str | None = None,
     state: str | None = None,
     include_archived: bool = False,
+    order: JobOrder = "newest",
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """Jobs of the caller's project, newest first. Raises InvalidInput for a malformed cursor or search."""
+    """Jobs of the caller's project; only newest first has further pages.
+
+    Raises InvalidInput for a malformed cursor or search.
+    """
     if search is not None and not search.isprintable():
         raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
     with store.reading() as tx:
@@ -121,6 +125,7 @@ def list_jobs(
             search=search,
             states=None if state is None else [state],
             include_archived=include_archived,
+            order=order,
             cursor=runs.parse_cursor(cursor),
             limit=limit,
             count_up_to=wire.JOBS_COUNTED,

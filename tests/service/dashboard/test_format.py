@@ -56,3 +56,9 @@ def test_values_far_apart_are_compared_by_a_factor(value: float, other: float, t
 def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
     text = format.duration(seconds).split()
     assert not (len(text) == 4 and (text[2], text[3]) in {("60", "s"), ("60", "min"), ("24", "h")})
+
+
+def test_an_error_is_coloured_by_its_size_and_a_difference_by_its_sign() -> None:
+    names = ["", "good", "good", "fair", "fair", "bad", "bad"]
+    assert [format.tone(error) for error in (None, 0.0, -0.04, 0.05, -0.149, 0.15, -2.0)] == names
+    assert [format.tone_against(value, 10) for value in (9, 10, 11)] == ["good", "", "bad"]

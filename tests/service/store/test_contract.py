@@ -67,6 +67,19 @@ class TestJobs:
                     break
         assert seen == made[::-1]
 
+    def test_jobs_are_sorted_and_those_without_the_figure_come_last(self, store: Store) -> None:
+        figures = {"b": (20.0, 3.0, -0.3), "A": (10.0, 4.0, 0.1), "c": (None, None, None)}
+        with store.transaction() as tx:
+            for name, (time_s, cost_usd, error) in figures.items():
+                job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, name, "m", "knee", {}))
+                values = {"predicted_time_s": time_s, "predicted_cost_usd": cost_usd, "prediction_error": error}
+                tx.jobs.update(job.id, **values)
+        with store.reading() as tx:
+            orders = {"newest": "cAb", "name": "Abc", "time": "Abc", "cost": "bAc", "error": "bAc"}
+            for order, names in orders.items():
+                assert [job.name for job in tx.jobs.list(order=order).jobs] == list(names), order  # type: ignore[arg-type]
+            assert tx.jobs.list(order="name", limit=2).next_cursor is None
+
     def test_search_is_case_blind_literal_and_reaches_the_model(self, store: Store) -> None:
         by_name = a_job(store, name="Night 100% run").id
         by_model = a_job(store, name="other", model_name="ResNet-50").id

@@ -270,12 +270,14 @@ const refreshParts = later(async () => {
     const name = part.dataset.live, replacement = $(`[data-live="${name}"]`, fresh);
     if (!replacement || replacement.innerHTML === served.get(name)) continue;
     served.set(name, replacement.innerHTML);
-    // What the reader opened stays open, and a link that has the keyboard keeps it.
+    // What the reader opened or chose stays so, and what has the keyboard keeps it.
     const open = $$("details[open]", part).map((each) => each.dataset.kept), at = document.activeElement;
-    const held = part.contains(at) ? at.getAttribute("href") : null;
+    const nameOf = (node) => node.getAttribute("href") || node.value;
+    const held = part.contains(at) ? nameOf(at) : null, chosen = $$("input:checked", part).map((each) => each.value);
     part.replaceChildren(...replacement.childNodes);
     for (const each of $$("details", part)) each.open = open.includes(each.dataset.kept);
-    if (held) $$("a", part).find((link) => link.getAttribute("href") === held)?.focus({ preventScroll: true });
+    for (const each of $$("input", part)) each.checked = chosen.includes(each.value);
+    if (held) $$("a, input", part).find((each) => nameOf(each) === held)?.focus({ preventScroll: true });
   }
   // A metric that was logged since the page was opened.
   const known = new Set($$("[data-chart]").map((figure) => figure.dataset.chart));

@@ -99,6 +99,29 @@ function startJobs() {
   });
 }
 
+// Jobs chosen from the list, to archive them at once
+
+function startChoosing() {
+  const form = $("[data-archive]");
+  if (!form) return;
+  const boxes = () => $$(".jobs input[type=checkbox]"), button = $("button", form);
+  const count = () => {
+    const chosen = boxes().filter((each) => each.checked).length;
+    button.disabled = !chosen;
+    button.textContent = chosen ? `Archive ${chosen} chosen` : "Archive the chosen";
+  };
+  document.addEventListener("change", (event) => {
+    if (event.target === form.elements.all) for (const each of boxes()) each.checked = event.target.checked;
+    count();
+  });
+  onSubmit("[data-archive]", async () => {
+    for (const each of boxes()) if (each.checked) await send("PATCH", `/v1/jobs/${each.value}`, { archived: true });
+    location.reload();
+  });
+  count();
+}
+
 startWhatIf();
 startAccess();
 startJobs();
+startChoosing();
