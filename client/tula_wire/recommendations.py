@@ -9,7 +9,7 @@ from pydantic import Field
 from tula_wire._base import Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
-Basis = Literal["prior", "transfer", "profiled"]
+Basis = Literal["prior", "transfer", "probed", "profiled"]
 
 
 class Estimate(WireModel):
@@ -99,7 +99,8 @@ class Recommendation(WireModel):
     job_id: str = Field(description="The job.")
     created_at: Timestamp = Field(description="When it was computed (RFC 3339, with time zone).")
     basis: Basis = Field(
-        description="What it rests on: `prior` the specification, `transfer` earlier jobs, `profiled` this job's runs."
+        description="What it rests on: `prior` the specification, `transfer` earlier jobs, `probed` this job's runs on "
+        "one node and a probe of the network, `profiled` this job's runs."
     )
     objective: str = Field(description="What was optimized.")
     chosen: Candidate | None = Field(None, description="The recommended candidate; null: none is within the limits.")

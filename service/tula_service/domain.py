@@ -69,6 +69,7 @@ class Basis(str, Enum):
 
     PRIOR = "prior"
     TRANSFER = "transfer"
+    PROBED = "probed"
     PROFILED = "profiled"
 
 

@@ -20,6 +20,7 @@ from tula_wire import Candidate, Configuration, Objective, Recommendation
 BASIS = {
     "prior": "hardware data only; nothing is measured for this job yet",
     "transfer": "measurements of similar jobs; nothing is measured for this job yet",
+    "probed": "measurements of this job on one node and a probe of the network",
     "profiled": "measurements of this job",
 }
 
@@ -109,7 +110,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
             )
         )
     basis = f"Based on {BASIS[answer.basis]}"
-    if answer.basis == "profiled":
+    if answer.basis in ("probed", "profiled"):
         error = answer.model.cross_validated_error
         checked = f", cross-validated error {format.percent(error)}" if error is not None else ""
         basis += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"

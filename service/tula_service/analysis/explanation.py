@@ -20,6 +20,7 @@ _NOTABLE_INPUT = 0.1  # of the step
 _RESTS_ON = {
     Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
     Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
+    Basis.PROBED: "No run on several nodes has been measured yet: communication is what a probe of these nodes says.",
     Basis.PROFILED: "",
 }
 

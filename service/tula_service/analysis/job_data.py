@@ -84,10 +84,10 @@ class JobData:
     """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
 
     `runs` are in the order in which the plan lists them; `summaries` cover the runs that have samples or ran out of
-    memory, oldest first. `earlier_jobs` are newest first. `gradient_noise_scale` is in examples, None before a run
-    reported it; `noise_scale_is_early` where only profiling has, which sees the start of a training. Failed runs whose
-    key is at most `retried_up_to_key` do not rule out their configuration, since the job was registered again after
-    them.
+    memory, oldest first. `earlier_jobs` are newest first, and so are `probes`, those of the project on this job's
+    instance types. `gradient_noise_scale` is in examples, None before a run reported it; `noise_scale_is_early` where
+    only profiling has, which sees the start of a training. Failed runs whose key is at most `retried_up_to_key` do not
+    rule out their configuration, since the job was registered again after them.
     """
 
     spec: wire.JobSpec
@@ -103,6 +103,7 @@ class JobData:
     retried_up_to_key: int = 0
     drift: str | None = None
     ignored_step_times: frozenset[str] = frozenset()
+    probes: Sequence[wire.FabricProbe] = ()
 
     @property
     def tokens_per_example(self) -> float | None:

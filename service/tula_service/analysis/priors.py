@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
+from tula_service.analysis.fabrics import fabric_of
 from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
 from tula_service.domain import Basis
+from tula_service.perfmodel.fabric import Fabric, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
     EarlierScale,
@@ -20,6 +22,7 @@ from tula_service.perfmodel.priors import (
     Priors,
     StepTimePrior,
     Traffic,
+    generic_prior,
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
@@ -66,7 +69,7 @@ class Lessons:
     stands how many times as many parameters this job has, None where a count is unknown. `other_hardware` is the same
     network on hardware that this job does not have. `scales` are of all earlier jobs: of each network the newest on
     each device, since repeating one network says nothing about others. `pairs` are of trainings on this hardware,
-    including those of the job itself.
+    including those of the job itself. `fabrics` are the probed links of this job's nodes, by instance type.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]]
@@ -74,6 +77,7 @@ class Lessons:
     other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
     scales: tuple[JobScale, ...]
     pairs: tuple[PredictionPair, ...]
+    fabrics: Mapping[str, Fabric] = field(default_factory=dict)
 
     @property
     def interval_scale(self) -> float:
@@ -120,6 +124,7 @@ def lessons_of(data: JobData) -> Lessons:
         other_hardware=tuple(elsewhere[:_MAX_PRIORS]),
         scales=tuple(scales.values()),
         pairs=tuple(pairs[:_MAX_PAIRS]),
+        fabrics={each.instance_type: found for each in data.spec.cluster if (found := fabric_of(data.probes, each))},
     )
 
 
@@ -127,6 +132,7 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     """The priors of a job's fit, one for each instance type.
 
     `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
+    A probe of the links of a type replaces what is known less well of its collectives; it needs `model.parameters`.
     """
     hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
     believed: dict[str, StepTimePrior] = {}
@@ -145,7 +151,20 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
             else:
                 learned, ratios = zip(*related, strict=True)
                 believed[name] = prior_from_jobs(learned, scale=scale, gradient_ratios=ratios)
-    return Priors(believed, hardware)
+    probed = set()
+    for cluster in spec.cluster:
+        name, fabric = cluster.instance_type, lessons.fabrics.get(cluster.instance_type)
+        if fabric is not None and spec.model.parameters is not None:
+            believed[name] = with_fabric(
+                believed.get(name) or generic_prior(),
+                fabric,
+                gradient_bytes=_reduced_bytes(spec.model),
+                max_nodes=cluster.max_nodes,
+                ranks_per_node=cluster.ranks_per_node,
+            )
+            if fabric.between_nodes and cluster.max_nodes > 1:
+                probed.add(name)
+    return Priors(believed, hardware, probed=frozenset(probed))
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, Posterior]:
@@ -267,6 +286,12 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
         traffic=traffic,
     )
+
+
+def _reduced_bytes(model: wire.ModelSpec) -> float:
+    """Bytes of the all-reduces of a step that pass as many bytes over a link as this network does."""
+    facts = facts_of(model)
+    return facts.parameter_count * BYTES_PER_NUMBER["fp32"] / job_data.devices_of(model) * facts.volumes / 2.0
 
 
 def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: int) -> tuple[Traffic | None, float]:

@@ -137,7 +137,9 @@ class Posterior:
         generic, collectives = generic_prior(), list(COLLECTIVES)
         started, inherited = generic.mean.copy(), self.prior.mean.copy()
         started[collectives] += mean[0]
-        inherited[collectives] += inherited[0] if self.prior.absolute else mean[0]
+        for entry in collectives:
+            in_seconds = self.prior.absolute or entry in self.prior.in_seconds
+            inherited[entry] += inherited[0] if in_seconds else mean[0]
         now, before = 1.0 / variance, 1.0 / self.prior.sd**2
         added = np.maximum(now - before, 0.0) / factor
         weighted = np.where(added > 0.0, now * (to_seconds(COLLECTIVES) @ mean) - before * inherited, 0.0) / factor
@@ -194,7 +196,9 @@ def fit_posterior(
     centre = prior.mean.copy()
     if not prior.absolute:
         start = log_terms(centre, targets.points, reference_batch_size).step
-        centre[0] += float(np.mean(targets.log_step - start))
+        shift = float(np.mean(targets.log_step - start))
+        centre[0] += shift
+        centre[list(prior.in_seconds)] -= shift
     members: list[Member] = []
     for hypothesis in hypotheses:
         scales = hypothesis.apply(prior.scales)

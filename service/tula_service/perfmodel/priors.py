@@ -122,11 +122,13 @@ class Priors:
     """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
 
     `hardware` carries what was measured on one type over to another that was not. `anywhere` stands for every type.
+    `probed` are types whose links between nodes a probe measured.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
     anywhere: StepTimePrior | None = None
+    probed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, prior: StepTimePrior | Priors | None) -> Priors:

@@ -195,7 +195,7 @@ def _fit(
     paper_fits, missing = _paper_fits(rows, form)
     return StepTimeModel(
         form=form,
-        basis=Basis.PROFILED,
+        basis=_basis(merged.observations.points, priors),
         notes=(*notes, *data_warnings(merged.observations), *missing),
         observations=observations,
         priors=priors,
@@ -206,6 +206,12 @@ def _fit(
         paper_fits=paper_fits,
         interval_scale=interval_scale,
     )
+
+
+def _basis(measured: Points, priors: Priors) -> Basis:
+    """PROBED where all that is known of several nodes is a probe of their links."""
+    only_one_node = float(measured.num_nodes.max()) == 1.0
+    return Basis.PROBED if only_one_node and priors.probed & set(measured.instance_type) else Basis.PROFILED
 
 
 def _paper_fits(

@@ -25,6 +25,7 @@ from tula_wire import Configuration
 
 _MAX_RUNS = 10_000
 _MAX_EARLIER_JOBS = 200
+_MAX_PROBES = 200
 _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 1000
 _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
 
@@ -36,8 +37,11 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     trained = None if thresholds is None else thresholds.body.get("gradient_noise_scale")
     early = None if trained is not None else _early_noise_scale(tx, runs)
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
+    spec = spec_of(job)
+    types = {cluster.instance_type for cluster in spec.cluster}
+    probes = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
     return JobData(
-        spec=spec_of(job),
+        spec=spec,
         objective=job.objective,
         data_version=job.data_version,
         runs=[_job_run(run) for run in runs],
@@ -50,6 +54,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
         ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
+        probes=[wire.read(wire.FabricProbe, found.probe) for found in probes],
     )
 
 

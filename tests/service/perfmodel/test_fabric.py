@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.fabric import AllReduceCost, fit_all_reduce
-from tula_service.perfmodel.points import ObservationError
+from tests.support.configurations import make_configuration
+from tula_service.perfmodel.fabric import AllReduceCost, Fabric, fit_all_reduce, with_fabric
+from tula_service.perfmodel.points import ObservationError, Points
+from tula_service.perfmodel.priors import generic_prior
+from tula_service.perfmodel.step_time_form import log_terms
 
 SIZES = [1024.0 * 4**power for power in range(10)]
 
@@ -70,3 +73,24 @@ def test_a_ring_takes_as_many_hops_as_it_has_other_ranks() -> None:
 def test_a_time_that_is_not_positive_is_refused() -> None:
     with pytest.raises(ObservationError, match="time_s"):
         fit_all_reduce([1024.0, 4096.0, 16384.0], [0.1, 0.0, 0.1], [0.0] * 3)
+
+
+def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
+    """Two nodes of four ranks, 100 MB of gradients: the form's collectives are the probe's, in seconds."""
+    across, inside = fitted(measured(4e-4, 4e-9)), fitted(measured(5e-5, 2e-10))
+    fabric = Fabric(2, 4, across, inside)
+    prior = with_fabric(generic_prior(), fabric, gradient_bytes=1e8, max_nodes=8, ranks_per_node=4)
+    wanted = [make_configuration(nodes, 4, 32) for nodes in (1, 2, 8)]
+    found = np.exp(log_terms(prior.mean, Points.of(wanted), 32.0).communication)
+    expected = [inside.ring(4, 4, 4, 1e8)[0], *(across.ring(8, ranks, 4, 1e8)[0] for ranks in (8, 32))]
+    assert found == pytest.approx(expected, rel=0.05)
+    assert prior.in_seconds == (4, 6)
+
+
+def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
+    prior = generic_prior()
+    sure = type(prior)(prior.mean, np.minimum(prior.sd, 0.1), in_seconds=(4, 6))
+    fabric = Fabric(2, 1, fitted(measured(1e-3, 1e-8)))
+    kept = with_fabric(sure, fabric, gradient_bytes=1e8, max_nodes=8, ranks_per_node=1)
+    assert kept.mean.tolist() == sure.mean.tolist()
+    assert kept.sd.tolist() == sure.sd.tolist()

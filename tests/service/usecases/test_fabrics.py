@@ -1,17 +1,22 @@
-"""Probes are kept by project, bounded, and make open plans stale."""
+"""Probes are kept by project, bounded, make open plans stale, and predict the communication of jobs on such nodes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 import tula_wire as wire
-from tests.service.usecases.cluster import Cluster
-from tula_service.domain import PlanState
-from tula_service.usecases import fabrics
+from tests.service.usecases.cluster import Cluster, spec
+from tests.support.configurations import make_configuration
+from tula_service.analysis.answer import Answer, analyse
+from tula_service.analysis.priors import posteriors_of
+from tula_service.domain import Basis, PlanState
+from tula_service.usecases import fabrics, runs
 from tula_service.usecases.access import Principal, create_project
+from tula_service.usecases.recommendations import load_job_data
 
 
 def probe(alpha: float = 1e-4, beta: float = 1e-9, **changes: Any) -> wire.FabricProbe:
@@ -62,3 +67,103 @@ def test_a_probe_makes_the_plans_of_open_jobs_stale(cluster: Cluster) -> None:
 def test_a_probe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         probe(**changes)
+
+
+def ring_s(alpha: float, beta: float, nodes: int, ranks: int, size_bytes: float) -> float:
+    """A step's collectives over a ring through all ranks, as a probe of two nodes with `alpha`, `beta` implies them."""
+    world, probed = nodes * ranks, 2 * ranks
+    hops, buckets = (world - 1) / (probed - 1), np.ceil(size_bytes / (25 * 2**20))
+    return float(buckets * alpha * hops + beta * size_bytes * hops * probed / world)
+
+
+PARAMETERS = 25_000_000
+ALPHA, BETA = 2e-3, 4e-9
+
+
+def simulated(c: wire.Configuration) -> float:
+    """Seconds a step of a job whose communication is slow and partly hidden."""
+    compute = 0.05 + 0.001 * c.local_batch_size
+    comm = ring_s(ALPHA, BETA, c.num_nodes, c.ranks_per_node, 4.0 * PARAMETERS) if c.num_nodes > 1 else 0.0
+    return float((compute**1.3 + comm**1.3) ** (1 / 1.3))
+
+
+def network(alpha: float = ALPHA, beta: float = BETA, **changes: Any) -> wire.FabricProbe:
+    """A probe of two nodes of the simulated cluster."""
+    nodes = {"instance_type": "a", "accelerator": "V100", "network_gbps": 25, "ranks_per_node": 1}
+    return probe(alpha, beta, **nodes | changes)
+
+
+def measure(cluster: Cluster, job_id: str, configuration: wire.Configuration) -> None:
+    """A profiling run that the plan did not ask for."""
+    wanted = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
+    cluster.execute(runs.create(cluster.store, cluster.principal, job_id, wanted))
+
+
+def one_node_job(cluster: Cluster, **on: Any) -> str:
+    """A job that has profiled one node at two batches; its id."""
+    nodes = {"instance_type": "a", "max_nodes": 8, "accelerator": "V100", "network_gbps": 25} | on
+    model = {"name": "net", "parameters": PARAMETERS}
+    job_id = cluster.register(spec(cluster=nodes, model=model)).job.id
+    for batch in (64, 256):
+        measure(cluster, job_id, make_configuration(1, 1, batch, 1, "a"))
+    return job_id
+
+
+def answer_of(cluster: Cluster, job_id: str) -> Answer:
+    with cluster.store.reading() as tx:
+        found = analyse(load_job_data(tx, tx.jobs.get(job_id)))
+    assert isinstance(found, Answer)
+    return found
+
+
+def test_a_probe_moves_a_job_on_one_node_towards_its_truth_and_narrows_the_intervals(cluster: Cluster) -> None:
+    cluster.step_time = simulated
+    job_id = one_node_job(cluster)
+    before = answer_of(cluster, job_id)
+    fabrics.add(cluster.store, cluster.principal, network())
+    after = answer_of(cluster, job_id)
+    assert (before.model.basis, after.model.basis) == (Basis.PROFILED, Basis.PROBED)
+    for nodes in (2, 4, 8):
+        at = make_configuration(nodes, 1, 64, 1, "a")
+        truth, old, new = simulated(at), before.expected_step_time(at), after.expected_step_time(at)
+        assert abs(np.log(new.mean / truth)) < 0.5 * abs(np.log(old.mean / truth))
+        assert new.high / new.low < 0.8 * old.high / old.low
+        assert new.low <= truth <= new.high
+    one = make_configuration(1, 1, 64, 1, "a")
+    assert after.expected_step_time(one).mean == pytest.approx(before.expected_step_time(one).mean, rel=0.01)
+
+
+@pytest.mark.parametrize("other", [{"network_gbps": 100}, {"accelerator": "T4"}, {"instance_type": "b"}])
+def test_a_job_on_another_fabric_keeps_every_prediction(cluster: Cluster, other: dict[str, Any]) -> None:
+    cluster.step_time = simulated
+    job_id = one_node_job(cluster)
+    before = answer_of(cluster, job_id)
+    fabrics.add(cluster.store, cluster.principal, network(**other))
+    after = answer_of(cluster, job_id)
+    assert after.model.basis is Basis.PROFILED
+    assert [each.step_time_s for each in after.estimates] == [each.step_time_s for each in before.estimates]
+
+
+def test_a_run_on_several_nodes_outweighs_a_probe_that_was_wrong(cluster: Cluster) -> None:
+    cluster.step_time = simulated
+    fabrics.add(cluster.store, cluster.principal, network(ALPHA / 5, BETA / 5))
+    job_id = one_node_job(cluster)
+    at = make_configuration(8, 1, 64, 1, "a")
+    misled = answer_of(cluster, job_id).expected_step_time(at).mean
+    for batch in (64, 256):
+        measure(cluster, job_id, make_configuration(4, 1, batch, 1, "a"))
+    measured = answer_of(cluster, job_id)
+    assert measured.model.basis is Basis.PROFILED
+    truth = simulated(at)
+    assert abs(np.log(measured.expected_step_time(at).mean / truth)) < 0.3 * abs(np.log(misled / truth))
+
+
+def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
+    """Two jobs on one node after one probe would otherwise count as two that measured the network."""
+    cluster.step_time = simulated
+    job_id = one_node_job(cluster)
+    before = posteriors_of(answer_of(cluster, job_id).model)["a"]
+    fabrics.add(cluster.store, cluster.principal, network())
+    after = posteriors_of(answer_of(cluster, job_id).model)["a"]
+    assert after.sd[6] == pytest.approx(before.sd[6], rel=0.05)
+    assert after.mean[6] + after.mean[0] == pytest.approx(before.mean[6] + before.mean[0], abs=0.3)

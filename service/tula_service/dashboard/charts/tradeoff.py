@@ -183,6 +183,7 @@ def _subtitle(recommendation: Recommendation, rows: list[Row]) -> str:
     words = {
         "prior": "from what is known of the hardware",
         "transfer": "from similar jobs",
+        "probed": "from profiling on one node and a probe of the network",
         "profiled": "from profiling",
     }
     said = (
