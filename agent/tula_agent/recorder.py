@@ -335,14 +335,17 @@ class Recorder:
         the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
         """
         self.finished = True
-        if state == "succeeded" and self.plan is None and self.stopping:
+        over = state == "succeeded" and self.plan is None and self.stopping
+        if over:
             state = "cancelled"
             message = f"Stopped at its time limit of {self.profiling.time_limit_s:g} s, after {self.timer.step} steps."
         if self.timer.step:
             self._read_memory()
         self._forget_objects()
         self._device_clock = self._threshold_poller = None
-        self.exporter.close(self.config.exit_deadline_s, self._end_report(state, message, failed_local_batch_size))
+        cause = "time_limit" if over else None
+        report = self._end_report(state, message, cause, failed_local_batch_size)
+        self.exporter.close(self.config.exit_deadline_s, report)
         if self.joining is not None and self.joining.run_id is None:
             self.exporter.forget()
         self._rendezvous = None
@@ -508,11 +511,13 @@ class Recorder:
                 step = max(0, self.timer.step - 1)
                 self.readings.add_value(step, "largest_local_batch_size", float(largest))
 
-    def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
+    def _end_report(
+        self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
+    ) -> list[SpooledRequest]:
         unfinished = self.column.several and not self.stopping  # the launcher knows how it ended
         if state != "out_of_memory" and (not self.leads or (state == "succeeded" and unfinished)):
             return []
-        body = {"state": state, "message": message, "dropped": self.dropped}
+        body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
         if state == "out_of_memory":
             body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
         known = {name: value for name, value in body.items() if value is not None}

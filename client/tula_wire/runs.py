@@ -11,7 +11,7 @@ from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
 RunOrigin = Literal["plan", "user"]
-EndCause = Literal["vanished", "superseded", "no_samples"]
+EndCause = Literal["vanished", "superseded", "no_samples", "time_limit"]
 RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory", "failed", "cancelled"]
 
 
@@ -37,8 +37,8 @@ class Run(WireModel):
     message: str | None = Field(None, description="Why it failed, in one sentence.")
     end_cause: EndCause | None = Field(
         None,
-        description="Why the service ended it otherwise than its holder reported: its lease expired, another run "
-        "continued it, or it reported success without a sample.",
+        description="Why it ended: its lease expired, another run continued it, it reported success without a sample, "
+        "or its `time_limit_s` was over; null: as its holder reported.",
     )
     configuration_mismatch: str | None = Field(
         None, description="One sentence, if the run's process saw another configuration than `configuration`."
@@ -114,6 +114,9 @@ class RunPatch(WireModel):
 
     state: RunState = Field(description="The new state.")
     message: Message | None = Field(None, description="Why it failed, in one sentence.")
+    end_cause: Literal["time_limit"] | None = Field(
+        None, description="Only of a training that is cancelled: its `time_limit_s` was over."
+    )
     failed_local_batch_size: Count | None = Field(None, description="The batch that ran out of memory.")
     holder: Name | None = Field(None, description="The holder of the lease; a patch of another holder is rejected.")
     lease_s: Annotated[float, Field(ge=5, le=86_400)] | None = Field(

@@ -105,15 +105,17 @@ class RunOrigin(str, Enum):
 
 
 class EndCause(str, Enum):
-    """Why the service ended a run otherwise than its holder reported; a run that ended as reported has none.
+    """Why a run ended, where its state does not say it.
 
     VANISHED: the lease of a training expired. SUPERSEDED: another training continued it before it reported its end.
-    NO_SAMPLES: a profiling run reported success without a single sample.
+    NO_SAMPLES: a profiling run reported success without a single sample. TIME_LIMIT: a training ended itself when it
+    had used up its deadline or budget.
     """
 
     VANISHED = "vanished"
     SUPERSEDED = "superseded"
     NO_SAMPLES = "no_samples"
+    TIME_LIMIT = "time_limit"
 
 
 class PlanState(str, Enum):

@@ -105,6 +105,7 @@ def test_a_training_ends_at_its_time_limit_on_all_ranks_at_the_same_step(sink: S
     assert len(counts) == 1
     assert 32 <= int(counts.pop()) < 64
     assert sink.states == ["running", "cancelled"]
+    assert [body.get("end_cause") for method, _, body in sink.requests if method == "PATCH"] == [None, "time_limit"]
     assert "time limit of 0.3 s is over" in done.stderr
 
 

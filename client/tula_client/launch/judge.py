@@ -80,10 +80,10 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
             run.message or f"The run ran out of memory at a local batch of {batch}.",
             failed_local_batch_size=batch,
         )
+    if run.state == "cancelled" and (status == 0 or run.end_cause == "time_limit"):
+        return Outcome("cancelled", run.message or "The run was cancelled.")
     if status != 0:
         return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
-    if run.state == "cancelled":
-        return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.state == "failed" and run.configuration_mismatch is None:
         return Outcome("failed", run.message or "The agent reported a failure.", tuple(relevant_lines(lines)))
     if run.configuration_mismatch is not None:

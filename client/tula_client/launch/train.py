@@ -84,7 +84,7 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         if outcome.state == "succeeded":
             runner.work.delete(_STATE)
             return attempts
-        if outcome.state == "cancelled" and run.time_limit_s is not None:
+        if outcome.state == "cancelled" and runner.retrying(runner.service.run, run.id).end_cause == "time_limit":
             raise LaunchError(
                 f"{outcome.message} limits.on_breach is 'stop': to continue from the last checkpoint, raise the "
                 "limits (tula jobs edit) and repeat this command."

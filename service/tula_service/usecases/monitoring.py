@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
+import tula_wire as wire
 from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
@@ -26,13 +28,8 @@ def start(
     Raises InvalidInput for a training that is to stop at its limits and has none of its time or money left.
     """
     spent_s = spent_usd = 0.0
-    if before is not None and before.drift_state is not None:
-        earlier = Monitor.read(before.drift_state)
-        took_s = earlier.elapsed_s
-        if before.started_at is not None and before.finished_at is not None:
-            took_s = (before.finished_at - before.started_at).total_seconds()
-        rate = monitoring.usd_per_s(spec_of(job), before.configuration, earlier.peak_bytes) or 0.0
-        spent_s, spent_usd = earlier.spent_s + took_s, earlier.spent_usd + rate * took_s
+    if before is not None:
+        spent_s, spent_usd = _spent(spec_of(job), before, before.finished_at)
     monitor = Monitor.start(expected.step_time_s, peak_bytes=expected.peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
     limit_s = monitoring.time_limit_s(spec_of(job), run.configuration, monitor)
     if limit_s is not None and limit_s <= 0.0:
@@ -42,6 +39,25 @@ def start(
             field="limits.on_breach",
         )
     tx.runs.update(run.id, drift_state=replace(monitor, time_limit_s=limit_s).to_json())
+
+
+def spent_until_now(tx: Transaction, run: RunRecord) -> str:
+    """A sentence on what a training has spent, with the runs that it continues."""
+    spent_s, spent_usd = _spent(spec_of(tx.jobs.get(run.job_id)), run, tx.now())
+    money = f" and {spent_usd:.4g} USD" if spent_usd else ""
+    return f"The training has spent {spent_s:.4g} s{money}, earlier starts included."
+
+
+def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
+    """Seconds and dollars of a run and of those that it continues; without prices no dollars."""
+    if run.drift_state is None:
+        return 0.0, 0.0
+    monitor = Monitor.read(run.drift_state)
+    took_s = monitor.elapsed_s
+    if run.started_at is not None and until is not None:
+        took_s = (until - run.started_at).total_seconds()
+    rate = monitoring.usd_per_s(spec, run.configuration, monitor.peak_bytes) or 0.0
+    return monitor.spent_s + took_s, monitor.spent_usd + rate * took_s
 
 
 def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bool:

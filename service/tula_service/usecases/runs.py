@@ -309,6 +309,9 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
         message = _MESSAGES[cause]
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and (mismatch := _mismatch(run)) is not None:
         wanted, message = RunState.FAILED, mismatch  # its samples count for the configuration that ran
+    if wanted is RunState.CANCELLED and run.kind is RunKind.TRAIN and request.end_cause is not None:
+        cause = EndCause(request.end_cause)
+        message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
         message = _epoch_mismatch_warning(tx, run, spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}

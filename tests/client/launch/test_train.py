@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 import pytest
 from hypothesis import given
@@ -130,17 +131,25 @@ def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
     assert bench.started[2][0][4] == f"--resume={bench.work.checkpoints()}"
 
 
-def test_a_training_that_its_limits_ended_is_not_restarted(tmp_path):
+@pytest.mark.parametrize(
+    ("cause", "status", "sentence"),
+    [
+        ("time_limit", 0, "after 9 steps. limits.on_breach is 'stop': to continue"),
+        ("time_limit", 1, "after 9 steps. limits.on_breach is 'stop': to continue"),
+        (None, 0, "after 9 steps. Log:"),
+    ],
+)
+def test_a_training_that_its_limits_ended_is_not_restarted(tmp_path, cause, status, sentence):
     service, notes = FakeService(chosen=configuration()), Notes()
 
     def fate(command, environment, log):
         run = environment["TULA_RUN_ID"]
-        message = "Stopped at its time limit of 60 s, after 9 steps."
-        return FakeProcess(during=lambda: service.change(run, num_samples=5, state="cancelled", message=message))
+        ended = {"state": "cancelled", "end_cause": cause, "message": "Stopped at 60 s, after 9 steps."}
+        return FakeProcess(status=status, during=lambda: service.change(run, num_samples=5, **ended))
 
     service.time_limit_s = 60.0
     bench = Bench(tmp_path, service, fate, notes)
-    with pytest.raises(LaunchError, match=r"after 9 steps. limits.on_breach is 'stop': to continue"):
+    with pytest.raises(LaunchError, match=re.escape(sentence)):
         go(bench, service)
     ((_, environment, _),) = bench.started
     assert environment["TULA_TIME_LIMIT_S"] == "60.0"

@@ -86,7 +86,10 @@ def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave
     second = cluster.train(job_id, SMALL, continues=first.id)
     assert second.time_limit_s == pytest.approx((0.5 - 500 * 3.0 / 3600) / 3.0 * 3600)
     clock.advance(100.0)
-    cluster.patch(second.id, "cancelled")
+    stopped = cluster.patch(second.id, "cancelled", end_cause="time_limit", message="Stopped after 9 steps.")
+    assert stopped.end_cause == "time_limit"
+    assert stopped.message is not None
+    assert stopped.message.endswith("9 steps. The training has spent 600 s and 0.5 USD, earlier starts included.")
     with pytest.raises(InvalidInput, match=r"600 s and 0.5 USD are spent.*raise limits.deadline_s") as refused:
         cluster.train(job_id, SMALL, continues=second.id)
     assert refused.value.field == "limits.on_breach"
