@@ -109,7 +109,8 @@ def why(answer: Answer) -> str:
     if chosen is None:
         parts.append(choice.reason)
     else:
-        parts.append(f"{_named(chosen)}: {choice.reason[0].lower()}{choice.reason[1:]}")
+        on_demand = " on demand" if job_data.spot_offers_of(spec) and not chosen.spot else ""
+        parts.append(f"{_named(chosen)}{on_demand}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
         if choice.objective in (Objective.BALANCED, Objective.KNEE) and choice.within_limits_is_likely:

@@ -146,12 +146,12 @@ def choose(
     if not likely:
         reason = (
             f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
-            "candidates keeps them at the upper end of its interval."
+            f"candidates keeps them at the upper end of its interval{_least(excluded)}."
         )
     return Choice(
         preference=preference,
         chosen=ranked[0],
-        runner_up=ranked[1] if len(ranked) > 1 else None,
+        runner_up=_runner_up(objective, ranked),
         least_time=by_time[0],
         least_cost=by_cost[0],
         balanced=compromises[0],
@@ -192,6 +192,15 @@ def _ranked(
     return by_time, "It is expected to be the fastest of the candidates within the limits."
 
 
+def _runner_up(objective: Objective, ranked: list[Estimate]) -> Estimate | None:
+    """The next best; of least cost, the next that is not cheaper at its predicted value, which is printed beside it.
+
+    The rank is by expected cost: a candidate that is predicted cheaper but less surely may come after the chosen one.
+    """
+    cheapest = ranked[0].cost_usd.mean if objective.measure is Measure.COST else 0.0
+    return next((each for each in ranked[1:] if each.cost_usd.mean >= cheapest), None)
+
+
 def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:
     """The candidate whose global batch is nearest the knee in log, the fastest of equals."""
     if finding.global_batch_size is None:
@@ -216,10 +225,11 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
         if limit is not None and value.high > limit:
             certain = value.mean > limit
             what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
-            end = f"expected {what}" if certain else f"{what} at the upper end of its interval"
-            figure = value.mean if certain else value.high
-            value_text, limit_text = (f"{each:,.0f}" if each >= 1e3 else f"{each:.4g}" for each in (figure, limit))
-            sentence = f"its {end}, {value_text} {unit}, is above the {said} of {limit_text} {unit}."
+            mean, high, most = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, limit))
+            sentence = f"its expected {what}, {mean} {unit}, is above the {said} of {most} {unit}."
+            if not certain:
+                upper = f"{high} at the upper end of its interval"
+                sentence = f"its expected {what} is {mean} of the {said} of {most} {unit}, but {upper}."
             broken.append(Exclusion(estimate, name, certain, sentence))
     # A candidate that breaks the budget for certain cannot be taken for the deadline either.
     return max(broken, key=lambda found: found.certain, default=None)
@@ -253,14 +263,27 @@ def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:
 
 def _none_fits(excluded: Sequence[Exclusion]) -> str:
     limits = sorted({found.limit for found in excluded})
+    return (
+        f"No candidate keeps the limits ({', '.join(limits)}){_least(excluded)}. Relax one of them or widen the node "
+        "range."
+    )
+
+
+def _least(excluded: Sequence[Exclusion]) -> str:
+    """What deadline and budget would have to be for one candidate: the least upper end, and the expected value to it.
+
+    Of the candidates that neither the largest batch nor interruptions take out: no deadline lets those in.
+    """
+    broken = {found.limit for found in excluded}
+    near = [found.estimate for found in excluded if found.limit in ("deadline_s", "budget_usd")]
     least = []
-    if "deadline_s" in limits:
-        time_s = min(found.estimate.time_s.mean for found in excluded)
-        least.append(f"the fastest takes {duration(time_s)}")
-    if "budget_usd" in limits:
-        least.append(f"the cheapest costs {min(found.estimate.cost_usd.mean for found in excluded):,.4g} USD")
-    said = f": {' and '.join(least)}" if least else ""
-    return f"No candidate keeps the limits ({', '.join(limits)}){said}. Relax one of them or widen the node range."
+    if "deadline_s" in broken:
+        time_s = min((each.time_s for each in near), key=lambda value: value.high)
+        least.append(f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end")
+    if "budget_usd" in broken:
+        cost = min((each.cost_usd for each in near), key=lambda value: value.high)
+        least.append(f"the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end")
+    return f": {'; '.join(least)}" if least else ""
 
 
 def duration(seconds: float) -> str:

@@ -187,7 +187,8 @@ def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
     assert by_nodes[4].limit == "max_global_batch_size"
     assert by_nodes[1].certain
     assert not by_nodes[2].certain
-    assert "upper end" in by_nodes[2].sentence
+    mean, high, most = (f"{each:.4g}" for each in (times[2].mean, times[2].high, limits.deadline_s))
+    assert f"is {mean} of the deadline of {most} s, but {high} at the upper end" in by_nodes[2].sentence
     assert choice.chosen.configuration.num_nodes == 2
     assert not choice.within_limits_is_likely
     safe = choose(Objective.COST, found[:2], limits=Limits(deadline_s=times[2].high * 1.01))
@@ -204,10 +205,21 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
         choice = choose(objective, found, limits=Limits(deadline_s=limit))
         assert choice.chosen.configuration.num_nodes == 2
         assert "within the limits" not in choice.reason
+        assert f"the fastest takes {mean:.3g} s, {high:.3g} s at the upper end" in choice.reason
         chances.append(int(re.search(r"with a chance of (\d+)%", choice.reason)[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
     assert chances[-1] == pytest.approx(95, abs=1)
+
+
+def test_the_runner_up_of_least_cost_is_not_predicted_to_be_cheaper():
+    sure, unsure, third = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
+    cost = sure.cost_usd.mean
+    unsure = replace(unsure, cost_usd=Interval(0.99 * cost, 0.3 * cost, 3.0 * cost))
+    choice = choose(Objective.COST, [sure, unsure, third])
+    assert choice.chosen is sure, "by expected cost"
+    assert choice.runner_up is third
+    assert choose(Objective.COST, [sure, unsure]).runner_up is None
 
 
 def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline():
@@ -222,6 +234,9 @@ def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
     choice = choose(Objective.TIME, estimates([(1, 64, 0.4)]), limits=Limits(budget_usd=1e-9))
     assert choice.chosen is None
     assert "budget_usd" in choice.reason
+    (small, large) = estimates([(1, 64, 0.4), (1, 128, 0.4)])
+    both = choose(Objective.TIME, [small, large], limits=Limits(deadline_s=1e-3, max_global_batch_size=64))
+    assert f"the fastest takes {small.time_s.mean:.3g} s" in both.reason, "no deadline lets the larger batch in"
     with pytest.raises(ObservationError, match="there are none"):
         choose(Objective.TIME, [])
 

@@ -201,6 +201,8 @@ def test_spot_capacity_is_a_choice_beside_on_demand(cluster: Cluster) -> None:
     assert answer.chosen is not None
     assert answer.chosen.spot
     (twin,) = [c for c in answer.candidates if c.configuration == answer.chosen.configuration and not c.spot]
+    assert " on spot capacity: " in answer.why
+    assert " on demand: " in cluster.recommendation(job_id, "time").why, "interruptions cost time"
     assert twin.total_time_s.value < answer.chosen.total_time_s.value, "interruptions cost time"
     assert len([c for c in answer.candidates if c.spot]) == len([c for c in answer.candidates if not c.spot])
 
