@@ -147,9 +147,10 @@ class AsyncTransport:
 def unreachable(url: str, error: Exception) -> TulaError:
     """The exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
-    return ServiceUnreachableError(
-        f"no Tula service answers at {url.rstrip('/')} ({reason}): start one with tula serve, or set TULA_URL"
-    )
+    remedy = "start one with tula serve, or set TULA_URL"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        remedy = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
+    return ServiceUnreachableError(f"no Tula service answers at {url.rstrip('/')} ({reason}): {remedy}")
 
 
 def _check_size(body: bytearray) -> None:
