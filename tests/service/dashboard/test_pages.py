@@ -150,7 +150,7 @@ def test_the_cost_of_profiling_stands_beside_the_plan(browser: Browser) -> None:
     assert f"tula logs {claimed['id']}" in browser.page(f"/runs/{claimed['id']}")
 
 
-def test_what_profiling_took_counts_a_shared_launch_once_and_what_is_to_come_by_the_median() -> None:
+def test_cost_of_profiling_counts_a_shared_launch_once_and_pending_ones_by_the_median() -> None:
     def took(name: str, batch: int, began_s: float, s: float | None, state: wire.RunState) -> wire.Run:
         began = models.NOW + timedelta(seconds=began_s)
         ended = None if s is None else began + timedelta(seconds=s)
