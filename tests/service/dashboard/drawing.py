@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 
+import altair as alt
 import vl_convert
+from altair.utils.schemapi import validate_jsonschema
 
 from tula_service.dashboard import charts
 
 
 def compiles(spec: charts.Spec) -> str:
-    """The SVG of a specification: Vega-Lite's own compiler and Vega's runtime accept it, and its numbers are finite."""
+    """The SVG of a specification: Vega-Lite's schema, its compiler and Vega's runtime accept it, and its numbers are
+    finite."""
+    validate_jsonschema({**spec, "datasets": {}}, alt.load_schema())
     drawn: str = vl_convert.vegalite_to_svg(json.dumps(spec, allow_nan=False), allowed_base_urls=[])
     return drawn
