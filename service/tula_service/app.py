@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from types import FrameType
-from typing import Final
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
@@ -91,10 +88,9 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
-        with _set_on_stop_signal(services.stopping):
-            yield
+        yield {"stopping": services.stopping}
         for finish in at_end:
             finish()
 
@@ -126,26 +122,3 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
 def create_app_from_environment() -> FastAPI:
     """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
     return create_app(Settings.from_environment(os.environ))
-
-
-@contextmanager
-def _set_on_stop_signal(stopping: threading.Event) -> Iterator[None]:
-    """Sets the event on SIGTERM and SIGINT, then calls the server's own handler.
-
-    At shutdown a server waits for open responses before it ends the lifespan: nothing else ends event streams.
-    """
-    replaced: dict[int, Callable[[int, FrameType | None], object]] = {}
-
-    def stop(received: int, frame: FrameType | None) -> None:
-        stopping.set()
-        replaced[received](received, frame)
-
-    if threading.current_thread() is threading.main_thread():  # Python accepts handlers in no other thread
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if callable(previous := signal.getsignal(number)):
-                replaced[number] = previous
-                signal.signal(number, stop)
-    yield
-    for replaced_number, handler in replaced.items():
-        if signal.getsignal(replaced_number) is stop:  # a server may have restored its own
-            signal.signal(replaced_number, handler)

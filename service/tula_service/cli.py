@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args
 import sqlalchemy
 import typer
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tula_service.api.instruments import MULTIPROCESS_VARIABLE
 from tula_service.errors import ServiceError
@@ -67,6 +68,7 @@ def serve(
                 host=settings.host,
                 port=settings.port,
                 workers=settings.workers,
+                http=_Protocol,
                 access_log=False,
                 log_config=logs,
                 server_header=False,
@@ -77,6 +79,14 @@ def serve(
                 ws="none",  # no route uses WebSockets; their library costs start-up time
                 backlog=2048,
             )
+
+
+class _Protocol(HttpToolsProtocol):
+    """Ends event streams at shutdown: uvicorn waits for open responses, and tells the lifespan only after that."""
+
+    def shutdown(self) -> None:
+        self.app_state["stopping"].set()
+        super().shutdown()
 
 
 def migrate(database: _Database = None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-import threading
 from dataclasses import dataclass, field
 from typing import Annotated, Final, get_origin
 
@@ -46,7 +46,7 @@ class Services:
     drawers: CapacityLimiter
     streams: list[str] = field(default_factory=list)
     drawings: list[str] = field(default_factory=list)
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 async def _services(request: Request) -> Services:

@@ -10,11 +10,11 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from tula_service.api.scopes import OPEN
-from tula_wire import MEDIA_TYPE, Problem, ProblemType, SampleBatch, TelemetryChunk
+from tula_wire import MEDIA_TYPE, Event, Problem, ProblemType, SampleBatch, TelemetryChunk
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
-_SCHEMAS = (Problem, SampleBatch, TelemetryChunk)
+_SCHEMAS = (Problem, Event, SampleBatch, TelemetryChunk)
 _REFERENCE = "#/components/schemas/{model}"
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
@@ -127,7 +127,7 @@ def get_redoc() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document, with schemas of problem documents and of bodies that FastAPI does not parse."""
+    """The document, with schemas of problem documents, of events and of bodies that FastAPI does not parse."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes, tags=tags)

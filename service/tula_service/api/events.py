@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Header, Query
-from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
+from anyio import move_on_after, to_thread
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from tula_service.api.deps import AppServices, Caller
 from tula_service.errors import Busy, InvalidInput, NotFound, Unauthenticated
@@ -20,7 +19,6 @@ from tula_service.usecases.access import Principal
 from tula_wire import routes
 
 POLL_S: Final = 1.0
-HEARTBEAT_S: Final = 15.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
 _SHARES: Final = 4
@@ -29,39 +27,43 @@ _SHARES: Final = 4
 router = APIRouter(tags=["events"])
 
 
-@router.get(
-    routes.JOB_EVENTS,
-    response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
-)
-async def stream_events(
+async def _opened(
     job_id: str,
     caller: Caller,
     services: AppServices,
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, where no header can be set.")] = None,
-    follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
-) -> StreamingResponse:
-    """State changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
+) -> AsyncIterator[int]:
+    """The id after which the stream starts; a stream counts until its response has ended, however it ends.
 
-    With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning.
+    Raises NotFound, InvalidInput, or Busy.
     """
-    newest = await run_in_threadpool(events.last_id, services.store, caller, job_id)
+    newest = await to_thread.run_sync(events.last_id, services.store, caller, job_id)
     start = _start(last_event_id, after, newest)
     sender, most = caller.sender, services.settings.max_streams
     if len(services.streams) >= most or services.streams.count(sender) >= max(1, most // _SHARES):
         raise Busy("Too many event streams are open: close one or try again later.", retry_after_s=10.0)
+    services.streams.append(sender)
+    try:
+        yield start
+    finally:
+        services.streams.remove(sender)
 
-    async def body() -> AsyncIterator[bytes]:
-        services.streams.append(sender)
-        try:
-            async for piece in stream(services.store, caller, job_id, start, services.stopping, follow=follow):
-                yield piece
-        finally:
-            services.streams.remove(sender)
 
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+@router.get(routes.JOB_EVENTS, response_class=EventSourceResponse)
+async def stream_events(
+    job_id: str,
+    caller: Caller,
+    services: AppServices,
+    start: Annotated[int, Depends(_opened)],
+    follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
+) -> AsyncIterator[ServerSentEvent]:
+    """State changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
+
+    With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning. `data` is an `Event`.
+    """
+    async for event in stream(services.store, caller, job_id, start, services.stopping, follow=follow):
+        yield event
 
 
 async def stream(
@@ -69,34 +71,30 @@ async def stream(
     caller: Principal,
     job_id: str,
     after: int,
-    stopping: threading.Event,
+    stopping: asyncio.Event,
     *,
     poll_s: float = POLL_S,
     follow: bool = True,
-) -> AsyncIterator[bytes]:
-    """The bytes of the stream; ends with the caller's token, the job, the service, and after an hour.
+) -> AsyncIterator[ServerSentEvent]:
+    """Events after that id; ends with the caller's token, the job, the service, and after an hour.
 
     Without `follow`, ends after the events until now.
     """
-    yield f"retry: {_RETRY_MS}\n\n".encode()
-    started = last_sent = time.monotonic()
+    yield ServerSentEvent(retry=_RETRY_MS)
+    started = time.monotonic()
     while time.monotonic() - started < LONGEST_S and not stopping.is_set():
         try:
-            found = await run_in_threadpool(events.read_on, store, caller, job_id, after)
+            found = await to_thread.run_sync(events.read_on, store, caller, job_id, after)
         except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer
             return
-        for identity, kind, body in found:
-            after = identity
-            yield f"id: {identity}\nevent: {kind}\ndata: {body}\n\n".encode()
-        if found:
-            last_sent = time.monotonic()
-            continue
-        if not follow:
-            return
-        if time.monotonic() - last_sent >= HEARTBEAT_S:
-            last_sent = time.monotonic()
-            yield b": keep-alive\n\n"
-        await asyncio.sleep(poll_s)
+        for event in found:
+            after = event.id
+            yield ServerSentEvent(data=event, event=event.kind, id=str(event.id))
+        if not found:
+            if not follow:
+                return
+            with move_on_after(poll_s):
+                await stopping.wait()
 
 
 def _start(header: str | None, after: int | None, newest: int) -> int:

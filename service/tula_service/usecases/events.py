@@ -25,18 +25,15 @@ def last_id(store: Store, principal: Principal, job_id: str) -> int:
         return tx.events.last_id(job_id)
 
 
-def read_on(
-    store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200
-) -> list[tuple[int, str, str]]:
-    """(id, kind, JSON) of the events after this id, oldest first; for a caller who was let in to this job before.
+def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
+    """The events after this id, oldest first; for a caller who was let in to this job before.
 
     Raises Unauthenticated when that has ended since, NotFound when the job was deleted.
     """
     with store.reading() as tx:
         check_still_valid(tx, principal)
         tx.jobs.data_version(job_id)
-        found = tx.events.after(job_id, after, limit=limit)
-    return [(event.id, event.kind, _view(event).model_dump_json()) for event in found]
+        return [_view(event) for event in tx.events.after(job_id, after, limit=limit)]
 
 
 def recent(

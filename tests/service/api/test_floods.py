@@ -178,6 +178,7 @@ def test_one_token_takes_a_quarter_of_the_event_streams(sqlite_url: str, start: 
         for one in open_streams:
             one.cancel()
         await asyncio.gather(*open_streams, return_exceptions=True)
+        assert service.app.state.services.streams == []
 
     service.transport.run(asyncio.wait_for(flood(), 30))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -36,7 +35,7 @@ def test_a_stream_ends_with_the_token_and_with_the_job(
     life_s = 0.2 if end is expire else None
     issued = issue_token(service.store, ANONYMOUS, name="u", scope="user", project="red", expires_in_s=life_s)
     caller = Principal("u", "user", issued.token.id, red.project_id)
-    assert asyncio.run(pieces(service, red, caller, end, issued.token.id)) == [b"retry: 2000\n\n", b"first"]
+    assert asyncio.run(pieces(service, red, caller, end, issued.token.id)) == ["retry", "job"]
 
 
 def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service) -> None:
@@ -47,21 +46,21 @@ def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service)
     with service.store.reading() as tx:
         found = tx.tokens.by_hash(digest(red.user))
     assert found is not None
-    assert asyncio.run(pieces(service, red, ANONYMOUS, expire, found.id)) == [b"retry: 2000\n\n"]
+    assert asyncio.run(pieces(service, red, ANONYMOUS, expire, found.id)) == ["retry"]
 
 
 async def pieces(
     service: Service, red: Tenant, caller: Principal, end: Callable[[Service, Tenant, str], None], token_id: str
-) -> list[bytes]:
-    """The pieces of a stream until its end, which `end` causes after the first event; events as `first`."""
+) -> list[str | None]:
+    """The kinds of a stream's events until its end, which `end` causes after the first."""
     with service.store.transaction() as tx:
         tx.events.append(red.job_id, "job", data={})
-    got: list[bytes] = []
+    got: list[str | None] = []
 
     async def read() -> None:
-        async for piece in stream(service.store, caller, red.job_id, 0, threading.Event(), poll_s=0.01):
-            got.append(b"first" if piece.startswith(b"id: ") else piece)
-            if got[-1] == b"first":
+        async for event in stream(service.store, caller, red.job_id, 0, asyncio.Event(), poll_s=0.01):
+            got.append("retry" if event.retry else event.event)
+            if event.id is not None:
                 end(service, red, token_id)
 
     await asyncio.wait_for(read(), 30)

@@ -111,7 +111,7 @@ def test_archiving_and_unarchiving_publish_events(cluster: Cluster) -> None:
         seen = events.last_id(cluster.store, ANONYMOUS, job_id)
         jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(archived=archived))
         found = events.read_on(cluster.store, ANONYMOUS, job_id, seen)
-        return [json.loads(body)["data"]["state"] for _, kind, body in found if kind == "job"]
+        return [str(event.data["state"]) for event in found if event.kind == "job"]
 
     assert published(archived=True) == ["archived"]
     assert published(archived=True) == []
