@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import json
 import re
@@ -158,7 +157,7 @@ def test_every_command_is_documented(command: str) -> None:
     assert re.search(rf"\b{re.escape(command)}\b", documents())
 
 
-@pytest.mark.parametrize("setting", [PREFIX + field.name.upper() for field in dataclasses.fields(Settings)])
+@pytest.mark.parametrize("setting", [PREFIX + name.upper() for name in Settings.model_fields])
 def test_every_setting_is_documented(setting: str) -> None:
     assert re.search(rf"\b{setting}\b", documents())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 import shlex
@@ -23,7 +22,7 @@ from tula_wire import routes
 
 ROOT = Path(__file__).resolve().parents[1]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
-SETTINGS = {PREFIX + field.name.upper() for field in dataclasses.fields(Settings)}
+SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 AGENT_VARIABLES = {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN", "TULA_JOB_ID"}
 
 
@@ -86,14 +85,16 @@ def test_the_image_copies_what_exists_and_the_context_lets_it_through() -> None:
                 assert f"!{source}" in ignored
 
 
-def test_the_image_starts_a_command_that_exists_with_settings_that_exist() -> None:
+def test_the_image_starts_a_command_that_exists_with_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = dict(dockerfile())
     assert json.loads(steps["ENTRYPOINT"]) == ["python", "-m", "tula_service"]
     assert set(json.loads(steps["CMD"])) <= command_names()
     environment = " ".join(rest for word, rest in dockerfile() if word == "ENV")
     given = dict(each.split("=", 1) for each in shlex.split(environment) if each.startswith(PREFIX))
     assert set(given) <= SETTINGS
-    assert Settings.from_environment(given).port == 8321
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert Settings.read().port == 8321
     assert f":8321{routes.READY}" in steps["HEALTHCHECK"]
     assert steps["EXPOSE"] == "8321"
 

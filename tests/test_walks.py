@@ -113,7 +113,7 @@ EXAMPLE = """
 ## Walk: a retry
 1. `tula_client.cli.app:main`: starts
 - `tula_wire.routes:nothing`: does not exist
-2. `tula_service.settings:Settings.from_environment` via the environment: reads
+2. `tula_service.settings:Settings.read` via the environment: reads
 3. `tula_service.cli:prune`: unrelated
 ## Another heading
 1. `tula_client.cli.app:main`: no walk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -121,4 +120,4 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
 
 def create_app_from_environment() -> FastAPI:
     """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
-    return create_app(Settings.from_environment(os.environ))
+    return create_app(Settings.read())

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -52,7 +51,7 @@ def serve(
 ) -> None:
     """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
     with _one_sentence():
-        settings = _settings(database=database, host=host, port=port, workers=workers, log_format=log_format)
+        settings = Settings.read(database=database, host=host, port=port, workers=workers, log_format=log_format)
         with _opened(settings, migrate=migrate, create=True) as store:
             _refuse_strangers_without_a_token(settings, store)
             place = _place_of(store.engine.url)
@@ -91,7 +90,7 @@ class _Protocol(HttpToolsProtocol):
 
 def migrate(database: _Database = None) -> None:
     """Create or upgrade the database's schema and end: what a deployment runs before the service."""
-    with _one_sentence(), _opened(_settings(database=database), migrate=True):
+    with _one_sentence(), _opened(Settings.read(database=database), migrate=True):
         typer.echo("The database has the schema of this version.")
 
 
@@ -103,7 +102,7 @@ def prune(
 ) -> None:
     """Delete archived jobs past their retention, finish deletions that were cut short, and drop old events."""
     with _one_sentence():
-        settings = _settings(database=database)
+        settings = Settings.read(database=database)
         with _opened(settings) as store:
             days = settings.retention_days if older_than_days is None else older_than_days
             done = prune_store(store, older_than=timedelta(days=days), actor=_OPERATOR, dry_run=not yes)
@@ -130,7 +129,7 @@ def token_create(
     with _one_sentence():
         if scope not in get_args(Scope):
             raise SettingsError(f"--scope is {scope!r}: use agent, read, user or admin.")
-        with _opened(_settings(database=database), create=True) as store:
+        with _opened(Settings.read(database=database), create=True) as store:
             issued = issue_token(
                 store,
                 _OPERATOR,
@@ -150,7 +149,7 @@ def token_create(
 @token.command("list")
 def token_list(database: _Database = None, as_json: _Json = False) -> None:
     """List tokens, newest first; never a secret."""
-    with _one_sentence(), _opened(_settings(database=database)) as store:
+    with _one_sentence(), _opened(Settings.read(database=database)) as store:
         rows = [
             {
                 "id": one.id,
@@ -173,18 +172,13 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
 @token.command("revoke")
 def token_revoke(token_id: str, database: _Database = None, as_json: _Json = False) -> None:
     """End a token for good."""
-    with _one_sentence(), _opened(_settings(database=database)) as store:
+    with _one_sentence(), _opened(Settings.read(database=database)) as store:
         revoke_token(store, _OPERATOR, token_id)
     typer.echo(json.dumps({"id": token_id, "state": "revoked"}) if as_json else f"Revoked {token_id}.")
 
 
 def _expired(store: Store, expires_at: Any) -> bool:
     return expires_at is not None and expires_at <= store.now()
-
-
-def _settings(**flags: object) -> Settings:
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    return replace(Settings.from_environment(os.environ), **given)
 
 
 @contextmanager

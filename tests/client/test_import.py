@@ -38,7 +38,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ("num_nodes,local_batch_size,step_time_s\n0,32,1\n", "line 2: num_nodes"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,nan\n", "line 2: step_time_s: is NaN or infinite"),
         ("num_nodes,local_batch_size,step_time_s\n1,32,0\n", "line 2: step_time_s: must be above 0"),
-        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: input should be a valid number"),
+        ("num_nodes,local_batch_size,step_time_s\n1,32,fast\n", "line 2: step_time_s: must be a number; give one"),
         ("num_nodes,local_batch_size,step_time\n1,32,1\n", "step_time: is not known; did you mean step_time_s?"),
         ("num_nodes,num_nodes,local_batch_size,step_time_s\n1,1,32,1\n", "num_nodes: stands there twice"),
         (
@@ -56,7 +56,7 @@ def test_steps_measured_elsewhere_lead_to_a_recommendation(
         ),
         (
             "num_nodes,local_batch_size,step_time_s\n1,32,1\n1e3,32,1\n",
-            "line 3: num_nodes: input should be a valid int",
+            "line 3: num_nodes: must be a whole number; give one",
         ),
         ("num_nodes,local_batch_size,step_time_s\n3000000000,32,1\n", "line 2: num_nodes: must be at most 2147483647;"),
         (

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tula_service.logs import JsonFormatter, TextFormatter, logging_config
-from tula_service.settings import Settings, SettingsError
 
 
 def record(message: str, **fields: object) -> logging.LogRecord:
@@ -47,8 +46,3 @@ def test_a_text_line_holds_no_control_character_and_a_traceback_keeps_its_lines(
     assert lines[1].startswith("Traceback")
     assert lines[-1].startswith("ValueError: ")
     assert "\x1b" not in "".join(lines)
-
-
-def test_another_format_is_refused() -> None:
-    with pytest.raises(SettingsError, match="TULA_LOG_FORMAT is 'xml': use json, text or auto"):
-        Settings.from_environment({"TULA_LOG_FORMAT": "xml"})
