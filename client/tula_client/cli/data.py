@@ -16,7 +16,7 @@ import typer
 
 from tula_client._client import Client
 from tula_client._errors import MissingExtraError, TulaError, UsageError
-from tula_client.cli import csv_samples, format
+from tula_client.cli import csv_samples, format, mlflow_runs
 from tula_client.cli.output import JobName, Json, emit
 from tula_client.handle import all_runs, find_job
 from tula_client.plots import write_file
@@ -52,9 +52,15 @@ def export(
     job: JobName,
     what: Annotated[Table, typer.Option("--table", help="Which table.")] = "candidates",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File: .csv, .parquet or .json.")] = None,
+    to: Annotated[
+        Literal["mlflow"] | None, typer.Option(help="Write runs to the store in MLFLOW_TRACKING_URI.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a table of a job; without --output, as CSV on standard output."""
+    """Write a table of a job; without --output, as CSV on standard output. Or its runs `--to mlflow`."""
+    if to is not None:
+        _export_runs(job, what, output, as_json)
+        return
     kind = _format(output, as_json)
     with Client() as client:
         rows = client.handle(job).rows(what)
@@ -68,6 +74,15 @@ def export(
     write_file(output, content)
     text = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."
     emit({"written": str(output), "rows": len(rows)}, text, as_json)
+
+
+def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> None:
+    if output is not None or what != "candidates":
+        raise UsageError("--to mlflow writes the job's runs: leave out --output and --table")
+    with Client() as client:
+        name, count = mlflow_runs.write(client, job)
+    text = f"Wrote {count} run{'s' if count != 1 else ''} to the MLflow experiment {name!r}."
+    emit({"experiment": name, "runs": count}, text, as_json)
 
 
 def import_(
