@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard, logger
+from tula_agent.other_loggers import columns, copy_wandb_logs
 from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
 
 if TYPE_CHECKING:
@@ -174,6 +175,9 @@ class Run:
     def _start_measuring(self, recorder: Recorder, loader: Any) -> None:
         with self.guard("starting to measure"):
             recorder.begin_epoch(loader)
+        if recorder.leads:
+            with self.guard("copying what wandb is given"):
+                copy_wandb_logs(self._log_copied)
         with self.guard("watching for out of memory"):
             self._start_oom_watch(recorder)
 
@@ -284,6 +288,10 @@ class Run:
         if self.recorder is not None:
             with self.guard("logging values"):
                 self.recorder.log(values)
+
+    def _log_copied(self, metrics: Mapping[str, Any]) -> None:
+        with self.guard("copying what wandb is given"):
+            self.log(**columns(metrics))
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
         """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from tula_agent.callbacks._names import columns
+from tula_agent.other_loggers import columns
 from tula_agent.run import Run, init
 
 if TYPE_CHECKING:

@@ -1,0 +1,61 @@
+"""What frameworks and Weights & Biases are given to log, by telemetry column."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_KNOWN = {
+    "train_loss": "loss",
+    "acc": "accuracy",
+    "train_acc": "accuracy",
+    "train_accuracy": "accuracy",
+    "val_acc": "validation_accuracy",
+    "val_accuracy": "validation_accuracy",
+    "eval_acc": "validation_accuracy",
+    "eval_accuracy": "validation_accuracy",
+    "learning_rate": "lr",
+}
+
+
+def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and one-element tensors of `metrics` by column name: lower-case letters, digits and underscores."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not numeric and not (hasattr(value, "numel") and value.numel() == 1):
+            continue
+        plain = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:64]
+        plain = _KNOWN.get(plain, plain)
+        if plain and plain[0].isalpha():
+            found[plain] = value
+    return found
+
+
+def copy_wandb_logs(keep: Callable[[Mapping[str, Any]], None]) -> None:
+    """Hand `keep` what the script gives to `wandb.log` from now on, if it has a wandb run; wandb gets it unchanged.
+
+    The other direction would cost data: a step that the agent sends makes wandb drop the script's lower ones, such as
+    the number of its epoch. Imports nothing of wandb.
+    """
+    wandb = sys.modules.get("wandb")
+    run = getattr(wandb, "run", None)
+    if run is None:
+        return
+    log = getattr(run.log, "_copy_of", run.log)  # `keep` replaces that of an earlier loop
+
+    @functools.wraps(log)
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        data = args[0] if args else kwargs.get("data")
+        if isinstance(data, Mapping):
+            keep(data)
+        return log(*args, **kwargs)
+
+    copied._copy_of = log  # type: ignore[attr-defined]
+    if getattr(wandb, "log", None) in (log, run.log):
+        wandb.log = copied  # type: ignore[union-attr]
+    run.log = copied

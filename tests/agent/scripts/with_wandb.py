@@ -1,0 +1,29 @@
+"""Trains for two epochs and logs to wandb alone, by both of its names; offline, in the folder WANDB_DIR."""
+
+import torch
+import wandb
+
+import tula_agent
+
+theirs = wandb.init(project="none", mode="offline")
+run = tula_agent.init()
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.watch(model, optimizer)
+data = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8)
+for epoch in range(2):
+    for batch in run.steps(data):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        wandb.log({"train/loss": loss, "note": "text", "Tokens per s": 5})
+    theirs.log(data={"val/acc": 0.5 + epoch}, step=20 + epoch)
+print("steps", theirs.step)
+print("known", sorted(key for key in theirs.summary.keys() if not key.startswith("_")))  # noqa: SIM118
+run.finish()
+try:
+    theirs.log({"loss": 1.0}, step="none")
+except Exception as error:
+    print("refused", type(error).__name__)
+wandb.finish()
