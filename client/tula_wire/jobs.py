@@ -18,6 +18,8 @@ JOBS_COUNTED: Final = 1000
 Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive", "paper"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
+Collective = Literal["ring", "tree", "parameter_server", "hierarchical"]
+Optimizer = Literal["sgd", "momentum", "adam", "other"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
@@ -60,9 +62,7 @@ class ModelSpec(WireModel):
     micro_batch_size: Count | None = Field(
         None, description="Examples that a pipeline passes on at a time; needed with `pipeline_stages`."
     )
-    optimizer: Literal["sgd", "momentum", "adam", "other"] = Field(
-        "momentum", description="Optimizer, for the bytes of its state per parameter."
-    )
+    optimizer: Optimizer = Field("momentum", description="Optimizer, for the bytes of its state per parameter.")
 
     @model_validator(mode="after")
     def _pipelined(self) -> Self:
@@ -209,7 +209,7 @@ class JobSpec(WireModel):
         "overlap",
         description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
     )
-    collective: Literal["ring", "tree", "parameter_server", "hierarchical"] | None = Field(
+    collective: Collective | None = Field(
         None, deprecated=True, description="Ignored, and refused from the next release on; see step_time_model."
     )
     limits: Limits = Field(Limits(), description="What a recommendation must keep within.")
@@ -237,7 +237,7 @@ class JobPatch(WireModel):
         None, description="US dollars per hour, from now on; null takes it out."
     )
     limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
-    prices: dict[str, Price] | None = Field(None, description="By instance type.")
+    prices: Annotated[dict[str, Price], Field(title="Prices")] | None = Field(None, description="By instance type.")
     columns: bool | None = Field(None, description="`profiling.columns` from now on.")
     archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")
 

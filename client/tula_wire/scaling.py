@@ -11,13 +11,9 @@ from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_F
 
 Delta = Annotated[float, Field(ge=MIN_DELTA, le=MAX_DELTA)]
 Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
-Granularity = Annotated[
-    Literal["tensor", "channel", "element"],
-    AfterValidator(lambda value: "tensor" if value == "channel" else value),
-    Field(
-        description="Of `ags`: one factor per element (Algorithm 1) or per tensor. `channel` is deprecated: `tensor`."
-    ),
-]
+Granularity = Literal["tensor", "channel", "element"]
+OneGranularity = Annotated[Granularity, AfterValidator(lambda value: "tensor" if value == "channel" else value)]
+"""`channel` is deprecated and means `tensor`."""
 
 
 class ScalingThresholds(WireModel):
@@ -25,7 +21,10 @@ class ScalingThresholds(WireModel):
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
-    granularity: Granularity | None = Field(None, description="One factor per `tensor` or per `element`.")
+    granularity: OneGranularity | None = Field(
+        None,
+        description="Of `ags`: one factor per `element` or per `tensor`; `channel` is deprecated.",
+    )
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
     static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
@@ -48,11 +47,14 @@ class ScalingPatch(WireModel):
     """A user's change to a job's scaling; omitted fields stay, null returns a field to tuning and the script.
 
     Agents apply what their scripts did not pass explicitly. `policy` is the job's; the other fields belong to one
-    policy: the one named in the query, else `policy`, else the job's. = Field(description="The job's policy.")
+    policy: the one named in the query, else `policy`, else the job's.
     """
 
     policy: ScalingPolicy | None = Field(None, description="The job's policy.")
-    granularity: Granularity | None = Field(None, description="One factor per `tensor` or per `element`.")
+    granularity: OneGranularity | None = Field(
+        None,
+        description="Of `ags`: one factor per `element` or per `tensor`; `channel` is deprecated.",
+    )
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
     static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")

@@ -124,9 +124,8 @@ def unpack(plain: bytes, *, max_values: int = MAX_VALUES) -> Any:
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body that is read by `read_body`."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    content = {JSON: {"schema": schema}, MSGPACK: {"schema": schema}}
+    """The OpenAPI description of a body that is read by `read_body`, as JSON, the one type that generators know."""
+    content = {JSON: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from tula_service.api.scopes import OPEN
-from tula_wire import MEDIA_TYPE, Event, Problem, ProblemType, SampleBatch, TelemetryChunk
+from tula_wire import (
+    MEDIA_TYPE,
+    Event,
+    Problem,
+    ProblemType,
+    SampleBatch,
+    TelemetryChunk,
+    access,
+    bounds,
+    fabrics,
+    jobs,
+    recommendations,
+    runs,
+    samples,
+    scaling,
+)
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
 _SCHEMAS = (Problem, Event, SampleBatch, TelemetryChunk)
 _REFERENCE = "#/components/schemas/{model}"
+_CHOICES: Final = {
+    get_args(kind): name
+    for module in (access, bounds, fabrics, jobs, recommendations, runs, samples, scaling)
+    for name, kind in vars(module).items()
+    if get_origin(kind) is Literal
+}
+"""Sets of values and their names. Each is one schema: else generated clients have a type for every field of it."""
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
     "runs": "Lease profiling runs, register trainings, and report how they end.",
@@ -152,8 +174,23 @@ def document(app: FastAPI) -> dict[str, Any]:
                 for parameter in operation.get("parameters", []):
                     if parameter["in"] == "path":
                         parameter["description"] = _PATH_PARAMETERS[parameter["name"]]
-        app.openapi_schema = made
+        app.openapi_schema = _with_named_choices(made)
+        schemas = app.openapi_schema["components"]["schemas"]
+        schemas |= {name: {"type": "string", "enum": list(values)} for values, name in _CHOICES.items()}
     return app.openapi_schema
+
+
+def _with_named_choices(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_with_named_choices(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    name = _CHOICES.get(tuple(found.get("enum", ())))
+    if name is not None:
+        return {"$ref": _REFERENCE.format(model=name)} | {
+            key: value for key, value in found.items() if key not in ("enum", "type")
+        }
+    return {key: _with_named_choices(value) for key, value in found.items()}
 
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:

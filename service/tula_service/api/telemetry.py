@@ -29,7 +29,10 @@ hold more values than this outside packed columns, which takes milliseconds, a t
     openapi_extra=request_body(TelemetryChunk),
 )
 async def send_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
-    """Store a chunk; committed before the answer. MessagePack columns may be packed arrays, which is fastest."""
+    """Store a chunk; committed before the answer.
+
+    As JSON, or MessagePack (`application/msgpack`) of the same members, where columns may be packed arrays.
+    """
     body = await read_body(request)
     chunk = _small_chunk(body)
     if chunk is None:
