@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter, Depends
 
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.store import TokenRecord
+from tula_service.store import ProjectRecord, TokenRecord
 from tula_service.usecases import access
-from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
+from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, read, routes
 
 router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)])
 
@@ -15,15 +17,7 @@ router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)]
 @router.post(routes.TOKENS, status_code=201)
 def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
     """Make a token; its secret is in this answer and nowhere else."""
-    issued = access.issue_token(
-        services.store,
-        caller,
-        name=wanted.name,
-        scope=wanted.scope,
-        project=wanted.project,
-        job_id=wanted.job_id,
-        expires_in_s=wanted.expires_in_s,
-    )
+    issued = access.issue_token(services.store, caller, **dict(wanted))
     services.access.forget()
     return TokenCreated(token=_wire(issued.token), secret=issued.secret)
 
@@ -42,29 +36,18 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
     return _wire(revoked)
 
 
-@router.post(routes.PROJECTS, status_code=201)
-def create_project(wanted: ProjectCreate, caller: Caller, services: AppServices) -> Project:
+@router.post(routes.PROJECTS, status_code=201, response_model=Project)
+def create_project(wanted: ProjectCreate, caller: Caller, services: AppServices) -> ProjectRecord:
     """Make a project; administrators only."""
-    made = access.create_project(services.store, caller, wanted.name)
-    return Project(id=made.id, name=made.name, created_at=made.created_at)
+    return access.create_project(services.store, caller, wanted.name)
 
 
 @router.get(routes.PROJECTS)
 def list_projects(caller: Caller, services: AppServices) -> ProjectList:
     """All projects for an administrator, their own for a user."""
     found = access.visible_projects(services.store, caller)
-    return ProjectList(projects=[Project(id=one.id, name=one.name, created_at=one.created_at) for one in found])
+    return ProjectList.model_validate({"projects": found}, from_attributes=True)
 
 
 def _wire(token: TokenRecord) -> Token:
-    return Token(
-        id=token.id,
-        name=token.name,
-        scope=token.scope,
-        project=token.project_id,
-        job_id=token.job_id,
-        created_at=token.created_at,
-        expires_at=token.expires_at,
-        last_used_at=token.last_used_at,
-        revoked_at=token.revoked_at,
-    )
+    return read(Token, asdict(token) | {"project": token.project_id})
