@@ -9,6 +9,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 from fastapi import Depends, FastAPI
+from starlette.types import Scope
 
 from tula_service import __version__, dashboard
 from tula_service.api import (
@@ -40,6 +41,7 @@ from tula_service.store.migrations import check_schema
 from tula_service.usecases.access import Access, KnownRuns
 from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
+from tula_wire import routes
 
 _PARTS: Final = (
     telemetry,  # first: routes are matched in order, and agents call this one most often
@@ -85,6 +87,9 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     )
 
     at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
+    tracer = tracing.tracer_provider() if settings.trace else None
+    if tracer is not None:
+        at_end.append(tracer.shutdown)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -103,7 +108,13 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         openapi_url=None,
         redirect_slashes=False,  # a redirect would name whatever host the request did, before it is authorised
         generate_unique_id_function=lambda route: route.name,  # operation ids make names in generated clients
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # `TULA_TRACE` alone enables tracing
+        telemetry={
+            "metrics": False,
+            "logs": False,
+            "tracing": settings.trace,
+            "tracer_provider": tracer,
+            "exclude": _probe,
+        },
     )
     app.state.services = services
     errors.install(app)
@@ -113,9 +124,11 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         app.include_router(part.router, dependencies=[Depends(authenticate)])
     app.include_router(operations.open_router)
     app.include_router(dashboard.open_router)
-    if settings.trace:
-        at_end.append(tracing.trace(app))
     return app
+
+
+def _probe(scope: Scope) -> bool:
+    return scope["path"] in (routes.HEALTH, routes.READY, routes.METRICS)
 
 
 def create_app_from_environment() -> FastAPI:
