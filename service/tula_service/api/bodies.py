@@ -43,7 +43,15 @@ class Body:
 
     def plain(self) -> bytes:
         """The body without compression; never holds more than the limit. Raises TooLarge or InvalidInput."""
-        return _DECOMPRESSORS[self.encoding](self.sent)
+        try:
+            plain, is_whole = _DECOMPRESSORS[self.encoding](self.sent)
+        except (zlib.error, zstandard.ZstdError):
+            plain, is_whole = b"", False
+        if len(plain) > MAX_DECOMPRESSED_BYTES:
+            raise _too_large(MAX_DECOMPRESSED_BYTES, "after decompression")
+        if not is_whole:
+            raise InvalidInput(f"The body is not one whole {self.encoding} stream: compress it again.", field="body")
+        return plain
 
 
 async def read_body(request: Request) -> Body:
@@ -61,18 +69,10 @@ async def read_body(request: Request) -> Body:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in _DECOMPRESSORS:
         raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported: send gzip, zstd or none.")
-    limit = settings.max_body_bytes
-    declared = headers.get("content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit, " as sent")
-    pieces: list[bytes] = []
-    size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise _too_large(limit, " as sent")
-        pieces.append(piece)
-    return Body(content_type, encoding, b"".join(pieces))
+    declared = headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > settings.max_body_bytes:
+        raise _too_large(settings.max_body_bytes, "as sent")
+    return Body(content_type, encoding, await request.body())  # `RequestMiddleware` stops one that declares no length
 
 
 def parse(model: type[M], body: Body) -> M:
@@ -129,48 +129,29 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _identity(sent: bytes) -> bytes:
-    if len(sent) > MAX_DECOMPRESSED_BYTES:
-        raise _too_large(MAX_DECOMPRESSED_BYTES)
-    return sent
-
-
-def _gzip(sent: bytes) -> bytes:
+def _gzip(sent: bytes) -> tuple[bytes, bool]:
     stream = zlib.decompressobj(wbits=31)
-    try:
-        plain = stream.decompress(sent, MAX_DECOMPRESSED_BYTES + 1)
-    except zlib.error as error:
-        raise _corrupt("gzip") from error
-    if len(plain) > MAX_DECOMPRESSED_BYTES:
-        raise _too_large(MAX_DECOMPRESSED_BYTES, " after decompression")
-    if not stream.eof or stream.unused_data:
-        raise _corrupt("gzip")
-    return plain
+    plain = stream.decompress(sent, MAX_DECOMPRESSED_BYTES + 1)
+    return plain, stream.eof and not stream.unused_data
 
 
-def _zstd(sent: bytes) -> bytes:
+def _zstd(sent: bytes) -> tuple[bytes, bool]:
     stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(sent)
-    try:
-        plain = stream.read(MAX_DECOMPRESSED_BYTES + 1)
-    except zstandard.ZstdError as error:
-        raise _corrupt("zstd") from error
-    if len(plain) > MAX_DECOMPRESSED_BYTES:
-        raise _too_large(MAX_DECOMPRESSED_BYTES, " after decompression")
-    if sent and not plain:
-        raise _corrupt("zstd")
-    return bytes(plain)
+    plain = bytes(stream.read(MAX_DECOMPRESSED_BYTES + 1))
+    return plain, bool(plain) or not sent
 
 
-_DECOMPRESSORS: Final[dict[str, Callable[[bytes], bytes]]] = {"identity": _identity, "gzip": _gzip, "zstd": _zstd}
+_DECOMPRESSORS: Final[dict[str, Callable[[bytes], tuple[bytes, bool]]]] = {
+    "identity": lambda sent: (sent, True),
+    "gzip": _gzip,
+    "zstd": _zstd,
+}
+"""At most a byte more than the limit of what was sent, and whether that is a whole stream."""
 
 
-def _too_large(limit: int, when: str = "") -> TooLarge:
-    return TooLarge(f"The body is larger than {limit} bytes{when}: send smaller batches.")
+def _too_large(limit: int, when: str) -> TooLarge:
+    return TooLarge(f"The body is larger than {limit} bytes {when}: send smaller batches.")
 
 
 def _too_many(limit: int, kind: str) -> TooLarge:
     return TooLarge(f"The body holds more than {limit} {kind}: send smaller batches.")
-
-
-def _corrupt(encoding: str) -> InvalidInput:
-    return InvalidInput(f"The body is not one whole {encoding} stream: compress it again.", field="body")

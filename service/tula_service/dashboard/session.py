@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from http.cookies import CookieError, SimpleCookie
 from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -150,11 +150,8 @@ async def _disconnect() -> Message:
 
 
 def _cookie(headers: Headers) -> str | None:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return None
-    return morsel.value if morsel is not None and _plausible(morsel.value) else None
+    secret = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+    return secret if _plausible(secret) else None
 
 
 def _plausible(secret: str) -> bool:
