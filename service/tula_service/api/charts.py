@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
 from tula_service.dashboard import charts
@@ -136,7 +136,7 @@ def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery, l
 async def _answer(services: Services, caller: Principal, make: Callable[[], charts.Spec], format: Format) -> Response:
     """The chart; an image waits for its turn without a thread. Raises Busy if too many images wait."""
     if format == "json":
-        return await to_thread.run_sync(_json, make)
+        return await to_thread.run_sync(lambda: JSONResponse(make()))
     waiting, sender = services.drawings, caller.sender
     if len(waiting) >= _MOST_DRAWINGS or waiting.count(sender) >= _DRAWINGS_OF_ONE:
         raise Busy("Too many charts are being drawn: ask again in a few seconds.", retry_after_s=5.0)
@@ -147,10 +147,6 @@ async def _answer(services: Services, caller: Principal, make: Callable[[], char
         return Response(await to_thread.run_sync(draw, spec, limiter=services.drawers), media_type=media_type)
     finally:
         waiting.remove(sender)
-
-
-def _json(make: Callable[[], charts.Spec]) -> Response:
-    return Response(json.dumps(make(), allow_nan=False, separators=(",", ":")), media_type="application/json")
 
 
 def _unknown(kind: str, name: str, known: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -270,10 +271,6 @@ def _add_headers(start: Message, request_id: str) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(text):
-                return str(text)
-            break
-    return f"{random.getrandbits(64):016x}"  # an id, not a secret: the fast generator is enough
+    text = Headers(scope=scope).get("x-request-id", "")
+    # Else an id, not a secret: the fast generator is enough.
+    return text if _REQUEST_ID.fullmatch(text) else f"{random.getrandbits(64):016x}"

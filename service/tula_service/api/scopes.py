@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
+
+from starlette.routing import compile_path
 
 from tula_wire import routes
 
@@ -19,7 +20,7 @@ AGENT_MAY: Final = frozenset(
         ("GET", routes.JOB_SCALING),
     }
 )
-_AGENTS_PATHS: Final = [(method, re.compile(re.sub(r"\{\w+\}", "[^/]+", route))) for method, route in AGENT_MAY]
+_AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
 _ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
@@ -38,7 +39,7 @@ def required_scopes(method: str, route: str) -> frozenset[str]:
 
 def is_of_agents(method: str, path: str) -> bool:
     """True for the paths of `AGENT_MAY`, whose requests have room and threads that no other request takes."""
-    return any(method == known and pattern.fullmatch(path) for known, pattern in _AGENTS_PATHS)
+    return any(method == known and pattern.match(path) for known, pattern in _AGENTS_PATHS)
 
 
 def is_ingest(method: str, route: str) -> bool:
