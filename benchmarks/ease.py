@@ -171,10 +171,10 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
     return figures
 
 
-def tuned(spec: str, script: Path, read: Callable[[Client], T]) -> tuple[float, T]:
-    """Seconds of `tula tune` on a script of the digits, and what `read` answers; raises RuntimeError if it fails."""
+def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
+    """Seconds of `tula tune` on a script with its options, and what `read` answers; RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
-        start = ["--launcher", "torchrun", "--", str(script)]
+        start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         command = [
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures["seconds_to_recommendation.digits"] = 0.0
     else:
         figures = without_an_edit(scripts, options.rounds, [*AGENT, *FRAMEWORKS])
-        figures["seconds_to_recommendation.digits"] = took_s = tuned(SPEC.replace("MOST", "2"), DIGITS, bool)[0]
+        figures["seconds_to_recommendation.digits"] = took_s = tuned(SPEC.replace("MOST", "2"), [str(DIGITS)], bool)[0]
         print(f"\n`tula tune` on the digits: {took_s:.1f} s to a recommendation")
     write_json(options.json, figures)
     return 0
