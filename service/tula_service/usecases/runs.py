@@ -36,6 +36,11 @@ _MESSAGES = {
     ),
 }
 
+_ONLY_WARMUP = (
+    "The command ended within its warm-up steps, and none was measured. Loop over run.steps(loader), which repeats the "
+    "data, or let the script train for more epochs."
+)
+
 
 def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest) -> wire.RunClaimed:
     """Lease the next profiling run of the plan, or say why there is none."""
@@ -304,9 +309,13 @@ def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord
 
 def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPatch) -> RunRecord:
     message, cause = request.message, None
-    if wanted is RunState.SUCCEEDED and run.num_samples == 0 and run.kind is RunKind.PROFILE:
+    if (
+        wanted is RunState.SUCCEEDED
+        and run.kind is RunKind.PROFILE
+        and not tx.samples.recent(run.key, limit=1).step.size
+    ):
         wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
-        message = _MESSAGES[cause]
+        message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
     if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and (mismatch := _mismatch(run)) is not None:
         wanted, message = RunState.FAILED, mismatch  # its samples count for the configuration that ran
     if wanted is RunState.CANCELLED and run.kind is RunKind.TRAIN and request.end_cause is not None:

@@ -128,6 +128,17 @@ def test_a_command_that_never_calls_the_agent_fails_with_the_remedy(cluster: Clu
     assert cluster.patch(run.id, "succeeded").state == "failed", "the second reporter sees the same"
 
 
+def test_a_command_that_ends_within_its_warm_up_fails_with_the_remedy(cluster: Cluster) -> None:
+    """It counted as done, and the plan asked for it again without end."""
+    run = claimed(cluster)
+    cluster.patch(run.id, "running")
+    cluster.send(run, [0.1] * 10, warmup=True)
+    ended = cluster.patch(run.id, "succeeded")
+    assert (ended.state, ended.end_cause) == ("failed", "no_samples")
+    assert ended.message is not None
+    assert "more epochs" in ended.message
+
+
 def test_a_profiling_run_may_end_once_its_step_time_is_known(cluster: Cluster) -> None:
     run = claimed(cluster)
     cluster.patch(run.id, "running")
