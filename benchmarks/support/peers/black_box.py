@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 At = tuple[int, int]
-Search = Callable[[Callable[[At], "float | None"], At, int, int], dict[At, float]]
-"""search(measure, sizes of the axes, runs, seed): what each run measured; `measure` answers None at a hole."""
+Search = Callable[[Callable[[At], tuple[At, float]], At, int, int], dict[At, float]]
+"""search(measure, sizes of the axes, runs, seed): what was measured; at a hole `measure` takes the nearest place."""
 
 
 # user
@@ -28,6 +29,12 @@ def seconds_per_epoch(command: list[str], ranks: int, batch: int) -> float:
 # end
 
 
+def nearest(table: dict[At, float], at: At) -> tuple[At, float]:
+    """The place of the table that is fewest places away, and its value."""
+    place = min(table, key=lambda one: (abs(one[0] - at[0]) + abs(one[1] - at[1]), one))
+    return place, table[place]
+
+
 def answer(by_table: Search, by_script: Search) -> None:
     """Work through the job that the command line names."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
@@ -35,7 +42,7 @@ def answer(by_table: Search, by_script: Search) -> None:
         ranks, batches = job["ranks"], job["batches"]
         began = time.monotonic()
         ran = by_script(
-            lambda at: seconds_per_epoch(job["command"], ranks[at[0]], batches[at[1]]),
+            lambda at: (at, seconds_per_epoch(job["command"], ranks[at[0]], batches[at[1]])),
             (len(ranks), len(batches)), job["runs"], 0,
         )  # fmt: skip
         found: Any = {"seconds": time.monotonic() - began, "ran": [[*at, value] for at, value in ran.items()]}
@@ -43,6 +50,6 @@ def answer(by_table: Search, by_script: Search) -> None:
         found = []
         for case in job["cases"]:
             table = {(i, j): value for i, j, value in case["values"]}
-            ran = by_table(table.get, tuple(case["sizes"]), job["runs"], case["seed"])
+            ran = by_table(partial(nearest, table), tuple(case["sizes"]), job["runs"], case["seed"])
             found.append([[*at, value] for at, value in ran.items()])
     Path(sys.argv[2]).write_text(json.dumps(found))

@@ -7,7 +7,7 @@ from black_box import At, answer
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 MOST_ASKED = 200
-"""Suggestions, with those that name no configuration or one that has run: neither counts as a run."""
+"""Suggestions, with those of a configuration that has run, which count as no run."""
 
 
 # user
@@ -20,12 +20,9 @@ def search(measure, sizes: At, runs: int, seed: int) -> dict[At, float]:  # type
             break
         trial = study.ask()
         at = (trial.suggest_int("cluster", 0, sizes[0] - 1), trial.suggest_int("batch", 0, sizes[1] - 1))
-        value = ran.get(at) or measure(at)
-        if value is None:
-            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        else:
-            study.tell(trial, value)
-            ran[at] = value
+        place, value = (at, ran[at]) if at in ran else measure(at)
+        study.tell(trial, value)
+        ran[place] = value
     return ran
 
 

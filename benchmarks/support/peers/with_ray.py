@@ -14,7 +14,8 @@ MOST_ASKED = 200
 def searcher(sizes: At, seed: int) -> BayesOptSearch:
     """Over the two axes."""
     space = {"cluster": (0, sizes[0] - 1e-9), "batch": (0, sizes[1] - 1e-9)}
-    return BayesOptSearch(space, metric="s", mode="min", random_search_steps=3, random_state=seed, skip_duplicate=False)
+    repeats = {"skip_duplicate": False, "patience": MOST_ASKED}
+    return BayesOptSearch(space, metric="s", mode="min", random_search_steps=3, random_state=seed, **repeats)
 
 
 # end
@@ -28,12 +29,9 @@ def replay(measure, sizes: At, runs: int, seed: int) -> dict[At, float]:  # type
             break
         wanted = asked.suggest(str(number))
         at = (int(wanted["cluster"]), int(wanted["batch"]))
-        value = ran.get(at) or measure(at)
-        if value is None:
-            asked.on_trial_complete(str(number), error=True)
-        else:
-            asked.on_trial_complete(str(number), {"s": value, "training_iteration": 1})
-            ran[at] = value
+        place, value = measure(at)
+        asked.on_trial_complete(str(number), {"s": value, "training_iteration": 1})
+        ran[place] = value
     return ran
 
 
@@ -42,7 +40,7 @@ def search(measure, sizes: At, runs: int, seed: int) -> dict[At, float]:  # type
     """One trial after another."""
 
     def objective(config):  # type: ignore[no-untyped-def]
-        return {"s": measure((int(config["cluster"]), int(config["batch"])))}
+        return {"s": measure((int(config["cluster"]), int(config["batch"])))[1]}
 
     algorithm = ConcurrencyLimiter(searcher(sizes, seed), max_concurrent=1)
     tuner = tune.Tuner(objective, tune_config=tune.TuneConfig(search_alg=algorithm, num_samples=runs))
