@@ -3,10 +3,13 @@
     python -m benchmarks.ease [--rounds 3] [--json OUT] [--smoke]
 
 Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
-once with the lines of docs/embed.md written into it, in turn. Keys: `no_edit.scripts_measured`, of ten, is how many
-were measured with their own batch, accumulation and world size; `no_edit.<script>.step_time_error` is how far the
-median step time without an edit is off that with the agent's lines (0.03: 3 %), each the median of the rounds, and
-`no_edit.step_time_error.median` and `.max` are those over the scripts. `seconds_to_recommendation.digits` is the
+once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
+notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of one script are up to a third apart on a
+shared machine, so each measurement is compared with the clock on the same steps. Keys: `no_edit.scripts_measured`, of
+ten, is how many were measured with their own batch, accumulation and world size; `no_edit.<script>.step_time_error` is
+how far the median step time without an edit, over the clock's, is off that with the agent's lines, over the clock's
+(0.03: 3 %), each the median of the rounds, and `no_edit.step_time_error.median` and `.max` are those over the scripts;
+`no_edit.across_runs.median` compares the medians of the runs themselves. `seconds_to_recommendation.digits` is the
 wall-clock time of `tula tune` on examples/digits_ddp.py as examples/demo.py describes it, from the command to its
 recommendation; its service is running. The smoke run takes one script, and leaves the digits out.
 """
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,10 +56,19 @@ _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first rank sent after warm-up: seconds of each step, and (local batch, accumulation, world size)s."""
+    """What the first rank sent after warm-up: seconds of each step, and (local batch, accumulation, world size)s.
+
+    `clock_s` is the median step time of the clock beside the agent, on the same steps.
+    """
 
     step_time_s: list[float]
     seen: set[tuple[int, int, int]]
+    clock_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The median that the agent measured."""
+        return median(self.step_time_s)
 
 
 def embedded(source: str) -> str:
@@ -72,6 +85,13 @@ def embedded(source: str) -> str:
     if loops != 1:
         raise ValueError("no loop over `loader` was found")
     return found
+
+
+def clocked(source: str) -> str:
+    """The script with the clock's import before its first."""
+    return re.sub(
+        r"^(import|from) (?!__future__)", r"import benchmarks._step_clock  # noqa\n\1 ", source, count=1, flags=re.M
+    )
 
 
 class Bench:
@@ -100,6 +120,7 @@ class Bench:
             TULA_MEASURE_STEPS=str(MEASURE_STEPS),
             TULA_SPOOL_DIR=str(self._folder / "spool"),
             PYTHONPATH=os.pathsep.join(path),
+            STEP_CLOCK_FILE=str(self._folder / f"{name}.clock"),
         )
         width = WIDTH.get(script.stem.removesuffix("-embedded"), OTHER_WIDTH)
         options = [f"--batch-size={BATCH}", f"--epochs={EPOCHS}", f"--width={width}"]
@@ -116,7 +137,9 @@ class Bench:
         return self._measured(name)
 
     def _measured(self, run_id: str) -> Measured:
-        found = Measured([], set())
+        ended = json.loads((self._folder / f"{run_id}.clock").read_text())
+        steps_s = [after - before for before, after in pairwise(ended)][WARMUP_STEPS - 1 :][:MEASURE_STEPS]
+        found = Measured([], set(), median(steps_s))
         for line in self._samples.read_text().splitlines():
             route, _, text = line.partition(" ")
             body = json.loads(text)
@@ -140,31 +163,35 @@ def _places() -> list[dict[str, str]]:
 def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]) -> dict[str, float]:
     """Every script with and without the agent's lines, in turn."""
     figures: dict[str, float] = {}
-    rows, measured = [], 0
+    rows, across, measured = [], [], 0
     forks = ForkServer(modules)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(forks, Path(name))
         try:
             for script in scripts:
                 source = script.read_text()
-                edited = Path(name, f"{script.stem}-embedded.py")
-                edited.write_text(embedded(source))
+                timed, edited = (Path(name, f"{script.stem}{suffix}.py") for suffix in ("", "-embedded"))
+                timed.write_text(clocked(source))
+                edited.write_text(clocked(embedded(source)))
                 expected = {(BATCH, 2 if _ACCUMULATES.search(source) else 1, RANKS)}
                 plain, lines = [], []
                 for _ in range(rounds):
                     lines.append(bench.run(edited, hook=False))
-                    plain.append(bench.run(script, hook=True))
+                    plain.append(bench.run(timed, hook=True))
                 whole = all(one.seen == expected and len(one.step_time_s) >= 0.8 * MEASURE_STEPS for one in plain)
                 measured += whole
-                ours, theirs = (median([median(one.step_time_s) for one in each]) for each in (plain, lines))
+                ours, theirs = (median([one.step_s / one.clock_s for one in each]) for each in (plain, lines))
                 figures[f"no_edit.{script.stem}.step_time_error"] = abs(ours / theirs - 1.0)
-                times = [f"{1e3 * value:.2f} ms" for value in (ours, theirs)]
+                times_s = [median([one.step_s for one in each]) for each in (plain, lines)]
+                across.append(abs(times_s[0] / times_s[1] - 1.0))
+                times = [f"{1e3 * value:.2f} ms" for value in times_s]
                 rows.append([script.stem, *times, f"{100 * (ours / theirs - 1.0):+.1f} %", "yes" if whole else "NO"])
         finally:
             bench.close()
             forks.close()
     print_table("step time without an edit", ["script", "no edit", "embedded", "error", "measured"], rows)
     errors = list(figures.values())
+    figures["no_edit.across_runs.median"] = median(across)
     figures["no_edit.scripts_measured"] = float(measured)
     figures["no_edit.step_time_error.median"] = median(errors)
     figures["no_edit.step_time_error.max"] = max(errors)

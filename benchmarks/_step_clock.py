@@ -1,0 +1,33 @@
+"""Imported by a training script of `benchmarks.ease`: notes when each optimizer step of rank 0 ends.
+
+It is a clock beside the agent's. Two runs of a script differ by what else the machine does; what the agent measured and
+this clock, taken from the same steps, do not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_ended_at_s: list[float] = []
+
+
+def _stepped(*_: Any) -> None:
+    if dist.get_rank() == 0:
+        if not _ended_at_s:
+            atexit.register(_write)
+        _ended_at_s.append(time.perf_counter())
+
+
+def _write() -> None:
+    Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(_ended_at_s))
+
+
+register_optimizer_step_post_hook(_stepped)
