@@ -20,7 +20,7 @@ from benchmarks.support.fork_server import SERVICE, ForkServer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NEEDS_A_CLUSTER = {"cluster"}
+NEEDS_A_CLUSTER = {"cluster", "fabric"}
 TIMEOUT_S = 360
 """Far above the seconds that each takes, for a busy machine."""
 STORED = {"cluster": ("cluster-tune", "cluster-drift")}

@@ -15,6 +15,7 @@ from tula_agent.batch_cut import first_examples
 from tula_agent.column import Column
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
+from tula_agent.measure.bucket_timer import BucketTimer
 from tula_agent.measure.comm_split import CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
@@ -29,6 +30,7 @@ from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
+from tula_agent.torch_private import ddp_models
 from tula_agent.weak_refs import TrackedObjects
 from tula_wire import routes
 
@@ -40,6 +42,8 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
+BUCKETS_TIMED_FROM = 2
+"""Steps of a batch size until its buckets are timed: DDP orders them in the first."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
 REQUEST_TIMEOUT_S = 5.0
@@ -88,6 +92,7 @@ class Recorder:
         )
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
+        self._bucket_timer: BucketTimer | None = None
         self._optimizer_calls: OptimizerCalls | None = None
         self._device_clock: DeviceClock | None = None
         self._rendezvous: RankRendezvous | None = None
@@ -252,6 +257,8 @@ class Recorder:
         self.timer.batch_ready(size)
         if self._device_clock is not None:
             self._device_clock.batch()
+        if self._bucket_timer is not None:
+            self._bucket_timer.begin()
         self._in_step = True
         if self._batch_size is None and size is not None:
             self._first_batch(size)
@@ -394,9 +401,26 @@ class Recorder:
         self._comm_split = split if split.usable else None
         self.readings.expects_comm = self.readings.expects_comm or split.usable
 
+    def _time_buckets(self, local_batch_size: int | None) -> None:
+        """Begin to time the buckets of the only DDP module, or end."""
+        if not self.guard.works("timing buckets"):
+            self._bucket_timer = None
+            return
+        with self.guard("timing buckets"):
+            models = ddp_models(self.objects.models)
+            if self._bucket_timer is None:
+                self._bucket_timer = BucketTimer(models[0]) if len(models) == 1 else None
+            elif (found := self._bucket_timer.end()) is not None:
+                self._bucket_timer = None
+                if found:
+                    self.readings.timelines[local_batch_size] = found
+
     def _forget_objects(self) -> None:
         self.objects = TrackedObjects()
         self._comm_split = None
+        if self._bucket_timer is not None:
+            self._bucket_timer.close()
+            self._bucket_timer = None
         self.gradients = GradientReader()
 
     # The end of a step.
@@ -406,6 +430,8 @@ class Recorder:
         step, plan = timing.step, self.profiling.plan
         warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
         since = step - self.profiling.first_step
+        if self.leads and (self._bucket_timer is not None or since == BUCKETS_TIMED_FROM):
+            self._time_buckets(timing.local_batch_size)
         # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
         usual = as_planned and not timing.uneven and step != self._unclocked_step

@@ -66,6 +66,15 @@ def set_ddp_statistics_interval(model: Any, steps: int) -> None:
         setter(steps)
 
 
+def ddp_buckets(model: Any) -> list[list[int]] | None:
+    """The parameters of each bucket, by their place among those that need a gradient, in the order of reduction.
+
+    None until DDP has ordered its buckets by the first backward pass, and where it never does (unused parameters).
+    """
+    text = str(ddp_statistics(model).get("rebuilt_per_bucket_param_indices", "")) if has_ddp_statistics(model) else ""
+    return [[int(index) for index in bucket.split()] for bucket in text.split(",")] if text else None
+
+
 def ddp_model_in_forward() -> Any | None:
     """The DDP module whose forward runs now; a framework that hides its DDP module offers no other way to it.
 

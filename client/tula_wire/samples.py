@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from tula_wire._base import Bytes, Count, Name, WireModel
 
 MAX_STEPS = 10_000
+MAX_BUCKETS = 4096
 
 TimingMethod = Literal["wall", "ddp_logger", "no_sync", "comm_hook", "cuda_events"]
 MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
@@ -39,6 +40,26 @@ class MemoryBreakdown(WireModel):
     capacity_bytes: Bytes | None = Field(None, description="Bytes of the device.")
 
 
+class BucketTimeline(WireModel):
+    """When the gradients of each bucket that DistributedDataParallel reduces at once were complete, on one rank."""
+
+    bucket_bytes: Annotated[list[Bytes], Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)] = Field(
+        description="Bytes of each bucket, in the order of reduction."
+    )
+    ready_s: Annotated[list[Seconds], Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)] = Field(
+        description="Seconds from the begin of the micro-step until all gradients of the bucket were there."
+    )
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        if len(self.ready_s) != len(self.bucket_bytes):
+            raise ValueError(
+                f"ready_s has {len(self.ready_s)} entries but bucket_bytes has {len(self.bucket_bytes)}: "
+                "send equal lengths"
+            )
+        return self
+
+
 class SampleBatch(WireModel):
     """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
 
@@ -49,6 +70,7 @@ class SampleBatch(WireModel):
     grad_accum_steps: Count | None = Field(None, description="Micro-steps per optimizer step, as the process saw them.")
     timing_method: TimingMethod = Field("wall", description="How step times were split.")
     memory: MemoryBreakdown | None = Field(None, description="Memory of this rank.")
+    timeline: BucketTimeline | None = Field(None, description="When its gradients were ready to be reduced.")
     warmup: bool = Field(False, description="True: discarded by the fit.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
         None, description="Epochs that the training had finished when this process started; null: unknown."

@@ -167,6 +167,14 @@ def configuration_mismatch(
 
 
 @dataclass(frozen=True)
+class BucketTimeline:
+    """Bytes of each bucket of gradients, in the order of reduction, and seconds until it was complete; both (n,)."""
+
+    bucket_bytes: tuple[float, ...]
+    ready_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
 
@@ -189,3 +197,4 @@ class RunSummary:
     memory: MemoryReading | None
     failed_local_batch_size: int | None
     input_time_s: float | None = None
+    timeline: BucketTimeline | None = None

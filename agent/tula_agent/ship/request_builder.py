@@ -288,6 +288,8 @@ class RequestBuilder:
                 body["epochs_before"] = self._readings.epochs_before
             if (memory := memory_of[size]) is not None:
                 body["memory"] = memory
+            if (timeline := self._readings.timelines.pop(size, None)) is not None:
+                body["timeline"] = timeline
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due

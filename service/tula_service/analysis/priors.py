@@ -12,8 +12,8 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.fabrics import fabric_of
 from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
-from tula_service.domain import Basis
-from tula_service.perfmodel.fabric import Fabric, with_fabric
+from tula_service.domain import Basis, RunSummary
+from tula_service.perfmodel.fabric import Buckets, Fabric, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
     EarlierScale,
@@ -69,7 +69,8 @@ class Lessons:
     stands how many times as many parameters this job has, None where a count is unknown. `other_hardware` is the same
     network on hardware that this job does not have. `scales` are of all earlier jobs: of each network the newest on
     each device, since repeating one network says nothing about others. `pairs` are of trainings on this hardware,
-    including those of the job itself. `fabrics` are the probed links of this job's nodes, by instance type.
+    including those of the job itself. `fabrics` are the probed links of this job's nodes, `buckets` its gradients where
+    a run timed them; both by instance type.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]]
@@ -78,6 +79,7 @@ class Lessons:
     scales: tuple[JobScale, ...]
     pairs: tuple[PredictionPair, ...]
     fabrics: Mapping[str, Fabric] = field(default_factory=dict)
+    buckets: Mapping[str, Buckets] = field(default_factory=dict)
 
     @property
     def interval_scale(self) -> float:
@@ -125,6 +127,7 @@ def lessons_of(data: JobData) -> Lessons:
         scales=tuple(scales.values()),
         pairs=tuple(pairs[:_MAX_PAIRS]),
         fabrics={each.instance_type: found for each in data.spec.cluster if (found := fabric_of(data.probes, each))},
+        buckets=_buckets_of(data.summaries),
     )
 
 
@@ -132,7 +135,8 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     """The priors of a job's fit, one for each instance type.
 
     `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
-    A probe of the links of a type replaces what is known less well of its collectives; it needs `model.parameters`.
+    A probe of the links of a type replaces what is known less well of its collectives; it needs buckets that a run
+    timed, or `model.parameters`.
     """
     hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
     believed: dict[str, StepTimePrior] = {}
@@ -154,11 +158,14 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     probed = set()
     for cluster in spec.cluster:
         name, fabric = cluster.instance_type, lessons.fabrics.get(cluster.instance_type)
-        if fabric is not None and spec.model.parameters is not None:
+        buckets = lessons.buckets.get(name)
+        if buckets is None and spec.model.parameters is not None:
+            buckets = Buckets.of(_reduced_bytes(spec.model))
+        if fabric is not None and buckets is not None:
             believed[name] = with_fabric(
                 believed.get(name) or generic_prior(),
                 fabric,
-                gradient_bytes=_reduced_bytes(spec.model),
+                buckets=buckets,
                 max_nodes=cluster.max_nodes,
                 ranks_per_node=cluster.ranks_per_node,
             )
@@ -286,6 +293,20 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
         traffic=traffic,
     )
+
+
+def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
+    """Those of the run with the fewest ranks, which waits least for others, and of these of the largest batch."""
+    found: dict[str, tuple[tuple[int, int], Buckets]] = {}
+    for summary in summaries:
+        timeline, c = summary.timeline, summary.configuration
+        if timeline is None or min(*timeline.bucket_bytes, *timeline.ready_s) <= 0.0:
+            continue
+        order = c.world_size, -c.local_batch_size
+        if c.instance_type not in found or order < found[c.instance_type][0]:
+            buckets = Buckets(np.array(timeline.bucket_bytes), np.array(timeline.ready_s))
+            found[c.instance_type] = order, buckets
+    return {name: buckets for name, (_, buckets) in found.items()}
 
 
 def _reduced_bytes(model: wire.ModelSpec) -> float:

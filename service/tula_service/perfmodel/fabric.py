@@ -21,6 +21,10 @@ _BUCKET_BYTES = 25 * 2**20
 _LEAST_BETWEEN_SHARE = 0.1
 _OF_A_STEP_SD = 0.25  # of the log of a step's collectives, beside all-reduces of the same bytes on idle ranks
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
+_OVERLAP_SD = 0.5
+"""Of log(g - 1) where buckets were timed: the form is within 10 % of simulated steps of up to sixteen equal buckets."""
+_OVERLAPS = np.linspace(-4.0, 4.0, 81).tolist()
+_PACES = (0.5, 1.0, 2.0, 4.0)
 _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's link
 
 
@@ -70,16 +74,20 @@ class Fabric:
         """True if the probe says what several nodes cost."""
         return self.num_nodes > 1
 
-    def within(self, ranks: int, size_bytes: float) -> tuple[float, float] | None:
+    def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
         """Seconds of a node's collectives and the sd of their log; None where a node was not measured apart."""
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
-        return None if cost is None or ranks < 2 else _collective(cost, self.ranks_per_node, ranks, size_bytes)
+        return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
 
-    def between(self, nodes: int, ranks: int, size_bytes: float) -> tuple[float, float]:
-        """What several nodes of so many ranks add to `within`, in seconds, and the sd of its log."""
+    def whole(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
+        """Seconds of a collective over all ranks of so many nodes, and the sd of its log."""
         probed = self.num_nodes * self.ranks_per_node
-        whole, log_sd = _collective(self.all_ranks, probed, nodes * ranks, size_bytes)
-        inner = self.within(ranks, size_bytes)
+        return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
+
+    def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
+        """What several nodes of so many ranks add to `within`, in seconds, and the sd of its log."""
+        whole, log_sd = self.whole(nodes, ranks, size_bytes, messages)
+        inner = self.within(ranks, size_bytes, messages)
         added = max(whole - (inner[0] if inner else 0.0), _LEAST_BETWEEN_SHARE * whole)
         return added, log_sd * whole / added
 
@@ -108,33 +116,87 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
     return AllReduceCost(found.x, np.linalg.inv(found.jac.T @ found.jac) * max(excess, 1.0))
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """The gradients that a step reduces: bytes of each bucket in the order of reduction, and seconds until each was
+    complete in a step of one local batch, both of shape (n,); without times, how much is hidden is not known.
+    """
+
+    size_bytes: FloatArray
+    ready_s: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError unless sizes, and times where they are known, are positive and as many."""
+        object.__setattr__(self, "size_bytes", column("bucket bytes", self.size_bytes, above=0.0))
+        if self.ready_s is not None:
+            ready = column("ready_s", self.ready_s, self.size_bytes.size, above=0.0)
+            object.__setattr__(self, "ready_s", np.maximum.accumulate(ready))
+
+    @classmethod
+    def of(cls, gradient_bytes: float) -> Buckets:
+        """So many bytes in buckets of 25 MiB."""
+        number = max(math.ceil(gradient_bytes / _BUCKET_BYTES), 1)
+        return cls(np.full(number, gradient_bytes / number))
+
+    def end_s(self, reduce_s: FloatArray, pace: float = 1.0) -> float:
+        """When the last bucket is reduced, where each takes `reduce_s`, one after another, and a backward pass `pace`
+        times as long."""
+        end = 0.0
+        for ready, seconds in zip(np.asarray(self.ready_s) * pace, reduce_s, strict=True):
+            end = max(float(ready), end) + float(seconds)
+        return end
+
+
+def overlap_of(buckets: Buckets, reduce_s: Sequence[FloatArray]) -> float:
+    """log(g - 1), with which the form is nearest to the simulated steps whose buckets take each of `reduce_s`.
+
+    A bucket is reduced once it is complete and the one before is done; what ends after the backward pass is exposed.
+    Local batches of half to four times the timed one are simulated, by a backward pass as many times as long.
+    """
+    compute_s = float(np.asarray(buckets.ready_s)[-1])
+    cases = [(pace, each) for pace in _PACES for each in reduce_s]
+    steps = np.log([buckets.end_s(each, pace) for pace, each in cases])
+    compute = np.log([pace * compute_s for pace, _ in cases])
+    together = np.log([float(each.sum()) for _, each in cases])
+
+    def missed(log_overlap: float) -> float:
+        g = 1.0 + math.exp(log_overlap)
+        return float(np.sum((np.logaddexp(g * compute, g * together) / g - steps) ** 2))
+
+    return float(min(_OVERLAPS, key=missed))
+
+
 def with_fabric(
-    prior: StepTimePrior, fabric: Fabric, *, gradient_bytes: float, max_nodes: int, ranks_per_node: int
+    prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
     """`prior` with the collectives of a probe of the same nodes where those are known better from it.
 
-    A step reduces `gradient_bytes` in buckets of 25 MiB, T(N) = buckets alpha(N) + beta(N) bytes, by a ring. s_inter
-    and k_inter are the line through log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the
-    job's ranks. Both are in seconds, so compute readings on one node leave them as they are. The basis stays.
+    A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter are the line through
+    log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the job's ranks. Both are in seconds, so
+    compute readings on one node leave them as they are. Where the buckets were timed, g is `overlap_of` these
+    collectives. The basis stays.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     known = set(prior.in_seconds)
-    inner = fabric.within(ranks_per_node, gradient_bytes)
+    gradient_bytes, messages = float(buckets.size_bytes.sum()), buckets.size_bytes.size
+    nodes = np.array([1])
+    inner = fabric.within(ranks_per_node, gradient_bytes, messages)
     if inner is not None and (inner_sd := math.hypot(inner[1], _OF_A_STEP_SD)) < sd[4]:
         sd[4], sd[5] = inner_sd, min(sd[5], _SHARED_LINK_SD)
         mean[4] = math.log(inner[0]) - mean[5] * math.log(ranks_per_node / 2.0) - mean[0]
         known.add(4)
     if fabric.between_nodes and max_nodes > 1:
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
-        seconds, log_sds = zip(*(fabric.between(int(n), ranks_per_node, gradient_bytes) for n in nodes), strict=True)
+        each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
+        seconds, log_sds = zip(*each, strict=True)
         outer_sd = math.hypot(max(log_sds), _OF_A_STEP_SD)
         if outer_sd < sd[6]:
             growth, at_two = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)
             mean[6] = at_two - mean[8] * math.log(ranks_per_node) - mean[0]
             mean[7], sd[6:9] = growth, (outer_sd, min(sd[7], _GROWTH_SD), min(sd[8], _SHARED_LINK_SD))
             known.add(6)
+    if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[9] > _OVERLAP_SD:
+        sizes = buckets.size_bytes.tolist()
+        reduce_s = [np.array([fabric.whole(int(n), ranks_per_node, size)[0] for size in sizes]) for n in nodes]
+        mean[9], sd[9] = overlap_of(buckets, reduce_s), _OVERLAP_SD
     return replace(prior, mean=mean, sd=sd, in_seconds=tuple(sorted(known)))
-
-
-def _collective(cost: AllReduceCost, probed: int, ranks: int, size_bytes: float) -> tuple[float, float]:
-    return cost.ring(probed, ranks, max(math.ceil(size_bytes / _BUCKET_BYTES), 1), size_bytes)

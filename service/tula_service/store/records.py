@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import EndCause, MemoryReading, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import BucketTimeline, EndCause, MemoryReading, PlanState, RunKind, RunOrigin, RunState
 from tula_wire import Configuration
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -180,6 +180,7 @@ class NewSamples:
     grad_accum_steps: int | None = None
     timing_method: str = "wall"
     memory: MemoryReading | None = None
+    timeline: BucketTimeline | None = None
     epochs_before: float | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from tula_service.domain import MemoryReading, RunState, RunSummary
+from tula_service.domain import BucketTimeline, MemoryReading, RunState, RunSummary
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
@@ -155,8 +155,8 @@ class Samples(Repository):
             .order_by(runs.c.key)
         )
         keys = [row["key"] for row in rows]
-        memory = self._highest(keys)
-        return [self._summary(row, memory.get(row["key"])) for row in rows]
+        memory, timelines = self._highest(keys), self._timelines(keys)
+        return [self._summary(row, memory.get(row["key"]), timelines.get(row["key"])) for row in rows]
 
     def refresh(self, run_key: int) -> None:
         """Compute and keep the summary of one run now, so that `RunRecord.step_time_s` is current."""
@@ -184,6 +184,8 @@ class Samples(Repository):
 
     def _source(self, run_key: int, batch: NewSamples) -> int:
         facts = {name: getattr(batch, name) for name in _SEEN}
+        if batch.timeline is not None:
+            facts["timeline"] = {name: list(values) for name, values in asdict(batch.timeline).items()}
         table = sample_sources.c
         known = self._row(
             sa.select(sample_sources).where(
@@ -223,7 +225,17 @@ class Samples(Repository):
         rows = self._rows(statement.order_by(table.peak_bytes, table.source_key))
         return {row["run_key"]: MemoryReading(**same_fields(MemoryReading, row)) for row in rows}
 
-    def _summary(self, row: RowMap, memory: MemoryReading | None) -> RunSummary:
+    def _timelines(self, run_keys: Sequence[int]) -> dict[int, BucketTimeline]:
+        """The newest of each run."""
+        table = sample_sources.c
+        statement = sa.select(table.run_key, table.timeline).where(table.run_key.in_(run_keys)).order_by(table.key)
+        return {
+            row["run_key"]: BucketTimeline(**{name: tuple(values) for name, values in row["timeline"].items()})
+            for row in self._rows(statement)
+            if row["timeline"] is not None
+        }
+
+    def _summary(self, row: RowMap, memory: MemoryReading | None, timeline: BucketTimeline | None) -> RunSummary:
         values: dict[str, Any]
         if row["num_samples"] == 0:
             values = {"num_samples": 0}
@@ -239,6 +251,7 @@ class Samples(Repository):
             configuration=configuration_from(row),
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],
+            timeline=timeline,
             **figures,
         )
 

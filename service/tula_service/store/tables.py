@@ -178,6 +178,7 @@ sample_sources = sa.Table(
     sa.Column("boot_id", sa.Text, nullable=False),
     *_optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timing_method", sa.Text, nullable=False),
+    sa.Column("timeline", JSON),
     sa.UniqueConstraint("run_key", "rank", "boot_id"),
 )
 

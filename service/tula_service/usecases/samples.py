@@ -11,7 +11,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
-from tula_service.domain import MemoryReading, RunKind, RunState
+from tula_service.domain import BucketTimeline, MemoryReading, RunKind, RunState
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
@@ -20,6 +20,7 @@ from tula_service.store.sample_reader import SampleCursor, SampleFilter
 from tula_service.usecases import monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
+from tula_wire import samples as wire_samples
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -138,8 +139,13 @@ def samples_from_wire(batch: SampleBatch) -> NewSamples:
         grad_accum_steps=batch.grad_accum_steps,
         timing_method=batch.timing_method,
         memory=None if batch.memory is None else MemoryReading(**batch.memory.model_dump()),
+        timeline=None if batch.timeline is None else _timeline(batch.timeline),
         epochs_before=batch.epochs_before,
     )
+
+
+def _timeline(timeline: wire_samples.BucketTimeline) -> BucketTimeline:
+    return BucketTimeline(tuple(timeline.bucket_bytes), tuple(timeline.ready_s))
 
 
 def _column(values: Sequence[float | None] | None) -> FloatArray | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.fabric import AllReduceCost, Fabric, fit_all_reduce, with_fabric
+from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, overlap_of, with_fabric
 from tula_service.perfmodel.points import ObservationError, Points
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.step_time_form import log_terms
@@ -25,6 +25,7 @@ def fitted(times: list[float], sd: float = 0.02) -> AllReduceCost:
     return fit_all_reduce(SIZES, times, [sd] * len(times))
 
 
+@settings(deadline=None)  # the first example imports scipy
 @given(st.floats(-14.0, -4.0), st.floats(-26.0, -16.0))
 def test_alpha_and_beta_are_found_again(log_alpha: float, log_beta: float) -> None:
     alpha, beta = np.exp([log_alpha, log_beta])
@@ -79,7 +80,7 @@ def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
     """Two nodes of four ranks, 100 MB of gradients: the form's collectives are the probe's, in seconds."""
     across, inside = fitted(measured(4e-4, 4e-9)), fitted(measured(5e-5, 2e-10))
     fabric = Fabric(2, 4, across, inside)
-    prior = with_fabric(generic_prior(), fabric, gradient_bytes=1e8, max_nodes=8, ranks_per_node=4)
+    prior = with_fabric(generic_prior(), fabric, buckets=Buckets.of(1e8), max_nodes=8, ranks_per_node=4)
     wanted = [make_configuration(nodes, 4, 32) for nodes in (1, 2, 8)]
     found = np.exp(log_terms(prior.mean, Points.of(wanted), 32.0).communication)
     expected = [inside.ring(4, 4, 4, 1e8)[0], *(across.ring(8, ranks, 4, 1e8)[0] for ranks in (8, 32))]
@@ -91,6 +92,38 @@ def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
     prior = generic_prior()
     sure = type(prior)(prior.mean, np.minimum(prior.sd, 0.1), in_seconds=(4, 6))
     fabric = Fabric(2, 1, fitted(measured(1e-3, 1e-8)))
-    kept = with_fabric(sure, fabric, gradient_bytes=1e8, max_nodes=8, ranks_per_node=1)
+    kept = with_fabric(sure, fabric, buckets=Buckets.of(1e8), max_nodes=8, ranks_per_node=1)
     assert kept.mean.tolist() == sure.mean.tolist()
     assert kept.sd.tolist() == sure.sd.tolist()
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 16])
+def test_the_form_follows_simulated_buckets(number: int) -> None:
+    """Equal buckets that become ready one after another in the last two thirds of a step."""
+    ready = np.array([1 / 3 + 2 / 3 * (i + 1) / number for i in range(number)])
+    buckets = Buckets(np.full(number, 1e6), ready)
+    every = [np.full(number, share / number) for share in (0.25, 0.5, 1.0, 2.0)]
+    g = 1.0 + np.exp(overlap_of(buckets, every))
+    for each in every:
+        together = float(each.sum())
+        found = (1.0 + together**g) ** (1.0 / g)
+        assert found == pytest.approx(buckets.end_s(each), rel=0.1)
+    assert (g < 1.1) == (number == 1)
+
+
+def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
+    buckets = Buckets(np.array([1.0, 1.0, 1.0]), np.array([1.0, 2.0, 3.0]))
+    assert buckets.end_s(np.array([0.5, 0.5, 0.5])) == pytest.approx(3.5)
+    assert buckets.end_s(np.array([5.0, 1.0, 1.0])) == pytest.approx(8.0)
+    assert buckets.end_s(np.array([0.5, 0.5, 0.5]), pace=2.0) == pytest.approx(6.5)
+
+
+def test_timed_buckets_say_how_much_is_hidden() -> None:
+    fabric = Fabric(2, 1, fitted(measured(1e-4, 1e-8)))
+    sizes, early, late = np.full(8, 1e6), np.linspace(0.01, 0.08, 8), np.full(8, 0.08)
+    hidden, exposed = (
+        with_fabric(generic_prior(), fabric, buckets=Buckets(sizes, ready), max_nodes=8, ranks_per_node=1)
+        for ready in (early, late)
+    )
+    assert hidden.mean[9] > exposed.mean[9] + 1.0
+    assert hidden.sd[9] < generic_prior().sd[9]

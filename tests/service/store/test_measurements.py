@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
-from tula_service.domain import MemoryReading, RunState
+from tula_service.domain import BucketTimeline, MemoryReading, RunState
 from tula_service.store import Store
 
 
@@ -102,6 +102,17 @@ class TestSamples:
                 tx.samples.add(run.key, job.id, samples(1, memory=MemoryReading("peak_rss", peak)))
                 versions.append(tx.jobs.data_version(job.id))
         assert versions[0] == versions[1] == versions[2] == versions[3] - 1, "only a higher peak changes it"
+
+    def test_a_timeline_is_part_of_its_run(self, store: Store) -> None:
+        job = a_job(store)
+        timed, other = a_run(store, job.id), a_run(store, job.id)
+        timeline = BucketTimeline((1e6, 2e6), (0.25, 0.5))
+        with store.transaction() as tx:
+            tx.samples.add(timed.key, job.id, samples(5))
+            tx.samples.add(timed.key, job.id, samples(5, boot_id="again", timeline=timeline))
+            tx.samples.add(other.key, job.id, samples(5))
+            found = {summary.run_id: summary.timeline for summary in tx.samples.summaries(job.id)}
+        assert found == {timed.id: timeline, other.id: None}
 
     def test_a_run_out_of_memory_is_summarised_without_samples(self, store: Store) -> None:
         job = a_job(store)

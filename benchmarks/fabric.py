@@ -1,0 +1,177 @@
+"""Eight nodes predicted from one rank's timeline and a probe of the links: real DDP over gloo between namespaces.
+
+    python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
+
+For each of three bandwidths and two sizes of network, in a project by itself: a profiling run on one node, whose agent
+times when each bucket of gradients is ready; `tula probe` between two nodes; the service's prediction for eight; a
+probe of all eight, and its prediction again; then the truth, a run on eight nodes. Keys: `from_two.median_error`,
+`from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for compute and an all-reduce of all
+bytes after each other, by the probe of two, `from_all.worst`, and `within_interval` for the share of the predictions
+from two whose 90 % interval holds the truth. The smoke run takes one bandwidth, one size and two nodes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.cluster import served
+from benchmarks.support.cluster import Cluster, why_not
+from benchmarks.support.report import median, parser_of, print_table, write_json
+from tula_client import Client
+from tula_service.analysis.fabrics import cost_of
+from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
+from tula_wire.fabrics import PROBE_MARK, FabricProbe
+from tula_wire.jobs import JobSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCAL_BATCH = 64
+STEPS = 60
+RUN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bandwidths of the links in Mbit/s, sizes of the network in bytes, nodes, and seconds of a probe."""
+
+    rates: tuple[float, ...] = (100.0, 200.0, 400.0)
+    parameter_bytes: tuple[int, ...] = (2**19, 2**21)
+    nodes: int = 8
+    probe_s: float = 10.0
+
+
+SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network on links of one bandwidth: predicted step times, and the measured one, s."""
+
+    from_two: Estimate
+    from_all: Estimate
+    added_s: float
+    truth_s: float
+
+
+def main() -> int:
+    """Run every case; 1 when no cluster can be built on this machine."""
+    options = parser_of("fabric", __doc__).parse_args()
+    if (reason := why_not()) is not None:
+        print(f"{reason}: run it where root may make them", file=sys.stderr)
+        return 1
+    size = SMOKE if options.smoke else Size()
+    cases, rows = [], []
+    with Cluster(size.nodes, size.rates[0]) as cluster, served(cluster) as (admin, environment):
+        for number, (rate, parameter_bytes) in enumerate(product(size.rates, size.parameter_bytes)):
+            cluster.set_rate(rate)
+            name = f"case{number}"
+            admin.create_project(ProjectCreate(name=name))
+            token = admin.create_token(TokenCreate(name=name, scope="user", project=name)).secret
+            bench = Bench(cluster, Client(admin.url, token), {**environment, "TULA_TOKEN": token}, size)
+            cases.append(case := bench.measure(rate, parameter_bytes))
+            estimates = case.from_two.value, case.from_all.value, case.added_s
+            errors = [f"{1e3 * each:.1f} ms ({each / case.truth_s - 1:+.1%})" for each in estimates]
+            rows.append([f"{rate:g} Mbit/s, {parameter_bytes / 2**20:g} MiB", f"{1e3 * case.truth_s:.1f} ms", *errors])
+    header = ["links, gradients", "measured", "from two", "from all", "added"]
+    print_table(f"step time on {size.nodes} nodes", header, rows)
+    two, every, added = (
+        [abs(predicted / case.truth_s - 1.0) for case, predicted in zip(cases, found, strict=True)]
+        for found in zip(*((c.from_two.value, c.from_all.value, c.added_s) for c in cases), strict=True)
+    )
+    figures = {
+        "from_two.median_error": median(two),
+        "from_two.worst": max(two),
+        "from_all.median_error": median(every),
+        "from_all.worst": max(every),
+        "added.median_error": median(added),
+        "within_interval": float(np.mean([c.from_two.low <= c.truth_s <= c.from_two.high for c in cases])),
+    }
+    for key, value in figures.items():
+        print(f"{key}: {value:.4g}")
+    write_json(options.json, figures)
+    return 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A cluster, the client of one project, and the environment of its runs."""
+
+    cluster: Cluster
+    client: Client
+    environment: dict[str, str]
+    size: Size
+
+    def measure(self, rate: float, parameter_bytes: int) -> Case:
+        """One node, a probe of two, a prediction, a probe of all, a prediction, and the truth."""
+        nodes = self.size.nodes
+        spec = {
+            "name": "fabric",
+            "epochs": 1,
+            "objective": "time",
+            "model": {"name": "waits"},
+            "dataset": {"size": 100_000},
+            "cluster": {"max_nodes": nodes, "network_gbps": rate / 1e3},
+            "batch": {"min_local_batch_size": LOCAL_BATCH, "max_local_batch_size": LOCAL_BATCH},
+            "profiling": {"measuring_steps": STEPS, "precision": 0.0},
+        }
+        job = self.client.handle(JobSpec.model_validate(spec))
+        alone_s = self.step_time_s(job.id, 1, parameter_bytes)
+        probe = self.probe(2, rate)
+        added_s = alone_s + cost_of(probe.all_ranks).ring(2, nodes, 4, float(parameter_bytes))[0]
+        from_two = self.predicted(job.id)
+        self.probe(nodes, rate)
+        from_all = self.predicted(job.id)
+        return Case(from_two, from_all, added_s, self.step_time_s(job.id, nodes, parameter_bytes))
+
+    def predicted(self, job_id: str) -> Estimate:
+        """The service's step time for all nodes."""
+        found = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
+        return found.candidates[0].step_time_s
+
+    def step_time_s(self, job_id: str, nodes: int, parameter_bytes: int) -> float:
+        """What a profiling run on so many nodes measures."""
+        configuration = Configuration(num_nodes=nodes, local_batch_size=LOCAL_BATCH)
+        created = RunCreate(kind="profile", configuration=configuration, holder="bench")
+        run = self.client.create_run(job_id, created)
+        environment = {
+            **self.environment,
+            "TULA_RUN_ID": run.id,
+            "TULA_JOB_ID": job_id,
+            "TULA_KIND": "profile",
+            "TULA_WARMUP_STEPS": "10",
+            "TULA_MEASURE_STEPS": str(STEPS),
+        }
+        words = [f"--nodes={nodes}", f"--batch-size={LOCAL_BATCH}", f"--parameter-bytes={parameter_bytes}"]
+        self.run("benchmarks._cluster_job", words, environment)
+        found = self.client.run(run.id).step_time_s
+        if found is None:
+            raise RuntimeError(f"the run on {nodes} nodes sent no step time")
+        return found
+
+    def probe(self, nodes: int, rate: float) -> FabricProbe:
+        """Probe so many nodes, and give the service what was measured."""
+        words = [f"--nodes={nodes}", f"--seconds={self.size.probe_s:g}"]
+        printed = self.run("benchmarks._cluster_probe", words, self.environment)
+        (line,) = [line for line in printed.splitlines() if line.startswith(PROBE_MARK)]
+        probe = FabricProbe.model_validate_json(line.removeprefix(PROBE_MARK))
+        probe = probe.model_copy(update={"network_gbps": rate / 1e3})
+        self.client.send_probe(probe)
+        return probe
+
+    def run(self, module: str, words: list[str], environment: dict[str, str]) -> str:
+        """What a program over ranks in namespaces prints; raises CalledProcessError where it fails."""
+        places = [f"--{name}={value}" for name, value in self.cluster.for_ranks.items()]
+        command = [sys.executable, "-m", module, *words, *places]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=True
+        )
+        return done.stdout
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
