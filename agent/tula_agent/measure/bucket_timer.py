@@ -14,14 +14,14 @@ import torch
 
 from tula_agent.torch_private import ddp_buckets
 
-PASSES = 5
+TIMED_STEPS = 5
 """Backward passes that are timed; each bucket's time is their median."""
 MOST_STEPS = 20
 """Steps after which a model whose gradients never come whole is given up."""
 
 
 class BucketTimer:
-    """Times the parameters of one DDP module by hooks on them, which are gone after PASSES steps.
+    """Times the parameters of one DDP module by hooks on them, which are gone after TIMED_STEPS steps.
 
     The module is held by a weak reference. On CUDA the times are those of events, read once the device is past them.
     """
@@ -34,7 +34,7 @@ class BucketTimer:
         self._now: Callable[[], Any] = _event if on_device else time.perf_counter
         self._seen: list[tuple[int, Any]] = []
         self._start: Any = None
-        self._passes: list[tuple[Any, list[tuple[int, Any]]]] = []
+        self._timed: list[tuple[Any, list[tuple[int, Any]]]] = []
         self._steps = 0
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(parameters)]
 
@@ -48,13 +48,13 @@ class BucketTimer:
         self._steps += 1
         if self._hooks:
             if len(self._seen) == len(self._bytes) and self._start is not None:
-                self._passes.append((self._start, self._seen))
-            if len(self._passes) < PASSES and self._steps < MOST_STEPS:
+                self._timed.append((self._start, self._seen))
+            if len(self._timed) < TIMED_STEPS and self._steps < MOST_STEPS:
                 return None
             self.close()
-        if not self._passes:
+        if not self._timed:
             return {}
-        if not all(_is_over(stamp) for _, seen in self._passes for _, stamp in seen[-1:]):
+        if not all(_is_over(stamp) for _, seen in self._timed for _, stamp in seen[-1:]):
             return None
         return self._timeline()
 
@@ -75,7 +75,7 @@ class BucketTimer:
         buckets = None if model is None else ddp_buckets(model)
         if not buckets or sorted(chain.from_iterable(buckets)) != list(range(len(self._bytes))):
             return {}
-        times = [{index: _seconds(start, stamp) for index, stamp in seen} for start, seen in self._passes]
+        times = [{index: _seconds(start, stamp) for index, stamp in seen} for start, seen in self._timed]
         ready = [median(max(each[index] for index in bucket) for each in times) for bucket in buckets]
         return {"bucket_bytes": [sum(self._bytes[i] for i in bucket) for bucket in buckets], "ready_s": ready}
 

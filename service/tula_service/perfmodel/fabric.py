@@ -157,11 +157,11 @@ def overlap_of(buckets: Buckets, reduce_s: Sequence[FloatArray]) -> float:
     cases = [(pace, each) for pace in _PACES for each in reduce_s]
     steps = np.log([buckets.end_s(each, pace) for pace, each in cases])
     compute = np.log([pace * compute_s for pace, _ in cases])
-    together = np.log([float(each.sum()) for _, each in cases])
+    collectives = np.log([float(each.sum()) for _, each in cases])
 
     def missed(log_overlap: float) -> float:
         g = 1.0 + math.exp(log_overlap)
-        return float(np.sum((np.logaddexp(g * compute, g * together) / g - steps) ** 2))
+        return float(np.sum((np.logaddexp(g * compute, g * collectives) / g - steps) ** 2))
 
     return float(min(_OVERLAPS, key=missed))
 

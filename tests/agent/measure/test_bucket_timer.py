@@ -15,7 +15,7 @@ from torch import nn
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.measure import bucket_timer
-from tula_agent.measure.bucket_timer import PASSES, BucketTimer
+from tula_agent.measure.bucket_timer import TIMED_STEPS, BucketTimer
 
 
 class Slow(torch.autograd.Function):
@@ -75,7 +75,7 @@ def test_the_first_rank_sends_the_timeline_once(sink: Sink, launch: Launch) -> N
     assert 0.0 < body["timeline"]["ready_s"][-1] < 10.0
 
 
-def timed(model: nn.Module, steps: int = PASSES) -> dict[str, list[float]] | None:
+def timed(model: nn.Module, steps: int = TIMED_STEPS) -> dict[str, list[float]] | None:
     """What is known after so many steps, none of them before the last one; DDP has had one to order its buckets."""
     model(torch.randn(2, 512)).sum().backward()
     timer = BucketTimer(model)

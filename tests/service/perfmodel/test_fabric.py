@@ -105,8 +105,8 @@ def test_the_form_follows_simulated_buckets(number: int) -> None:
     every = [np.full(number, share / number) for share in (0.25, 0.5, 1.0, 2.0)]
     g = 1.0 + np.exp(overlap_of(buckets, every))
     for each in every:
-        together = float(each.sum())
-        found = (1.0 + together**g) ** (1.0 / g)
+        reduced = float(each.sum())
+        found = (1.0 + reduced**g) ** (1.0 / g)
         assert found == pytest.approx(buckets.end_s(each), rel=0.1)
     assert (g < 1.1) == (number == 1)
 
