@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from benchmarks.support.gloo import fork_ranks
 from tula_agent.commands import probe
+
+
+def rank_main() -> None:
+    """A namespace has the name of its host: say that each rank is on a separate node, as torchrun does."""
+    os.environ["GROUP_RANK"] = os.environ["RANK"]
+    probe.main()
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -18,7 +26,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     sys.argv = [sys.argv[0], str(options.seconds)]
     fork_ranks(
-        probe.main,
+        rank_main,
         options.nodes,
         namespaces=options.namespaces,
         master=options.master,

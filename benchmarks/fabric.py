@@ -39,7 +39,7 @@ RUN_S = 120.0
 class Size:
     """Bandwidths of the links in Mbit/s, sizes of the network in bytes, nodes, and seconds of a probe."""
 
-    rates: tuple[float, ...] = (100.0, 200.0, 400.0)
+    rates: tuple[float, ...] = (25.0, 50.0, 100.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)
     nodes: int = 8
     probe_s: float = 10.0
