@@ -3,11 +3,12 @@
 python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
 Two processes do the same fixed work on 161 tensors of 25.6 M parameters; one has the agent, which reports to a real
-HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs, so that what the agent's
-thread has to do falls into its own turns. `step.overhead` is the median over pairs of turns of the difference between
-the median step times, plus the gradient norm's time: what a pair of norms takes, over the steps from one pair to the
-next (too rare for a median to see, or to fall into the steps measured for certain). The interval is a bootstrap over
-pairs of turns.
+HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs. `step.overhead` is the median
+over pairs of turns of the difference between the median step times, plus the gradient norm's time: what a pair of norms
+takes, over the steps from one pair to the next (too rare for a median to see, or to fall into the steps measured for
+certain). The interval is a bootstrap over pairs of turns. The shipping thread sends by the clock, which a stopped
+process does not stop: its CPU is measured in two long turns, of the first 30 s of the run, when it sends every second
+(`agent.thread_begin_us_per_step`), and after them, when it sends every five (`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from benchmarks.support.sink import Sink
 TENSORS, PARAMETERS = 161, 25_557_032
 STEP_S = 0.1
 WARMUP_STEPS = 30
+BEGIN_STEPS, LONG_STEPS = 100, 400
 TARGETS = {
     "step.overhead": 0.003,
     "agent.cpu_us_per_step": 60,
+    "agent.thread_us_per_step": 100,
     "agent.memory_bytes": 32 * 2**20,
     "agent.import_ms": 300,
 }
@@ -91,7 +94,7 @@ class Agent:
         self._spent = spent
         self._norms: list[float] = []
         self._warm_norms = 0
-        self._norms_every, self._sent_bytes, self._thread_s = 1.0, 0, 0.0
+        self._norms_every, self._sent_bytes = 1.0, 0
         self.run = tula_agent.init(dataset_size=1_000_000)
         recorder = self.run.recorder
         assert recorder is not None
@@ -112,7 +115,7 @@ class Agent:
     def warmed_up(self) -> None:
         """Count from now on."""
         self._warm_norms = len(self._norms)
-        self._sent_bytes, self._thread_s = 0, self._shipping_cpu_s()
+        self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
         """`read` of the gradients; notes how many steps lie between two pairs, which the second of a pair decides."""
@@ -132,7 +135,8 @@ class Agent:
 
         return counting
 
-    def _shipping_cpu_s(self) -> float:
+    def shipping_cpu_s(self) -> float:
+        """CPU seconds of the shipping thread so far."""
         thread = next(thread for thread in threading.enumerate() if thread.name == "tula-agent")
         assert thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -147,7 +151,6 @@ class Agent:
         # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
         report["norms_us"] = 2e6 * statistics.mean(self._norms[2:]) / self._norms_every
         report["gradients_us"] += report["norms_us"] - 1e6 * sum(self._norms[self._warm_norms :]) / measured
-        report["thread_us"] = 1e6 * (self._shipping_cpu_s() - self._thread_s) / measured
         report["sent_bytes"] = self._sent_bytes / measured
         return report
 
@@ -156,6 +159,7 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
     """One of the two processes: does the turns that it receives, and sends each step's seconds.
 
     The first number is the rounds of a step (0: as many as take STEP_S), each further one a number of steps; 0 ends it.
+    A negative number of steps is answered with the CPU seconds of the shipping thread meanwhile.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -168,7 +172,8 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
     steps = 0
     while count := turns.recv():
         times = []
-        for _ in range(count):
+        shipping_s = agent.shipping_cpu_s() if agent is not None else 0.0
+        for _ in range(abs(count)):
             began = time.perf_counter()
             next(training.batches)
             training.work(rounds)
@@ -176,12 +181,12 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
             if agent is not None:
                 agent.run.log(loss=0.5)
             times.append(time.perf_counter() - began)
-        steps += count
+        steps += abs(count)
         if steps == WARMUP_STEPS:
             spent.clear()
             if agent is not None:
                 agent.warmed_up()
-        turns.send(times)
+        turns.send(times if agent is None or count > 0 else agent.shipping_cpu_s() - shipping_s)
     report = {} if agent is None else agent.report(steps - WARMUP_STEPS)
     turns.send(report | {"resident": resident()})
 
@@ -240,8 +245,10 @@ def import_ms(repeats: int) -> float:
     return min(float(run.stdout) for run in runs)
 
 
-def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[str, float]:
-    """All figures of the module's text; `rounds` of work in a step (0: as many as take STEP_S)."""
+def measure(
+    pairs: int, turn: int, rounds: int = 0, imports: int = 5, long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS)
+) -> dict[str, float]:
+    """All figures of the module's text; `rounds` of work in a step (0: as many as take STEP_S), steps of long turns."""
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
         plain, agent = Process(clean_environment()), Process(clean_environment(**reporting))
@@ -251,12 +258,14 @@ def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[st
             agent.ask(rounds)
             for process in (plain, agent):
                 process.ask(WARMUP_STEPS)
+            begin_s = agent.ask(-long[0]) / long[0]
             without, differences = [], []
             for pair in range(pairs):
                 order = (plain, agent) if pair % 2 else (agent, plain)
                 times = {process: statistics.median(process.ask(turn)) for process in order}
                 without.append(times[plain])
                 differences.append(times[agent] - times[plain])
+            shipping_s = agent.ask(-long[1]) / long[1]
             baseline, report = plain.ask(0), agent.ask(0)
         finally:
             plain.close()
@@ -276,7 +285,8 @@ def measure(pairs: int, turn: int, rounds: int = 0, imports: int = 5) -> dict[st
         "agent.timing_us_per_step": report["timing_us"],
         "agent.gradients_us_per_step": report["gradients_us"],
         "agent.norms_us_per_step": report["norms_us"],
-        "agent.thread_us_per_step": report["thread_us"],
+        "agent.thread_begin_us_per_step": 1e6 * begin_s,
+        "agent.thread_us_per_step": 1e6 * shipping_s,
         "agent.memory_bytes": report["resident"] - baseline["resident"],
         "agent.bytes_per_step": report["sent_bytes"],
         "agent.import_ms": import_ms(imports),
@@ -289,7 +299,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
     options = parser.parse_args()
-    figures = measure(2, 4, rounds=1, imports=1) if options.smoke else measure(options.pairs, options.turn)
+    figures = measure(2, 4, rounds=1, imports=1, long=(4, 4)) if options.smoke else measure(options.pairs, options.turn)
     for name, value in figures.items():
         target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:32} {value:.6g}{target}")

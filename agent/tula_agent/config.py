@@ -19,6 +19,7 @@ N = TypeVar("N", int, float)
 DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
 """Of a profiling run whose environment does not give them; those of a job's specification."""
 
+_LONGEST_PROBE_S = 60.0
 _OFF = ("", "0", "false", "no")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
@@ -39,13 +40,15 @@ class WantedJob:
 class ProfilePlan:
     """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never).
 
-    column: smaller local batches that the same launch measures first, ascending, each with its run.
+    column: smaller local batches that the same launch measures first, ascending, each with its run. probe_s: seconds
+    for which the ranks time all-reduces after the first warm-up (0: not at all).
     """
 
     warmup_steps: int
     measure_steps: int
     precision: float = 0.0
     column: tuple[tuple[int, str], ...] = ()
+    probe_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
     warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
     precision = _number(environ, "TULA_PRECISION", float, lambda share: 0 <= share <= 1, "a share between 0 and 1")
     warmup = DEFAULT_WARMUP_STEPS if warmup is None else warmup
-    return ProfilePlan(warmup, measure, precision or 0.0, _column(environ))
+    probe_s = _number(environ, "TULA_PROBE_S", float, lambda s: 0 <= s <= _LONGEST_PROBE_S, "seconds from 0 to 60")
+    return ProfilePlan(warmup, measure, precision or 0.0, _column(environ), probe_s or 0.0)
 
 
 def _column(environ: Mapping[str, str]) -> tuple[tuple[int, str], ...]:

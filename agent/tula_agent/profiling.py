@@ -131,6 +131,11 @@ class Profiling:
         self._stop_requested: str | None = None
 
     @property
+    def probe_s(self) -> float:
+        """Seconds for which the ranks probe their links; 0 unless all take part."""
+        return self.plan.probe_s if self.plan is not None and self._agreement.agreed else 0.0
+
+    @property
     def measuring(self) -> bool:
         """True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
@@ -205,5 +210,6 @@ class Profiling:
 
 def _plan_of(values: list[Any]) -> ProfilePlan:
     """The plan whose fields the first rank sent as JSON."""
-    warmup_steps, measure_steps, precision, column = values
-    return ProfilePlan(warmup_steps, measure_steps, precision, tuple((int(size), str(run)) for size, run in column))
+    warmup_steps, measure_steps, precision, column, probe_s = values
+    runs = tuple((int(size), str(run)) for size, run in column)
+    return ProfilePlan(warmup_steps, measure_steps, precision, runs, probe_s)

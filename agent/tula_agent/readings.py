@@ -132,15 +132,16 @@ class Readings:
 
     `deque.append` and `popleft` are atomic, so the training thread takes no lock. Over `limit` entries a new one is
     dropped and counted. `memory` is the newest breakdown by local batch, `timelines` what `measure/bucket_timer.py`
-    found for it, `ended` the runs of a launch's smaller batches that were measured, with their batch; `epochs_before`
-    the epochs that earlier processes of this training completed (None: unknown), `expects_comm` is True where every
-    rank reports `CommTiming`s.
+    found for it, `all_reduces` what a probe found, `ended` the runs of a launch's smaller batches that were measured,
+    with their batch; `epochs_before` the epochs that earlier processes of this training completed (None: unknown),
+    `expects_comm` is True where every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
         self.dropped = 0
         self.memory: dict[int | None, dict[str, Any]] = {}
         self.timelines: dict[int | None, dict[str, list[float]]] = {}
+        self.all_reduces: dict[str, Any] | None = None
         self.ended: deque[tuple[int, str]] = deque()
         self.epochs_before: float | None = None
         self.expects_comm = False

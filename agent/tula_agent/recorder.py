@@ -459,6 +459,7 @@ class Recorder:
         if pending:
             self.profiling.agree()
             self._follow_first_rank()
+            self._probe()
         if self.plan is None:
             if self.profiling.reaches_limit(step) and self.leads:
                 logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
@@ -469,6 +470,15 @@ class Recorder:
                 self._next_batch(step)
             self.exporter.wake()
         return True
+
+    def _probe(self) -> None:
+        """Time all-reduces between two steps of a profiling run, which all ranks reach at the same time."""
+        if self.profiling.probe_s > 0.0 and self.world_size > 1 and current_group() is not None:
+            with self.guard("probing the links between ranks"):
+                from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
+
+                found = time_all_reduces(device_of(list(self.objects.models)), self.profiling.probe_s)
+                self.readings.all_reduces = found if self.leads else None
 
     # The batches of a column.
 

@@ -5,7 +5,7 @@ from tula_wire._base import WireModel, read
 from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, TokenCreate, TokenCreated, TokenList
 from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
-from tula_wire.fabrics import AllReduceCost, AllReduceReading, Backend, Fabric, FabricList, FabricProbe
+from tula_wire.fabrics import AllReduceCost, AllReduceReading, AllReduces, Backend, Fabric, FabricList, FabricProbe
 from tula_wire.jobs import (
     JOBS_COUNTED,
     BatchSpec,
@@ -64,6 +64,7 @@ __all__ = [
     "MEDIA_TYPE",
     "AllReduceCost",
     "AllReduceReading",
+    "AllReduces",
     "Backend",
     "Basis",
     "BatchSpec",

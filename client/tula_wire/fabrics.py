@@ -37,16 +37,9 @@ class AllReduceReading(WireModel):
 Readings = Annotated[list[AllReduceReading], Field(min_length=3, max_length=64)]
 
 
-class FabricProbe(WireModel):
-    """What one probe measured of the nodes of an instance type; the newest of each number of nodes and ranks counts.
+class AllReduces(WireModel):
+    """What ranks measured together."""
 
-    A job uses it if `instance_type`, `accelerator` and `network_gbps` are those of its cluster; without an accelerator,
-    `default` nodes are the same only with as many ranks.
-    """
-
-    instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
-    accelerator: Name | None = Field(None, description="As in the job's cluster.")
-    network_gbps: Gbps | None = Field(None, description="Gigabits per second, as in the job's cluster.")
     backend: Backend = Field(description="What reduced the bytes.")
     num_nodes: Count = Field(description="Nodes that took part.")
     ranks_per_node: Count = Field(description="Ranks of each of them.")
@@ -62,6 +55,18 @@ class FabricProbe(WireModel):
         if self.in_node is not None and 1 in (self.num_nodes, self.ranks_per_node):
             raise ValueError("in_node needs several nodes of several ranks: leave it out")
         return self
+
+
+class FabricProbe(AllReduces):
+    """What one probe measured of the nodes of an instance type; the newest of each number of nodes and ranks counts.
+
+    A job uses it if `instance_type`, `accelerator` and `network_gbps` are those of its cluster; without an accelerator,
+    `default` nodes are the same only with as many ranks.
+    """
+
+    instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
+    accelerator: Name | None = Field(None, description="As in the job's cluster.")
+    network_gbps: Gbps | None = Field(None, description="Gigabits per second, as in the job's cluster.")
 
 
 class AllReduceCost(WireModel):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from tula_wire._base import Bytes, Count, Name, WireModel
+from tula_wire.fabrics import AllReduces
 
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
@@ -71,6 +72,9 @@ class SampleBatch(WireModel):
     timing_method: TimingMethod = Field("wall", description="How step times were split.")
     memory: MemoryBreakdown | None = Field(None, description="Memory of this rank.")
     timeline: BucketTimeline | None = Field(None, description="When its gradients were ready to be reduced.")
+    all_reduces: AllReduces | None = Field(
+        None, description="What the ranks of a profiling run found of their links; stored as a fabric of its cluster."
+    )
     warmup: bool = Field(False, description="True: discarded by the fit.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
         None, description="Epochs that the training had finished when this process started; null: unknown."

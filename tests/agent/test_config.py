@@ -11,7 +11,7 @@ from tula_agent.config import ProfilePlan, is_launched, read_config
 BASE = {"TULA_URL": "http://service:8321/", "TULA_RUN_ID": "r1"}
 NAMES = [
     "TULA_URL", "TULA_RUN_ID", "TULA_JOB_ID", "TULA_DISABLED", "TULA_KIND", "TULA_MEASURE_STEPS", "TULA_WARMUP_STEPS",
-    "TULA_PRECISION", "TULA_LOCAL_BATCH_SIZE", "TULA_STACKS_AT", "RANK", "WORLD_SIZE", "SLURM_PROCID",
+    "TULA_PRECISION", "TULA_PROBE_S", "TULA_LOCAL_BATCH_SIZE", "TULA_STACKS_AT", "RANK", "WORLD_SIZE", "SLURM_PROCID",
 ]  # fmt: skip
 
 
@@ -30,12 +30,12 @@ def test_without_a_valid_url_and_run_there_is_no_agent(change: dict[str, str]) -
 
 
 def test_a_profiling_plan_is_read_from_the_environment() -> None:
-    variables = {"TULA_WARMUP_STEPS": "0", "TULA_MEASURE_STEPS": "30", "TULA_PRECISION": "0.02"}
+    variables = {"TULA_WARMUP_STEPS": "0", "TULA_MEASURE_STEPS": "30", "TULA_PRECISION": "0.02", "TULA_PROBE_S": "1"}
     config = read_config({**BASE, **variables})
     assert config is not None
     assert config.url == "http://service:8321"
     assert config.plan is not None
-    assert (config.plan.warmup_steps, config.plan.measure_steps, config.plan.precision) == (0, 30, 0.02)
+    assert config.plan == ProfilePlan(0, 30, 0.02, probe_s=1.0)
 
 
 def test_the_kind_of_the_run_goes_before_the_number_of_steps() -> None:

@@ -290,6 +290,8 @@ class RequestBuilder:
                 body["memory"] = memory
             if (timeline := self._readings.timelines.pop(size, None)) is not None:
                 body["timeline"] = timeline
+            if (all_reduces := self._readings.all_reduces) is not None:
+                body["all_reduces"], self._readings.all_reduces = all_reduces, None
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due

@@ -51,6 +51,8 @@ def run_variables(
         variables["TULA_WARMUP_STEPS"] = str(run.instruction.profiling_warmup_steps)
         variables["TULA_MEASURE_STEPS"] = str(run.instruction.measuring_steps)
         variables["TULA_PRECISION"] = repr(run.instruction.precision)
+        if run.instruction.probe_s > 0.0:
+            variables["TULA_PROBE_S"] = repr(run.instruction.probe_s)
     return variables
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import tula_wire as wire
-from tula_service.analysis.fabrics import cost_of
+from tula_service.analysis.fabrics import cost_of, probe_of_run, probes_of
 from tula_service.perfmodel.fabric import AllReduceCost
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import FabricRecord, Store
+from tula_service.store import FabricRecord, JobRecord, Store, Transaction
 from tula_service.usecases.access import Principal
+from tula_service.usecases.recommendations import cluster_of, stored_probes
 
 _MOST_LISTED = 200
 
@@ -20,6 +21,27 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
     with store.transaction() as tx:
         record = tx.fabrics.add(principal.home_project_id, probe.instance_type, body)
     return _view(record)
+
+
+def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
+    """Store what the ranks of a run measured, as a probe of its cluster; nothing where it is of other ranks."""
+    with store.transaction() as tx:
+        run = tx.runs.get(run_id)
+        job = tx.jobs.get(run.job_id)
+        cluster = cluster_of(job, run.configuration)
+        probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
+        if probe is not None:
+            tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"))
+
+
+def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
+    """Whether a probe of as many nodes and ranks is stored for the configuration's cluster, or its cluster is gone."""
+    cluster = cluster_of(job, configuration)
+    if cluster is None:
+        return True
+    wanted = (configuration.num_nodes, configuration.ranks_per_node)
+    found = probes_of(stored_probes(tx, job), cluster)
+    return any((each.num_nodes, each.ranks_per_node) == wanted for each in found)
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:

@@ -37,11 +37,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     trained = None if thresholds is None else thresholds.body.get("gradient_noise_scale")
     early = None if trained is not None else _early_noise_scale(tx, runs)
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
-    spec = spec_of(job)
-    types = {cluster.instance_type for cluster in spec.cluster}
-    probes = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
     return JobData(
-        spec=spec,
+        spec=spec_of(job),
         objective=job.objective,
         data_version=job.data_version,
         runs=[_job_run(run) for run in runs],
@@ -54,8 +51,20 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
         ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
-        probes=[wire.read(wire.FabricProbe, found.probe) for found in probes],
+        probes=stored_probes(tx, job),
     )
+
+
+def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
+    """Those of the project for the job's instance types, newest first."""
+    types = {cluster.instance_type for cluster in spec_of(job).cluster}
+    found = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
+    return [wire.read(wire.FabricProbe, each.probe) for each in found]
+
+
+def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
+    """The cluster of a configuration; None where the specification has dropped it since."""
+    return next((each for each in spec_of(job).cluster if each.instance_type == configuration.instance_type), None)
 
 
 def spec_of(job: JobRecord) -> wire.JobSpec:

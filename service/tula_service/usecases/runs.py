@@ -18,7 +18,7 @@ from tula_service.domain import (
 )
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
-from tula_service.usecases import ledger, monitoring, recommendations
+from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.planning import replan
 from tula_service.usecases.recommendations import spec_of
@@ -26,6 +26,7 @@ from tula_service.usecases.recommendations import spec_of
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
 _AMISS = 1.5
+_PROBE_S = 1.0
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
     EndCause.VANISHED: "No report or sample of this training arrived before its lease expired.",
@@ -71,7 +72,8 @@ def _claimed(
                 data = {"state": each.state.value, "holder": request.holder}
                 tx.events.append(job_id, "run", run_id=each.id, data=data)
             *smaller, largest = sorted(leased, key=lambda each: each.configuration.local_batch_size)
-            return wire.RunClaimed(run=view(largest), smaller=[view(each) for each in smaller], reason=largest.purpose)
+            first = _to_launch(tx, job, largest)
+            return wire.RunClaimed(run=first, smaller=[view(each) for each in smaller], reason=largest.purpose)
         active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
         if not active and not replanned and job.plan_state is not PlanState.CURRENT:
             return None
@@ -160,7 +162,15 @@ def _created(
     if not profile:
         monitoring.start(tx, job, run, expected, before)
     tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
-    return view(tx.runs.get(run.id))
+    return _to_launch(tx, job, tx.runs.get(run.id))
+
+
+def _to_launch(tx: Transaction, job: JobRecord, record: RunRecord) -> wire.Run:
+    """The run for its launcher: its ranks are to measure their links where no probe of as many is stored."""
+    run = view(record)
+    if run.instruction is None or run.configuration.world_size < 2 or fabrics.known(tx, job, run.configuration):
+        return run
+    return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -17,7 +18,7 @@ from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.sample_reader import SampleCursor, SampleFilter
-from tula_service.usecases import monitoring
+from tula_service.usecases import fabrics, monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire import samples as wire_samples
@@ -58,6 +59,10 @@ class SampleIngest:
             tx.leases.renew(run_id)
             if counted.stored and self._runs.may_announce(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
+        if batch.all_reduces is not None and counted.stored:
+            # In a transaction by itself: it changes other jobs, which samples never lock.
+            with suppress(NotFound):  # deleted meanwhile
+                fabrics.add_of_run(self._store, run_id, batch.all_reduces)
         if diagnosis_due:
             self._background.enqueue(run_id, partial(monitoring.diagnose, self._store, run_id))
         return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)

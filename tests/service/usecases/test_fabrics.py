@@ -167,3 +167,45 @@ def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
     after = posteriors_of(answer_of(cluster, job_id).model)["a"]
     assert after.sd[6] == pytest.approx(before.sd[6], rel=0.05)
     assert after.mean[6] + after.mean[0] == pytest.approx(before.mean[6] + before.mean[0], abs=0.3)
+
+
+def links(nodes: int, ranks: int, **changes: Any) -> dict[str, Any]:
+    """What the ranks of a run report."""
+    return probe(num_nodes=nodes, ranks_per_node=ranks, **changes).model_dump(include=set(wire.AllReduces.model_fields))
+
+
+def test_the_first_run_on_so_many_ranks_probes_their_links_and_the_next_need_not(cluster: Cluster) -> None:
+    nodes = {"instance_type": "a", "max_nodes": 4, "accelerator": "V100", "network_gbps": 25}
+    job_id = cluster.register(spec(cluster=nodes)).job.id
+
+    def asked(num_nodes: int) -> wire.Run:
+        wanted = wire.RunCreate(
+            kind="profile", configuration=make_configuration(num_nodes, 1, 64, 1, "a"), holder="launcher"
+        )
+        return runs.create(cluster.store, cluster.principal, job_id, wanted)
+
+    def probe_s(run: wire.Run) -> float:
+        assert run.instruction is not None
+        return run.instruction.probe_s
+
+    assert probe_s(asked(1)) == 0.0
+    run = asked(2)
+    assert probe_s(run) == 1.0
+    # On one machine, as a trial of two nodes: the figures are those of the run's configuration.
+    cluster.send(run, [0.1, 0.1], all_reduces=links(1, 2))
+    cluster.send(run, [0.1], all_reduces=links(4, 1))  # not its ranks
+    (stored,) = fabrics.list_fabrics(cluster.store, cluster.principal).fabrics
+    assert stored.probe == network(num_nodes=2, alpha=1e-4, beta=1e-9)
+    assert [probe_s(asked(each)) for each in (2, 4)] == [0.0, 1.0]
+
+
+def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(cluster={"instance_type": "a", "max_nodes": 4, "ranks_per_node": 2})).job.id
+    claimed = runs.claim(cluster.store, cluster.principal, job_id, wire.ClaimRequest(holder="launcher")).run
+    assert claimed is not None
+    assert claimed.instruction is not None
+    assert claimed.instruction.probe_s == 1.0
+    c = claimed.configuration
+    cluster.send(claimed, [0.1], all_reduces=links(c.num_nodes, 2, in_node=None))
+    (stored,) = fabrics.list_fabrics(cluster.store, cluster.principal).fabrics
+    assert (stored.probe.num_nodes, stored.probe.ranks_per_node) == (c.num_nodes, 2)

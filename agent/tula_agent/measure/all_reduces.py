@@ -1,0 +1,113 @@
+"""Times all-reduces over the ranks there are, for `tula probe` and at the start of a profiling run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SMALLEST_BYTES, _GROWTH = 2**10, 4
+_LARGEST_BYTES = {"nccl": 2**28, "gloo": 2**26}
+_LEAST_REPEATS, _MOST_REPEATS, _WARM_UP = 3, 20, 2
+_LEAST_SIZES = 3
+_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
+_GROUP_WITHIN = timedelta(seconds=60)
+
+
+def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
+    """What the ranks measure together in about `total_s` seconds, as `tula_wire.AllReduces` has it; the same on all.
+
+    All ranks of the default group call it at the same place. It makes separate groups, so that a rank that is missing
+    meets none of the collectives of training. Raises ValueError for another backend than gloo and NCCL, and where nodes
+    have different numbers of ranks.
+    """
+    nodes: list[str] = [""] * dist.get_world_size()
+    every = dist.new_group(timeout=_GROUP_WITHIN)
+    groups = [every]
+    try:
+        dist.all_gather_object(nodes, _node(), group=every)
+        ranks = Counter(nodes)
+        if len(set(ranks.values())) > 1:
+            raise ValueError(f"nodes have {sorted(ranks.values())} ranks: launch as many on each node")
+        per_node = ranks[nodes[0]]
+        apart = len(ranks) > 1 and per_node > 1
+        budget_s = total_s / 2.0 if apart else total_s
+        found: dict[str, Any] = {
+            "backend": _backend(every, device),
+            "num_nodes": len(ranks),
+            "ranks_per_node": per_node,
+            "all_ranks": _readings(every, device, budget_s),
+        }
+        if apart:
+            for name in ranks:  # every rank takes part in making every group
+                members = [rank for rank, node in enumerate(nodes) if node == name]
+                group = dist.new_group(members, timeout=_GROUP_WITHIN)
+                if dist.get_rank() in members:
+                    groups.append(group)
+            found["in_node"] = _readings(groups[-1], device, budget_s)
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+    return found
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """What reduces tensors of `device`, of a configuration such as `cpu:gloo,cuda:nccl`."""
+    found = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
+    if found not in _LARGEST_BYTES:
+        raise ValueError(f"{found} is not probed, only {' and '.join(_LARGEST_BYTES)}")
+    return found
+
+
+def _node() -> str:
+    """What the launcher calls this rank's node, else the host's name."""
+    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
+
+
+def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
+    """From small to large, until the next size would exceed the time; every rank takes the same decisions."""
+    found: list[dict[str, float]] = []
+    size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
+    largest = _LARGEST_BYTES[_backend(group, device)]
+    while size <= largest:
+        buffer = torch.zeros(size // 4, device=device)
+        once_s = _slowest(group, device, _times(buffer, group, _WARM_UP))[-1]
+        left_s = _slowest(group, device, [end - time.monotonic()], least=True)[0]
+        repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int(left_s / _GROWTH / once_s)))
+        times = _slowest(group, device, _times(buffer, group, repeats))
+        middle = statistics.median(times)
+        spread = _SD_PER_DEVIATION * statistics.median(abs(each - middle) for each in times) / middle
+        found.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
+        size *= _GROWTH
+        needed_s = middle * _GROWTH * (_WARM_UP + _LEAST_REPEATS)
+        left_s = _slowest(group, device, [end - time.monotonic() - needed_s], least=True)[0]
+        if left_s < 0.0 and len(found) >= _LEAST_SIZES:
+            break
+    return found
+
+
+def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
+    """Seconds of each all-reduce on this rank."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        dist.all_reduce(buffer, group=group)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _slowest(group: Any, device: torch.device, seconds: Sequence[float], *, least: bool = False) -> list[float]:
+    """The largest value over the ranks of the group, or the least."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in values.tolist()]
