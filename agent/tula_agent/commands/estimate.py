@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tula_client import TulaError
 from tula_client.cli.format import bytes_
+from tula_client.launch.spec import load_spec
 from tula_wire.devices import DEVICES, capacities_gib, known_device
 from tula_wire.memory import usable_bytes
 
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from tula_agent.measure.estimate import MemoryEstimate
 
 _GIB = 2**30
+_MODEL = re.compile(r"^(\[model\][^\n]*\n)(.*?)(?=^[ \t]*\[|\Z)", re.M | re.S)
 
 
 def estimate(
@@ -29,6 +35,9 @@ def estimate(
     ],
     batch: Annotated[int, typer.Option(min=1, help="Examples of a rank and micro-step.")],
     device: Annotated[str | None, typer.Option(help="Accelerator, such as A100-80GB.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="SPEC.toml", help="Put the facts into the [model] of this job specification.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Count a model's parameters, FLOPs and memory without a device, and print what its job.toml needs.
@@ -37,15 +46,20 @@ def estimate(
     of arguments or a mapping), and, if its state is to count, the optimizer.
     """
     sizes = _capacities(device)
+    before = None if write is None else _read(write)
     model, sample, optimizer = _made(factory, batch)
     from tula_agent.measure.estimate import estimate_memory
 
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a trace, before our sentence
     try:
         found = estimate_memory(model, sample, optimizer)
     except Exception as error:  # the user's model raises what it likes
         raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
     largest = {f"{device} {size} GiB": found.largest_local_batch_size(int(usable_bytes(size * _GIB))) for size in sizes}
     described = found.model_spec(factory.rpartition(":")[2], _name(optimizer))
+    known = {name: _toml(value) for name, value in described.items() if value is not None}
+    if write is not None and before is not None:
+        _replace(write, with_model(before, known))
     if as_json:
         plain = {**asdict(found), "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
         typer.echo(json.dumps({**plain, "model": described}))
@@ -55,10 +69,51 @@ def estimate(
         *(f"largest batch on {name}: {most}" for name, most in largest.items()),
     ):
         typer.echo(line)
+    if write is not None:
+        typer.echo(f"\nwritten into the [model] of {write}")
+        return
     typer.echo("\n[model]")
-    for name, value in described.items():
-        if value is not None:
-            typer.echo(f"{name} = {_toml(value)}")
+    for name, value in known.items():
+        typer.echo(f"{name} = {value}")
+
+
+def with_model(text: str, facts: Mapping[str, str]) -> str:
+    """A job specification whose table `[model]` has `facts`, values in TOML; every other line, and `name`, stay.
+
+    A fact replaces the line that sets it, or the comment that would. Raises ValueError where there is no such table.
+    """
+    table = _MODEL.search(text)
+    if table is None:
+        raise ValueError("it has no line [model]")
+    body = table[2]
+    for name, value in facts.items():
+        line = re.compile(rf"^(?:#[ \t]*)?{name}[ \t]*=.*$", re.M)
+        if name == "name" and re.search(r"^name[ \t]*=", body, re.M):
+            continue
+        if line.search(body):
+            body = line.sub(lambda _, each=f"{name} = {value}": each, body, count=1)
+        else:
+            body = f"{body.rstrip()}\n{name} = {value}\n{body[len(body.rstrip()) :].removeprefix(chr(10))}"
+    return text[: table.start(2)] + body + text[table.end(2) :]
+
+
+def _read(path: Path) -> str:
+    """A valid job specification with a table `[model]`. Raises `typer.BadParameter`."""
+    try:
+        load_spec(path)
+        text = path.read_text(encoding="utf-8")
+        with_model(text, {})
+    except (TulaError, ValueError) as error:
+        raise typer.BadParameter(f"--write: {path} cannot be changed ({error}): give a job.toml") from None
+    return text
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file as a whole, or as it was."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    load_spec(part)
+    part.replace(path)
 
 
 def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:

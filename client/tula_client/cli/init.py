@@ -166,7 +166,7 @@ def _document(words: _Words, devices: list[_Device], output: Path) -> str:
         ('objective = "balanced"', "or time, cost, knee, time_to_quality"),
         ("\n[model]", ""),
         (f"name = {name}", "FILL IN: jobs of one network learn from each other"),
-        ("# parameters = 25_600_000", "tula estimate prints these"),
+        ("# parameters = 25_600_000", "tula estimate --write job.toml fills these in"),
         ("\n[dataset]", ""),
         ("size = 50_000", "FILL IN: examples of an epoch"),
         ("\n[cluster]", ""),

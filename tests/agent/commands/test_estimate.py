@@ -59,6 +59,56 @@ def test_it_counts_a_model_and_prints_what_a_job_needs(call) -> None:  # type: i
     assert most * per_example < 80 * 2**30 < 1.03 * most * per_example
 
 
+JOB = """# tuned every week
+name = "digits"
+[model] # the network
+name = "theirs" # jobs of one network learn from each other
+# parameters = 25_600_000 # tula estimate prints these
+flops_per_sample = 1.0
+
+[dataset]
+size = 50_000
+[cluster]
+max_nodes = 1
+[batch]
+max_local_batch_size = 64
+"""
+
+
+def test_facts_are_written_into_the_job_and_all_else_stays(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    printed = call("their_model:mlp", "--batch", "8").stdout
+    expected = tomllib.loads(printed[printed.index("[model]") :])["model"]
+    for _ in range(2):  # the second time changes nothing
+        done = call("their_model:mlp", "--batch", "8", "--write", str(path))
+        assert done.exit_code == 0, done.output
+        assert f"written into the [model] of {path}" in done.stdout
+        text = path.read_text()
+        found = tomllib.loads(text)
+        assert found["model"] == expected | {"name": "theirs"}
+        assert found | {"model": None} == tomllib.loads(JOB) | {"model": None}
+        assert text.startswith('# tuned every week\nname = "digits"\n[model] # the network\nname = "theirs" # jobs')
+        assert text.count("parameters =") == 1
+    assert [each.name for each in tmp_path.glob("*job.toml*")] == ["job.toml"]
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ('name = "digits"\nmodel = { name = "inline" }\n' + JOB[JOB.index("[dataset]") :], "no line [model]"),
+        (JOB.replace("size =", "sise ="), "sise"),
+    ],
+)
+def test_a_job_that_cannot_be_written_is_left_as_it_was(call, tmp_path: Path, job: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "job.toml"
+    path.write_text(job)
+    done = call("their_model:mlp", "--batch", "8", "--write", str(path))
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert path.read_text() == job
+
+
 def test_state_of_an_optimizer_counts_where_one_is_returned(call) -> None:  # type: ignore[no-untyped-def]
     done = call("their_model:bare", "--batch", "8")
     assert "no optimizer given" in done.stdout
