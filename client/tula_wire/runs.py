@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tula_wire._base import Count, Id, Message, Name, Seconds, Share, Timestamp, WireModel
+from tula_wire._base import Count, Id, Message, Name, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
@@ -21,7 +21,7 @@ class Instruction(WireModel):
     profiling_warmup_steps: int = Field(description="Steps to discard first.")
     measuring_steps: int = Field(description="Steps to measure at most.")
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
-    probe_s: Seconds = Field(
+    probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="Seconds for which its ranks time all-reduces, where no fabric of as many is stored; 0: not."
     )
 
