@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from tula_client.launch.process import LogLines, start
 FAMILY = """
 import subprocess, sys, time
 code = "import signal, time, sys; {ignore}; print('child up', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-print("pids", child.pid, flush=True)
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline().strip(), "pids", child.pid, flush=True)
 {then}
 """
 
@@ -45,7 +46,7 @@ def alive(pid: int) -> bool:
 
 
 def grandchild(log: Path) -> int:
-    text = wait_until(lambda: log.exists() and "child up" in log.read_text() and log.read_text())
+    text = wait_until(lambda: log.exists() and re.search(r"child up pids \d+\n", log.read_text()) and log.read_text())
     return int(text.split("pids ")[1].split()[0])
 
 
