@@ -27,7 +27,7 @@ STORED = {"cluster": ("cluster-tune", "cluster-drift")}
 """Results in several files; else one, whose name may end with the input that it was run on."""
 ELSEWHERE = re.compile(
     r"mlflow|^(source|without)\.|^memory\.(analytic|counted_one|apart)\."
-    r"|^(optuna|ray|lightning|deepspeed|ado|coastline)\.|^(tula|accelerate)\.script\."
+    r"|^(optuna|ray|lightning|deepspeed|ado|coastline)\.|^(tula|accelerate)\.script"
 )
 """Figures of other systems, which need an environment with them, and of tables that are not in the repository."""
 

@@ -89,3 +89,31 @@ def test_static_factors_on_the_page_on_the_paper_are_those_of_their_report() -> 
         assert f"{stored[f'variability.{network}.spike']:.1f} times" in spikes
         keys = ["lbt", *(f"0.5.{factor}" for factor in (2, 4, 8, 16))]
         assert all(f"{stored[f'static.{network}.{key}.test']:.1f}" in factors for key in keys)
+
+
+def test_figures_of_other_tools_on_the_page_that_compares_are_those_of_the_report() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8").split("## The same two jobs")[1]
+    stored = json.loads((ROOT / re.search(r"`(benchmarks/results/.+?\.json)`", page)[1]).read_text())  # type: ignore[index]
+    rows = [
+        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and "table" not in line
+    ]
+    assert {row[0] for row in rows} == {key.split(".")[0] for key in stored} - {"commit", "command"}
+    for peer, version, *cells in rows:
+        assert version == stored.get(f"{peer}.version", "-")
+        assert cells == [
+            ", ".join(f"{scale * stored[f'{peer}.{key}']:.{digits}f}" for key in keys if f"{peer}.{key}" in stored)
+            or "-"
+            for keys, scale, digits in COMPARED
+        ]
+
+
+COMPARED = (
+    (("table.time_over_least.mean", "table.cost_over_least.mean"), 1, 2),
+    (("table.within5",), 100, 0),
+    (("table.runs",), 1, 1),
+    (("script.time_over_least", "script.cost_over_least"), 1, 2),
+    (("script.runs",), 1, 0),
+    (("script.seconds",), 1, 0),
+    (("lines",), 1, 0),
+)
+"""The columns of the table of other tools: keys, what they are multiplied with, digits."""

@@ -47,7 +47,7 @@ def python_of(name: str, folder: Path) -> str:
     """The interpreter of a peer's environment, made if it is not there; raises `Refused` where pip fails."""
     place, python = folder / name, folder / name / "bin" / "python"
     if not (place / "complete").exists():
-        venv.create(place, with_pip=True)
+        venv.create(place, clear=True, with_pip=True)  # one whose installation was cut off is made again
         command = [str(python), "-m", "pip", "install", "--quiet", *PEERS[name].requirements]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
