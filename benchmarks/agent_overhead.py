@@ -8,7 +8,7 @@ over pairs of turns of the difference between the median step times, plus the gr
 takes, over the steps from one pair to the next (too rare for a median to see, or to fall into the steps measured for
 certain). The interval is a bootstrap over pairs of turns. The shipping thread sends by the clock, which a stopped
 process does not stop: its CPU is measured in two long turns, of the first 30 s of the run, when it sends every second
-(`agent.thread_begin_us_per_step`), and after them, when it sends every five (`agent.thread_us_per_step`).
+(`agent.thread_begin_us_per_step`), and after them, when it sends every ten (`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from benchmarks import cold_start
+from tula_service.analysis.learning_rate import scaling_rule
+from tula_wire import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,3 +120,32 @@ COMPARED = (
     (("lines",), 1, 0),
 )
 """The columns of the table of other tools: keys, what they are multiplied with, digits."""
+
+
+NETWORKS = {
+    "vgg": ("momentum", False),
+    "resnet20": ("momentum", True),
+    "residual": ("momentum", True),
+    "depthwise": ("momentum", True),
+    "transformer": ("adam", False),
+}
+"""Optimizer and batch normalization of the networks of the experiment on gradient scaling."""
+METHODS = {"gain": "Tula default", "linear": "linear", "unscaled": "LBT"}
+
+
+def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_experiment() -> None:
+    stored = json.loads((ROOT / "experiments" / "generalization" / "results" / "quick.json").read_text())
+    rules = set()
+    for row in stored["rows"]:
+        _, network, batch = row["case"].split("@")[0].split("/")
+        optimizer, normalized = NETWORKS[network]
+        model = ModelSpec(name=network, optimizer=optimizer, batch_normalization=normalized)
+        rule = scaling_rule(model, int(batch) / (16 if network == "transformer" else 64))
+        assert rule is not None
+        rules.add(rule)
+        tests = {name: row["methods"][method]["tests"] for name, method in METHODS.items()}
+        for other in METHODS.keys() - {rule}:
+            lead = [tests[other][seed] - tests[rule][seed] for seed in tests[rule]]
+            interval = 2.776 * statistics.stdev(lead) / len(lead) ** 0.5  # Student's t, 5 seeds, 95 %
+            assert statistics.mean(lead) < interval, (row["case"], rule, other)
+    assert rules == set(METHODS)

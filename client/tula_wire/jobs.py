@@ -62,7 +62,13 @@ class ModelSpec(WireModel):
     micro_batch_size: Count | None = Field(
         None, description="Examples that a pipeline passes on at a time; needed with `pipeline_stages`."
     )
-    optimizer: Optimizer = Field("momentum", description="Optimizer, for the bytes of its state per parameter.")
+    optimizer: Optimizer = Field(
+        "momentum",
+        description="Optimizer, for the bytes of its state per parameter and the rule for the learning rate.",
+    )
+    batch_normalization: bool | None = Field(
+        None, description="Whether layers normalize over the batch, for the rule for the learning rate; null: unknown."
+    )
 
     @model_validator(mode="after")
     def _pipelined(self) -> Self:

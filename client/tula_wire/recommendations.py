@@ -70,6 +70,9 @@ class Candidate(WireModel):
     )
 
 
+ScalingRule = Literal["gain", "linear", "unscaled"]
+
+
 class Knee(WireModel):
     """The knee of time against batch size, or why there is none."""
 
@@ -112,6 +115,12 @@ class Recommendation(WireModel):
     balanced: Candidate | None = Field(None, description="What the objective `balanced` chooses among the candidates.")
     knee: Knee = Field(description="The knee of time against batch size.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
+    scaling_rule: ScalingRule | None = Field(
+        None,
+        description="What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
+        "it by the noise scale, `linear` scale it with the batch in a warm-up, `unscaled` keep it; null: nothing is "
+        "chosen, that batch itself, or an optimizer that no experiment used.",
+    )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
     max_local_batch_size: dict[str, int] = Field({}, description="By instance type, from the memory model.")

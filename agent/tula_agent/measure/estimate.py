@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from tula_agent.measure.step_timer import map_tensors, tensors_in
 from tula_agent.torch_private import autocast_dtype, storage_key, tensors_without_data
 
 _RECOMPUTED = 4.0 / 3.0
+_NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class MemoryEstimate:
     batch_bytes_per_sample: int
     activation_checkpointing: bool = False
     precision: str = "fp32"
+    batch_normalization: bool = False
 
     def total_bytes(self, local_batch_size: int) -> int:
         """Memory at `local_batch_size` examples (equation 3)."""
@@ -61,6 +64,7 @@ class MemoryEstimate:
             "activation_bytes_per_sample": self.activation_bytes_per_sample or None,
             "activation_checkpointing": self.activation_checkpointing,
             "optimizer": optimizer,
+            "batch_normalization": self.batch_normalization,
         }
 
 
@@ -94,6 +98,7 @@ def estimate_memory(
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=recomputes,
         precision=_precision_of(model),
+        batch_normalization=any(isinstance(each, _NORMALIZES_BATCHES) for each in model.modules()),
     )
 
 

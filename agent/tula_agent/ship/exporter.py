@@ -17,7 +17,7 @@ from tula_wire.retry import backoff_s
 
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 5
+FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
 """A run sends every flush interval for so long, and once in so many intervals after that."""
 REJECTED_LIMIT_BYTES = 4 * 2**20
 SAVING_SHARE = 0.1

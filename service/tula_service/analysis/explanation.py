@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import tula_wire as wire
-from tula_service.analysis import job_data, priors
+from tula_service.analysis import job_data, learning_rate, priors
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
 from tula_service.domain import Basis, Objective
@@ -14,6 +14,7 @@ from tula_service.perfmodel.choice import Choice, duration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
+from tula_wire.recommendations import ScalingRule
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
@@ -54,6 +55,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
             reason=choice.knee_finding.reason,
         ),
         "why": why(answer),
+        "scaling_rule": _scaling_rule(answer, choice.chosen),
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
@@ -292,14 +294,20 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
 
 def _learning_rate(answer: Answer, c: Configuration) -> str:
     """What becomes of the learning rate of the smallest batch; nothing at that batch."""
-    base = min(each.global_batch_size for each in answer.evidence.candidates)
-    if c.global_batch_size <= base:
-        return ""
-    start = f"The learning rate is that of a batch of {base} times "
-    if answer.efficiency is not None:
-        return f"{start}{answer.efficiency.learning_rate_factor(c):.2g}, by the gradient noise scale."
-    most = c.global_batch_size / base
-    return f"{start}1 to {most:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
+    base = _base_batch_size(answer)
+    factor = None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c)
+    return learning_rate.advice(answer.spec.model, base, c.global_batch_size / base, factor)
+
+
+def _scaling_rule(answer: Answer, chosen: Estimate | None) -> ScalingRule | None:
+    if chosen is None:
+        return None
+    times = chosen.configuration.global_batch_size / _base_batch_size(answer)
+    return learning_rate.scaling_rule(answer.spec.model, times)
+
+
+def _base_batch_size(answer: Answer) -> int:
+    return min(each.global_batch_size for each in answer.evidence.candidates)
 
 
 def _nearest_misses(choice: Choice) -> list[str]:

@@ -22,6 +22,7 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.planning import replan
 from tula_service.usecases.recommendations import spec_of
 
+_ADDED = ("precision", "batch_normalization")
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
@@ -79,9 +80,8 @@ def register(
 
 
 def fingerprint_of(body: Mapping[str, Any]) -> str:
-    """Equal for equal specifications, and for one that was registered before `step_time_model` or `precision`
-    existed."""
-    model = {name: value for name, value in body["model"].items() if name != "precision" or value is not None}
+    """Equal for equal specifications, and for one that was registered before `step_time_model` or `_ADDED` existed."""
+    model = {name: value for name, value in body["model"].items() if name not in _ADDED or value is not None}
     facts = {**body, "model": model, "collective": body["collective"] or "ring"}
     if facts["step_time_model"] == "overlap":
         del facts["step_time_model"]

@@ -350,6 +350,7 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     ratio = unknown.chosen.global_batch_size / 64
     assert f"The learning rate is that of a batch of 64 times 1 to {ratio:.3g}" in unknown.why
     assert unknown.chosen.learning_rate_factor is None
+    assert unknown.scaling_rule == "gain"
 
     cluster.report(first, gradient_noise_scale=[200.0] * 40)
     cluster.work(job_id)
