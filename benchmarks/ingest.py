@@ -6,6 +6,8 @@ A step value is one number of one column of one step. Load comes from separate p
 service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk,
 before and after each case: a fraction is of the mean of both. `cpu_s_per_million` is user and system time of the
 service's processes per million step values, which other work on the machine changes less than it changes rates.
+`agents` is what agents send, samples and telemetry of ten steps in turn: as many requests a second are as many agents
+that send one a second. It is measured with one, two and four workers, and with two replicas on one Postgres.
 `--smoke` runs every case for a fraction of a second with one worker: it only shows that the benchmark works.
 The peer is MLflow's own server on SQLite, from an environment made for it; a metric there is a step value here.
 """
@@ -18,7 +20,9 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -40,7 +44,7 @@ from tula_wire import Configuration
 COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
 RUNS = 8
-SAMPLES = 500
+SAMPLES, AGENT_STEPS = 500, 10
 SMOKE = Load(processes=1, connections=2, warmup_s=0.2, measure_s=0.4)
 
 
@@ -92,18 +96,24 @@ def json_requests(run_ids: list[str], steps: int) -> list[Request]:
     return found
 
 
-def sample_requests(run_ids: list[str]) -> list[Request]:
+def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
     """Batches of step samples with five measured columns, as JSON."""
     found = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)
         names = ("step_time_s", "compute_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
-        columns = ",".join(f'"{name}":{noise.lognormal(-2, 0.1, SAMPLES).round(6).tolist()}' for name in names)
-        numbers = list(range(SAMPLES))
+        columns = ",".join(f'"{name}":{noise.lognormal(-2, 0.1, samples).round(6).tolist()}' for name in names)
+        numbers = list(range(samples))
         head = f'{{"rank":{variant},{columns},"sequence":{numbers},"step":{numbers},"boot_id":"bench-'.encode()
         path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/samples"
         found.append(Request(path, "application/json", head, b'"}', textual=True))
     return found
+
+
+def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
+    """What an agent sends of some steps: its samples, then its telemetry."""
+    pairs = zip(sample_requests(run_ids, steps), json_requests(run_ids, steps), strict=True)
+    return [request for pair in pairs for request in pair]
 
 
 def prepare(database: str) -> tuple[list[str], str]:
@@ -144,12 +154,22 @@ class Databases:
 
 def measure(databases: Databases, server: Server, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
     """Load the service; what was measured, and CPU seconds per request."""
-    make = {"packed": packed_requests, "json": json_requests}
-    runs = databases.run_ids
-    requests = sample_requests(runs) if kind == "samples" else make[kind](runs, steps)
+    requests = KINDS[kind](databases.run_ids, steps)
     before = cpu_s(server)
     found = drive("127.0.0.1", server.port, databases.header, requests, load)
     return found, (cpu_s(server) - before) / max(1, found.answered)
+
+
+KINDS = {"packed": packed_requests, "json": json_requests, "samples": sample_requests, "agents": agent_requests}
+
+
+def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
+    """Agents of several services at once."""
+    requests = agent_requests(databases.run_ids, AGENT_STEPS)
+    load = replace(load, processes=max(1, load.processes // len(servers)))
+    with ThreadPoolExecutor() as threads:
+        ports = [server.port for server in servers]
+        return list(threads.map(lambda port: drive("127.0.0.1", port, databases.header, requests, load), ports))
 
 
 def cpu_s(server: Server) -> float:
@@ -249,11 +269,16 @@ def _engine(
 ) -> None:
     def case(server: Server, key: str, name: str, kind: str, steps: int) -> Measured:
         found, cpu_s_per_request = measure(databases, server, load, kind, steps)
-        values_per_request = steps * (len(COLUMNS) if kind != "samples" else 1)
+        values_per_request = steps * (1 if kind in ("samples", "agents") else len(COLUMNS))
         values = found.per_s * values_per_request
         figures[f"{key}.cpu_s_per_million"] = cpu_s_per_request / values_per_request * 1e6
         _show(f"{engine}, {name}", found, values, f"{cpu_s_per_request * 1e6:,.0f}", rows)
         return found
+
+    def agents(server: Server, key: str, name: str) -> None:
+        found = case(server, f"{engine}.agents{key}", f"an agent's requests, {name}", "agents", AGENT_STEPS)
+        figures[f"{engine}.agents{key}.requests_per_s"] = found.per_s
+        figures[f"{engine}.agents{key}.p99_ms"] = found.p99_ms
 
     def raw(steps: int = 1000) -> float:
         return raw_commits_per_s(databases, steps, load.measure_s / 2)
@@ -265,6 +290,7 @@ def _engine(
         with databases.serve(workers) as two:
             key = f"{engine}.workers_2"
             measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
+            agents(two, ".workers_2", "2 workers")
         limits.append(raw())
         rows += [
             (f"{engine}, driver alone, 1,000 x 4", f"{each:,.0f}", f"{each * 4000:,.0f}", "", "", "", "")
@@ -282,6 +308,15 @@ def _engine(
         figures[f"{engine}.json.step_values_per_s"], figures[f"{engine}.json.p99_ms"] = plain.per_s * 4000, plain.p99_ms
         stored = case(one, f"{engine}.samples", f"samples, {SAMPLES} a request", "samples", SAMPLES)
         figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
+        agents(one, "", "1 worker")
+        if workers > 1 and engine == "postgres":
+            with Server(one.database, ingest_per_minute=10**9) as other:
+                both = replicas(databases, (one, other), load)
+            figures[f"{engine}.agents.replicas_2.requests_per_s"] = sum(each.per_s for each in both)
+            figures[f"{engine}.agents.replicas_2.p99_ms"] = max(each.p99_ms for each in both)
+    if workers > 1:
+        with databases.serve(4) as four:
+            agents(four, ".workers_4", "4 workers")
 
 
 if __name__ == "__main__":

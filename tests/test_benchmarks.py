@@ -26,7 +26,7 @@ TIMEOUT_S = 360
 STORED = {"cluster": ("cluster-tune", "cluster-drift")}
 """Results in several files; else one, whose name may end with the input that it was run on."""
 ELSEWHERE = re.compile(
-    r"mlflow|^(source|without)\.|^memory\.(analytic|counted_one|apart)\."
+    r"mlflow|agents\.(workers_4|replicas)|^(source|without)\.|^memory\.(analytic|counted_one|apart)\."
     r"|^(optuna|ray|lightning|deepspeed|ado|coastline)\.|^(tula|accelerate)\.script"
 )
 """Figures of other systems, which need an environment with them, and of tables that are not in the repository."""
