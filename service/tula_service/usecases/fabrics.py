@@ -24,13 +24,16 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store what the ranks of a run measured, as a probe of its cluster; nothing where it is of other ranks."""
+    """Store what the ranks of a run measured, as the first probe of its cluster with as many; not if it is of others.
+
+    Only the first: each probe makes the plans of a project stale, and an agent may send as many as it likes.
+    """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
         job = tx.jobs.get(run.job_id)
         cluster = cluster_of(job, run.configuration)
         probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
-        if probe is not None:
+        if probe is not None and not known(tx, job, run.configuration):
             tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"))
 
 

@@ -194,6 +194,7 @@ def test_the_first_run_on_so_many_ranks_probes_their_links_and_the_next_need_not
     # On one machine, as a trial of two nodes: the figures are those of the run's configuration.
     cluster.send(run, [0.1, 0.1], all_reduces=links(1, 2))
     cluster.send(run, [0.1], all_reduces=links(4, 1))  # not its ranks
+    cluster.send(run, [0.1], all_reduces=links(2, 1, alpha=1.0))  # one is known
     (stored,) = fabrics.list_fabrics(cluster.store, cluster.principal).fabrics
     assert stored.probe == network(num_nodes=2, alpha=1e-4, beta=1e-9)
     assert [probe_s(asked(each)) for each in (2, 4)] == [0.0, 1.0]
