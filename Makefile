@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench install lint clean
+.PHONY: demo test check bench pictures install lint clean
 
 install: $(STAMP)  ## create .venv and install everything, pinned
 
@@ -30,6 +30,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 check: lint test  ## what CI runs
+
+pictures: $(STAMP)  ## the documents' pictures, from a real run; two minutes
+	tests/system-packages.sh
+	$(BIN)/python -m docs.pictures
 
 bench: $(STAMP)  ## every benchmark, JSON under benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -47,11 +47,15 @@ def serve(
     log_format: Annotated[
         str | None, typer.Option(help="json, text, or auto: text on a terminal. [env: TULA_LOG_FORMAT]")
     ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Refuse every change; anyone may see the page of accuracy.")
+    ] = False,
     migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
 ) -> None:
     """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
     with _one_sentence():
-        settings = Settings.read(database=database, host=host, port=port, workers=workers, log_format=log_format)
+        given = {"host": host, "port": port, "workers": workers, "log_format": log_format}
+        settings = Settings.read(database=database, read_only=read_only or None, **given)
         with _opened(settings, migrate=migrate, create=True) as store:
             _refuse_strangers_without_a_token(settings, store)
             place = _place_of(store.engine.url)

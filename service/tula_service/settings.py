@@ -44,6 +44,7 @@ class Settings(BaseSettings):
     retention_days: float = Field(90.0, ge=0, description="Age at which `tula prune` deletes archived jobs.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug also logs ingest.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, else json.")
+    read_only: bool = Field(False, description="Refuse every change, and show the page of accuracy without a token.")
     trace: bool = Field(False, description="OpenTelemetry traces; needs the extra `otel` and OTEL_ variables.")
 
     @classmethod

@@ -13,11 +13,11 @@ from fastapi import Depends, Request
 
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
-from tula_service.api.scopes import is_ingest, is_of_agents, required_scopes
+from tula_service.api.scopes import PUBLIC_MAY, is_ingest, is_of_agents, required_scopes
 from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
-from tula_service.usecases.access import Access, Principal
+from tula_service.usecases.access import PUBLIC, Access, Principal
 from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
 
@@ -66,31 +66,42 @@ async def authenticate(request: Request) -> Principal:
     ingest = is_ingest(request.method, route)
     threads = services.intake if is_of_agents(request.method, request.url.path) else None
     secret = _secret(request)
+    principal = services.access.cached(secret) if secret is not None else None
     if secret is None:
-        principal = services.access.tokenless_now()
-        if principal is None:
-            principal = await to_thread.run_sync(services.access.tokenless, limiter=threads)
-        if principal is None:
-            raise Unauthenticated(
-                "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
-            )
-        _refuse_foreign(request)
-    else:
-        principal = services.access.cached(secret)
-        if principal is None:
-            try:
-                principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=threads)
-            except Unauthenticated:
-                services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
-                raise
+        principal = await _without_token(request, services, threads, route)
+    elif principal is None:
+        try:
+            principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=threads)
+        except Unauthenticated:
+            services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+            raise
     request.scope["tula.principal"] = principal
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
+    if services.settings.read_only and request.method not in _SAFE:
+        raise Forbidden("This service only reads (--read-only): send changes to one that was started without it.")
     try:
         services.limiter.admit(principal, ingest=ingest)
     except Busy:
         services.metrics.limited.inc()
         raise
+    return principal
+
+
+async def _without_token(
+    request: Request, services: Services, threads: CapacityLimiter | None, route: str
+) -> Principal:
+    """The user of this machine, or the public of a service that only reads. Raises Unauthenticated."""
+    if services.settings.read_only and (request.method, route) in PUBLIC_MAY:
+        return PUBLIC
+    principal = services.access.tokenless_now()
+    if principal is None:
+        principal = await to_thread.run_sync(services.access.tokenless, limiter=threads)
+    if principal is None:
+        raise Unauthenticated(
+            "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
+        )
+    _refuse_foreign(request)
     return principal
 
 

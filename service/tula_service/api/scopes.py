@@ -6,6 +6,7 @@ from typing import Final
 
 from starlette.routing import compile_path
 
+from tula_service.usecases.access import PUBLIC
 from tula_wire import routes
 
 OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
@@ -20,6 +21,8 @@ AGENT_MAY: Final = frozenset(
         ("GET", routes.JOB_SCALING),
     }
 )
+PUBLIC_MAY: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
+"""What anyone may see of a service that only reads."""
 _AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
 _ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
@@ -30,6 +33,7 @@ def required_scopes(method: str, route: str) -> frozenset[str]:
     """Scopes that may use the route: administrators and users, and `read` where nothing changes, unless listed here."""
     key = ("GET" if method == "HEAD" else method, route)
     readers = {"read"} if key[0] == "GET" and route not in _ABOUT_TOKENS else set()
+    readers |= {PUBLIC.scope} if key in PUBLIC_MAY else set()
     if key in _ADMIN_ONLY:
         return frozenset({"admin"})
     if key in AGENT_MAY:

@@ -25,7 +25,7 @@ from tula_service.dashboard.format import NOTHING, render
 from tula_service.errors import InvalidInput
 from tula_service.store import JobOrder, Store
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
-from tula_service.usecases.access import ANONYMOUS, Principal, visible_projects, visible_tokens
+from tula_service.usecases.access import ANONYMOUS, PUBLIC, Principal, visible_projects, visible_tokens
 from tula_wire import JOBS_COUNTED, Candidate, JobSpec, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -57,6 +57,11 @@ class User:
     def is_anonymous(self) -> bool:
         """True on loopback while no token exists."""
         return self.principal == ANONYMOUS
+
+    @property
+    def is_public(self) -> bool:
+        """True of anyone, who sees figures of all jobs and no job."""
+        return self.principal == PUBLIC
 
 
 def _user(request: Request) -> User:
@@ -218,7 +223,8 @@ def accuracy_page(user: CurrentUser) -> HTMLResponse:
     for each in found:
         groups.setdefault((each.network, each.device), []).append(each)
     rows = [_accuracy(*names, group) for names, group in sorted(groups.items())]
-    return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", found), newest=found[:MAX_FOLLOWED])
+    newest = [] if user.is_public else found[:MAX_FOLLOWED]
+    return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", found), newest=newest)
 
 
 @router.get("/runs/{run_id}")

@@ -87,6 +87,8 @@ class Principal:
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
 """The user of this machine, while no token exists and the service listens on loopback only."""
+PUBLIC: Final = Principal(name="public", scope="public")
+"""Anyone, of a service that only reads: `api/scopes.py` lets them see figures of all jobs, and no job."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:

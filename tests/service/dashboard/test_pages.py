@@ -20,6 +20,7 @@ from tula_service.analysis.plan import profiling_cost
 from tula_service.app import create_app
 from tula_service.dashboard.session import COOKIE
 from tula_service.settings import Settings
+from tula_service.store.records import LedgerOutcome, LedgerRecord
 
 HTML = {"Accept": "text/html"}
 
@@ -547,3 +548,37 @@ def test_no_page_refers_to_another_host_or_holds_inline_script(browser: Browser)
         policy = answer.headers["content-security-policy"]
         assert "script-src 'self';" in policy
         assert "unsafe-eval" not in policy
+
+
+def test_a_service_that_only_reads_shows_accuracy_to_anyone_and_changes_nothing(
+    browser: Browser, sqlite_url: str
+) -> None:
+    job_id = register(browser, "secret-name")
+    run_id = train(browser, job_id)
+    with browser.app.state.services.store.transaction() as tx:
+        values = {"objective": "time", "basis": "profiled", "configuration": tx.runs.get(run_id).configuration}
+        record = LedgerRecord("", job_id, **values, prices={}, model_version="1", data_version=1,
+                              predicted_step_time_s=(0.5, 0.4, 0.6), predicted_cost_usd=None)  # fmt: skip
+        tx.ledger.record_outcome(tx.ledger.append(record).id, LedgerOutcome(run_id, 0.55, 0.1, True))
+    assert "secret-name" in browser.page("/accuracy")
+    secret = token(browser, "admin")
+    app = create_app(Settings(database=sqlite_url, read_only=True))
+    public = Browser(app)
+    try:
+        page = public.page("/accuracy")
+        assert "10.0 %" in page or "10 %" in page
+        assert "Sign in" in page
+        for hidden in ("secret-name", job_id, run_id, "/admin", ">Newest<"):
+            assert hidden not in page
+        assert public("GET", "/accuracy/charts/calibration").status_code == 200
+        for path in ("/", f"/jobs/{job_id}", wire.routes.JOBS, wire.routes.TOKENS, "/metrics", "/admin"):
+            assert public("GET", path).status_code == 401, path
+        bearer = {"Authorization": f"Bearer {secret}"}
+        assert public("GET", wire.routes.JOBS, headers=bearer).status_code == 200
+        answer = public("DELETE", wire.routes.JOB.format(job_id=job_id), headers=bearer)
+        assert answer.status_code == 403
+        assert "--read-only" in answer.json()["detail"]
+        assert public("POST", wire.routes.JOBS, json={}, headers=bearer).status_code == 403
+    finally:
+        public.loop.close()
+        app.state.services.store.close()
