@@ -1,4 +1,4 @@
-"""Pictures of the documents, from a real run: `make pictures` serves, tunes and trains the digits, and photographs pages.
+"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, and photographs pages of that run.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make every picture; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20, help="epochs of the training")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="folder of the pictures")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="folder for them")
     options = parser.parse_args(arguments)
     if (chromium := chromium_path()) is None:
         parser.error("there is no Chromium: install the packages of tests/system-packages.sh")
