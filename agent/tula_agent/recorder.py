@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tula_agent.batch_cut import first_examples
-from tula_agent.column import Column
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
+from tula_agent.launch_batches import LaunchBatches
 from tula_agent.measure.bucket_timer import BucketTimer
 from tula_agent.measure.comm_split import CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
@@ -74,8 +74,8 @@ class Recorder:
         self.finished = False
         self.boot_id = secrets.token_hex(8)
         self.profiling = Profiling(config.plan, self.leads, guard, config.time_limit_s)
-        self.column = Column(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
-        self.cut_to = self.column.batch  # kept beside the column: the loop asks at every batch
+        self.batches = LaunchBatches(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
+        self.cut_to = self.batches.batch  # kept beside them: the loop asks at every batch
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -83,11 +83,12 @@ class Recorder:
         self.gradients = GradientReader()
         self.requests = RequestBuilder(
             self.readings,
-            self.column,
+            self.batches,
             guard=guard,
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
             is_training=lambda: self.plan is None,
+            device_use=self.memory.device_use,
             model_parallel_size=self.model_parallel_size,
         )
         self._number = next(_recorders)
@@ -173,7 +174,7 @@ class Recorder:
 
         A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
         """
-        size, whole = self.cut_to, self.column.whole
+        size, whole = self.cut_to, self.batches.whole
         if size is None or self.finished:
             return batch
         try:
@@ -188,7 +189,7 @@ class Recorder:
                 self.guard.note("cutting a batch", error)
             return batch
         if self._batch_size is None and self.leads:
-            self._report("running", self.column.run_id)
+            self._report("running", self.batches.run_id)
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
@@ -464,7 +465,7 @@ class Recorder:
             if self.profiling.reaches_limit(step) and self.leads:
                 logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
             return pending
-        if self.profiling.ends(step, step_time_s, self.column.run_id):
+        if self.profiling.ends(step, step_time_s, self.batches.run_id):
             self._read_memory()
             if self.cut_to is not None:
                 self._next_batch(step)
@@ -480,18 +481,18 @@ class Recorder:
                 found = time_all_reduces(device_of(list(self.objects.models)), self.profiling.probe_s)
                 self.readings.all_reduces = found if self.leads else None
 
-    # The batches of a column.
+    # The batches of a launch.
 
     def _next_batch(self, step: int) -> None:
         """A smaller batch was measured: after this step, the next one is handed out."""
         assert self.cut_to is not None
         if self.leads:
-            self.readings.ended.append((self.cut_to, self.column.run_id))
-        self.column.next()
-        self.cut_to = self.column.batch
-        self._batch_size = self.cut_to or self.column.whole
+            self.readings.ended.append((self.cut_to, self.batches.run_id))
+        self.batches.next()
+        self.cut_to = self.batches.batch
+        self._batch_size = self.cut_to or self.batches.whole
         if self.leads and self.cut_to is not None:
-            self._report("running", self.column.run_id)
+            self._report("running", self.batches.run_id)
         self.profiling.begin_again(step + 1)
         with self.guard("memory"):
             self.memory.reset_peak()
@@ -501,9 +502,9 @@ class Recorder:
         smaller = self.plan.column if self.plan is not None else ()
         if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to:
             if self.leads and self.cut_to is not None and self._batch_size is not None:
-                self._report("pending", self.column.run_id)  # it had begun
-            self.column.use(smaller)
-            self.cut_to, self._batch_size = self.column.batch, None
+                self._report("pending", self.batches.run_id)  # it had begun
+            self.batches.use(smaller)
+            self.cut_to, self._batch_size = self.batches.batch, None
 
     def _report(self, state: str, run_id: str) -> None:
         path = routes.RUN.format(run_id=run_id)
@@ -550,14 +551,14 @@ class Recorder:
     def _end_report(
         self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
     ) -> list[SpooledRequest]:
-        unfinished = self.column.several and not self.stopping  # the launcher knows how it ended
+        unfinished = self.batches.several and not self.stopping  # the launcher knows how it ended
         if state != "out_of_memory" and (not self.leads or (state == "succeeded" and unfinished)):
             return []
         body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
         if state == "out_of_memory":
             body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
         known = {name: value for name, value in body.items() if value is not None}
-        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.column.run_id), encode(known))]
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.batches.run_id), encode(known))]
 
     # A run that the agent makes by itself: asked on the shipping thread.
 

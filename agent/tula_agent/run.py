@@ -263,7 +263,7 @@ class Run:
 
         Adds memory by component, the gradient norm, and compute apart from communication. Call it once everything is
         built, after DDP wraps the model. `scaler` is not needed and accepted for older scripts, as is `comm_hook`:
-        `TulaOptimizer` measures the gradient noise scale.
+        the gradient noise scale is that of a `TulaOptimizer` given as `optimizer` (docs/embed.md says why).
         """
         del scaler  # it unscales before an optimizer's step hooks run, and a step that it skips ends by counting
         if comm_hook:

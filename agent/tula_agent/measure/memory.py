@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from tula_agent.guard import logger
+from tula_agent.measure.nvml import context_bytes, device_use
 from tula_agent.measure.step_timer import batch_bytes
-from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
+from tula_agent.torch_private import ddp_models, local_part
 from tula_wire.memory import MemoryReading, largest_local_batch_size, static_bytes
 
 
@@ -73,34 +74,6 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
     return min(limits) // max(1, ranks_per_node)
 
 
-def _context_bytes(device: torch.device) -> int | None:
-    """CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
-
-    In a container NVML may answer process ids of the host; a single process on the device is taken for this one.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = _nvml_device(pynvml, device)
-        found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        mine = [p for p in found if p.pid == os.getpid()] or (found if len(found) == 1 else [])
-        held = int(mine[0].usedGpuMemory)
-    except Exception:
-        return None
-    return max(0, held - int(torch.cuda.memory_reserved(device)))
-
-
-def _nvml_device(pynvml: Any, device: torch.device) -> Any:
-    """By UUID, since NVML numbers all devices of the machine and torch those in CUDA_VISIBLE_DEVICES."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is None:  # torch before 2.4
-        index = nvml_device_index(device)
-        return pynvml.nvmlDeviceGetHandleByIndex(index)
-    name = str(uuid)
-    return pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")
-
-
 def bucket_bytes(models: Iterable[torch.nn.Module]) -> int:
     """Bytes of DDP's buckets where they copy the gradients: allocated at every batch size, counted nowhere else."""
     return gradient_bytes([m for m in ddp_models(models) if not getattr(m, "gradient_as_bucket_view", False)])
@@ -142,6 +115,10 @@ class MemoryMonitor:
     def was_read(self) -> bool:
         """True once memory was read."""
         return self._device is not None
+
+    def device_use(self) -> dict[str, float]:
+        """How busy the device is, once memory was read; see `nvml.device_use`. For the shipping thread."""
+        return device_use(self._device)
 
     def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
         """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
@@ -191,7 +168,7 @@ class MemoryMonitor:
         counted = int(static_bytes(self._parameters, self._gradients, self._state)) + (self._batch or 0)
         if device.type == "cuda":
             peak, reserved = int(torch.cuda.max_memory_allocated(device)), int(torch.cuda.max_memory_reserved(device))
-            context, rest = _context_bytes(device), peak - counted
+            context, rest = context_bytes(device), peak - counted
         else:
             peak, before = resident_bytes(peak=True), self._resident_before
             context = None if before is None else max(0, before - (self._parameters or 0))

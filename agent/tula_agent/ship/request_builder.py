@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, NamedTuple
 
-from tula_agent.column import Column
 from tula_agent.guard import Guard
+from tula_agent.launch_batches import LaunchBatches
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming
 from tula_agent.ship.spool import SpooledRequest, encode
@@ -85,7 +85,8 @@ class RequestBuilder:
     """Takes from `readings`, joins, and answers requests.
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
-    column: the runs of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
+    device_use: numbers of the device at this moment, sent as telemetry of the newest step.
+    batches: those of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
     size counts `model_parallel_size` processes as one rank.
@@ -94,21 +95,23 @@ class RequestBuilder:
     def __init__(
         self,
         readings: Readings,
-        column: Column,
+        batches: LaunchBatches,
         *,
         guard: Guard,
         identity: Callable[[], Identity],
         channel: Callable[[], Channel | None],
         is_training: Callable[[], bool],
+        device_use: Callable[[], Mapping[str, float]] = dict,
         model_parallel_size: int = 1,
     ) -> None:
         self._readings = readings
-        self._column = column
+        self._batches = batches
         self._ended: list[tuple[int, str]] = []
         self._guard = guard
         self._identity = identity
         self._channel = channel
         self._is_training = is_training
+        self._device_use = device_use
         self._model_parallel_size = model_parallel_size
         self._rows: dict[int, tuple[SampleRow, float]] = {}  # by step, with the time since when it is held
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
@@ -130,6 +133,8 @@ class RequestBuilder:
         self._ended += self._readings.take_ended()  # before their last steps
         taken = self._readings.take_steps()
         self._device.update(self._readings.take_device())
+        for name, value in self._device_use().items() if taken else ():
+            self._readings.add_value(taken[-1][0].step, name, value)
         channel = self._connected()
         if self._identity().rank == 0:
             due = self._collect_first(taken, channel, last)
@@ -283,7 +288,7 @@ class RequestBuilder:
         replicas = max(1, identity.world_size // self._model_parallel_size)
         for body in sample_bodies(rows, identity._replace(world_size=replicas), self._sequence):
             size = body.get("local_batch_size")
-            path = routes.RUN_SAMPLES.format(run_id=self._column.run_of(size))
+            path = routes.RUN_SAMPLES.format(run_id=self._batches.run_of(size))
             if self._readings.epochs_before is not None:
                 body["epochs_before"] = self._readings.epochs_before
             if (memory := memory_of[size]) is not None:
@@ -299,7 +304,7 @@ class RequestBuilder:
     def _without_further_input(self, row: SampleRow) -> None:
         """Leave out the time in which the loader prepared examples beyond those that the script got."""
         timing = row.timing
-        further_s = timing.input_time_s * (1.0 - self._column.share_of(timing.local_batch_size))
+        further_s = timing.input_time_s * (1.0 - self._batches.share_of(timing.local_batch_size))
         if further_s > 0.0:
             row.timing = timing._replace(
                 step_time_s=max(timing.step_time_s - further_s, 0.0), input_time_s=timing.input_time_s - further_s
@@ -310,7 +315,7 @@ class RequestBuilder:
         if chunk is None:
             return []
         self._chunk += 1
-        path = routes.RUN_TELEMETRY.format(run_id=self._column.run_of(None))
+        path = routes.RUN_TELEMETRY.format(run_id=self._batches.run_of(None))
         return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"]))]
 
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent.sink import Sink
-from tula_agent.column import Column
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
+from tula_agent.launch_batches import LaunchBatches
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.readings import DeviceTiming, Readings, StepTiming
 from tula_agent.run import Run
@@ -156,7 +156,7 @@ def rank() -> Rank:
     readings = Readings(1000)
     requests = RequestBuilder(
         readings,
-        Column("r", None),
+        LaunchBatches("r", None),
         guard=Guard(),
         identity=lambda: Identity(0, "boot", 1),
         channel=lambda: None,

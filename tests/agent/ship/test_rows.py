@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.column import Column
 from tula_agent.guard import Guard
+from tula_agent.launch_batches import LaunchBatches
 from tula_agent.readings import CommTiming, Readings, StepTiming
 from tula_agent.ship.request_builder import (
     Identity,
@@ -74,7 +74,7 @@ def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[i
 def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, Column("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, LaunchBatches("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: True,
     )  # fmt: skip
     for step, size in enumerate((8, 5)):

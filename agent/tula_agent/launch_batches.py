@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Column:
+class LaunchBatches:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.

@@ -1,0 +1,72 @@
+"""What NVML says of a device. No GPU is at hand: a module with NVML's functions and units stands in for its library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tula_agent.guard import Guard
+from tula_agent.launch_batches import LaunchBatches
+from tula_agent.measure.nvml import context_bytes, device_use
+from tula_agent.readings import Readings, StepTiming
+from tula_agent.ship.request_builder import Identity, RequestBuilder
+
+
+def library(failing: bool = False) -> SimpleNamespace:
+    def handle(uuid: str) -> str:
+        if failing:
+            raise RuntimeError("NVML_ERROR_LIBRARY_NOT_FOUND")
+        return uuid
+
+    return SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetUtilizationRates=lambda _handle: SimpleNamespace(gpu=87, memory=31),
+        nvmlDeviceGetMemoryInfo=lambda _handle: SimpleNamespace(total=16 * 2**30, free=6 * 2**30, used=10 * 2**30),
+        nvmlDeviceGetComputeRunningProcesses=lambda _handle: [SimpleNamespace(pid=-1, usedGpuMemory=3 * 2**30)],
+    )
+
+
+@pytest.fixture
+def properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="1f2e"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2 * 2**30)
+
+
+@pytest.mark.usefixtures("properties")
+def test_a_device_says_how_busy_it_is_and_what_all_processes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library())
+    device = torch.device("cuda", 98)  # the handle of each device is kept
+    assert device_use(device) == {"gpu_utilization": 0.87, "gpu_memory_bytes": 10 * 2**30}
+    assert context_bytes(device) == 2**30, "a single process on the device is taken for this one"
+
+
+@pytest.mark.usefixtures("properties")
+def test_nothing_is_said_without_a_gpu_or_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library(failing=True))
+    device = torch.device("cuda", 99)
+    assert device_use(device) == {}
+    assert context_bytes(device) is None
+    assert device_use(torch.device("cpu")) == {}
+    assert device_use(None) == {}
+
+
+def test_each_delivery_reports_the_devices_use_at_its_newest_step() -> None:
+    uses: list[Mapping[str, float]] = [{"gpu_utilization": 0.5}, {"gpu_utilization": 0.9}]
+    readings = Readings(100)
+    builder = RequestBuilder(
+        readings, LaunchBatches("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        channel=lambda: None, is_training=lambda: True, device_use=lambda: uses.pop(0),
+    )  # fmt: skip
+    found = []
+    for steps in ((0, 1, 2), (), (3,)):
+        for step in steps:
+            readings.add_step(StepTiming(step, 0.1, 0.0, 1, 8, False), warmup=False)
+        bodies = [json.loads(each.body) for each in builder.collect() if each.path.endswith("/telemetry")]
+        found += [(body["steps"], body["columns"]["gpu_utilization"]) for body in bodies]
+    assert found == [([0, 1, 2], [None, None, 0.5]), ([3], [0.9])]
