@@ -43,14 +43,18 @@ torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
 loader = torch.utils.data.DataLoader(data, batch_size=8)
 callback = TulaCallback(dataset_size=64)
+callbacks = [callback]
+if CHECKPOINT:
+    # One that never comes to save by itself.
+    callbacks += [Saves(), pl.callbacks.ModelCheckpoint(Path(CHECKPOINT).parent, every_n_train_steps=1000)]
 trainer = pl.Trainer(
     max_epochs=int(sys.argv[1]),
     accumulate_grad_batches=2,
     val_check_interval=4 if SLOW_S else 1.0,
-    callbacks=[callback, Saves()] if CHECKPOINT else [callback],
+    callbacks=callbacks,
     logger=False,
     accelerator="cpu",
-    enable_checkpointing=False,
+    enable_checkpointing=CHECKPOINT is not None,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
