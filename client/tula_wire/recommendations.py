@@ -62,8 +62,8 @@ class Candidate(WireModel):
     )
     learning_rate_factor: float | None = Field(
         None,
-        description="Learning rate over that of the smallest global batch among the candidates, by the gradient noise "
-        "scale; null: that is unknown.",
+        description="Learning rate over that of the smallest global batch among the candidates, by the rule for such a "
+        "batch (see `scaling_rule`); null: the rule needs the gradient noise scale, which is unknown.",
     )
     measured_step_time_s: float | None = Field(
         None, description="Measured seconds per optimizer step; null when not profiled."

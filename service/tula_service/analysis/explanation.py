@@ -81,8 +81,9 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
     """Estimates with everything that is predicted of them, in the order given."""
     frontier = {each.key for each in answer.choice.frontier}
-    limits = {found.estimate.key: found.sentence for found in answer.choice.excluded}
-    return [_candidate(answer, estimate, frontier, limits) for estimate in estimates]
+    limits = {found.estimate.key: found.sentence for found in reversed(answer.choice.excluded)}  # decisive ones last
+    base = _base_batch_size(answer)
+    return [_candidate(answer, estimate, frontier, limits, base) for estimate in estimates]
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
@@ -172,6 +173,7 @@ def _candidate(
     estimate: Estimate,
     frontier: Collection[tuple[Configuration, bool]],
     limits: Mapping[tuple[Configuration, bool], str],
+    base: int,
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
     excluded = evidence.ruled_out.get(c) or limits.get(estimate.key) or _excluded_by(answer, c)
@@ -197,7 +199,9 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
-        learning_rate_factor=None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c),
+        learning_rate_factor=learning_rate.factor(
+            answer.spec.model, c.global_batch_size / base, _by_noise_scale(answer, c)
+        ),
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -295,8 +299,11 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
 def _learning_rate(answer: Answer, c: Configuration) -> str:
     """What becomes of the learning rate of the smallest batch; nothing at that batch."""
     base = _base_batch_size(answer)
-    factor = None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c)
-    return learning_rate.advice(answer.spec.model, base, c.global_batch_size / base, factor)
+    return learning_rate.advice(answer.spec.model, base, c.global_batch_size / base, _by_noise_scale(answer, c))
+
+
+def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
+    return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c)
 
 
 def _scaling_rule(answer: Answer, chosen: Estimate | None) -> ScalingRule | None:
@@ -311,15 +318,10 @@ def _base_batch_size(answer: Answer) -> int:
 
 
 def _nearest_misses(choice: Choice) -> list[str]:
-    """For deadline and budget, the best of the candidates that break it, and by how much it does."""
-    found = []
-    for limit, name in (("deadline_s", "deadline"), ("budget_usd", "budget")):
-        missed = [each for each in choice.excluded if each.limit == limit and each.estimate is not choice.chosen]
-        if missed:
-            value = "time_s" if limit == "deadline_s" else "cost_usd"
-            nearest = min(missed, key=lambda each: getattr(each.estimate, value).high)
-            found.append(f"Nearest miss of the {name}: {_named(nearest.estimate)}; {nearest.sentence}")
-    return found
+    """Of each limit that excludes something, the candidate that breaks it by least."""
+    names = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
+    found = [(name, choice.nearest_miss(limit)) for limit, name in names.items()]
+    return [f"Nearest miss of the {name}: {_named(each.estimate)}; {each.sentence}" for name, each in found if each]
 
 
 def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:

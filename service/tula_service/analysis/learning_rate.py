@@ -24,10 +24,21 @@ def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:
     return "linear" if model.batch_normalization and times >= MANY_TIMES else "gain"
 
 
+def factor(model: wire.ModelSpec, times: float, by_noise_scale: float | None) -> float | None:
+    """The learning rate over that of the base batch, by the rule; None where the unknown noise scale decides it.
+
+    by_noise_scale: the factor that the gradient noise scale gives; None where that is unknown.
+    """
+    rule = scaling_rule(model, times)
+    if rule == "unscaled" or times == 1.0:
+        return 1.0
+    return times if rule == "linear" else by_noise_scale
+
+
 def advice(model: wire.ModelSpec, base_batch_size: int, times: float, by_noise_scale: float | None) -> str:
     """What to do with the learning rate of the base batch, in words; nothing at that batch.
 
-    by_noise_scale: the factor that the gradient noise scale gives; None where that is unknown.
+    by_noise_scale: as of `factor`, which is the number in the sentence.
     """
     rule = scaling_rule(model, times)
     start = f"The learning rate is that of a batch of {base_batch_size} times"

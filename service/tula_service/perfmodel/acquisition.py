@@ -10,6 +10,7 @@ import numpy as np
 from scipy import special
 
 from tula_service.domain import Measure, Objective
+from tula_service.perfmodel.choice import OF_TOTALS
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
 from tula_service.perfmodel.pricing import Offer, spot_slowdown
@@ -78,7 +79,7 @@ def expected_improvements(
     choice, limits = recommendation.choice, goal.limits
     if choice.objective.measure is Measure.CURVE:
         return []
-    forbidden = {f.estimate.key for f in choice.excluded if f.limit not in ("deadline_s", "budget_usd")}
+    forbidden = {f.estimate.key for f in choice.excluded if f.limit not in OF_TOTALS}
     best = None if choice.chosen is None else choice.preference.value(choice.chosen).mean
     if best is not None and best <= 0.0:
         return []

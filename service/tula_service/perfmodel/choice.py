@@ -14,6 +14,8 @@ from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate
 
 _NEARLY_BEST = 1.1
 """A compromise gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
+OF_TOTALS = ("deadline_s", "budget_usd")
+"""Limits that a larger number would let candidates keep; no deadline lets in a batch that is too large."""
 
 
 def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
@@ -68,18 +70,23 @@ class Preference:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A candidate that a limit took out; `certain` is False when only the interval's upper end breaks the limit."""
+    """One limit that a candidate breaks; `certain` is False when only the interval's upper end breaks it.
+
+    `share` is what it takes of the limit, at the upper end: above 1.
+    """
 
     estimate: Estimate
     limit: str
     certain: bool
     sentence: str
+    share: float
 
 
 @dataclass(frozen=True)
 class Choice:
     """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits; `reason` names them.
 
+    `excluded` has every limit that every candidate breaks, of one candidate the decisive one first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     """
 
@@ -100,6 +107,19 @@ class Choice:
     def objective(self) -> Objective:
         """What was optimised."""
         return self.preference.objective
+
+    def nearest_miss(self, limit: str) -> Exclusion | None:
+        """Of the candidates that break a limit, the one that does by least, and of equals the best; None without one.
+
+        Candidates that no deadline or budget lets in come last: those are no near miss of either.
+        """
+        barred = {found.estimate.key for found in self.excluded if found.limit not in OF_TOTALS}
+        missed = (each for each in self.excluded if each.limit == limit and each.estimate is not self.chosen)
+        return min(
+            missed,
+            key=lambda each: (each.estimate.key in barred, each.share, self.preference.value(each.estimate).mean),
+            default=None,
+        )
 
 
 def choose(
@@ -123,17 +143,17 @@ def choose(
     limits = limits or Limits()
     preference = Preference(objective, priced, usd_per_hour_of_waiting)
     finding = knee or KneeFinding(None, "no knee: no trade-off curve was given.")
-    excluded = tuple(found for estimate in estimates if (found := _excluded(estimate, limits)) is not None)
+    excluded = tuple(found for estimate in estimates for found in _breaches(estimate, limits))
     out = {found.estimate.key for found in excluded}
     allowed = [estimate for estimate in estimates if estimate.key not in out]
     likely = bool(allowed)
     if not allowed:
-        hopeful = [found.estimate for found in excluded if not found.certain]
+        hopeless = {found.estimate.key for found in excluded if found.certain}
+        hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
         allowed = sorted(hopeful, key=lambda e: (_margin(e, limits), _order(e)))[:1]
     if not allowed:
-        return Choice(
-            preference, None, None, None, None, None, None, finding, (), excluded, False, _none_fits(excluded)
-        )
+        reason = _none_fits(estimates, excluded)
+        return Choice(preference, None, None, None, None, None, None, finding, (), excluded, False, reason)
     by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
     by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
     rows = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
@@ -146,8 +166,15 @@ def choose(
     if not likely:
         reason = (
             f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
-            f"candidates keeps them at the upper end of its interval{_least(excluded)}."
+            f"candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
         )
+    elif limits.deadline_s is not None or limits.budget_usd is not None:
+        rest = Limits(max_global_batch_size=limits.max_global_batch_size)
+        free = choose(
+            objective, estimates, limits=rest, knee=knee, priced=priced, usd_per_hour_of_waiting=usd_per_hour_of_waiting
+        )
+        if free.chosen is not None and free.chosen.key in out:
+            reason += f" Without deadline and budget, {_least(estimates, excluded)}."
     return Choice(
         preference=preference,
         chosen=ranked[0],
@@ -210,14 +237,16 @@ def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:
     return min(by_time, key=lambda e: (near(e), e.time_s.mean, _order(e)))
 
 
-def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
-    batch = estimate.configuration.global_batch_size
-    if limits.max_global_batch_size is not None and batch > limits.max_global_batch_size:
-        sentence = f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
-        return Exclusion(estimate, "max_global_batch_size", True, sentence)
-    if not math.isfinite(estimate.time_s.mean):
-        return Exclusion(estimate, "interruptions", True, "spot interruptions would practically never let it finish.")
+def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
+    """Every limit that a candidate breaks, those that it surely breaks first."""
+    batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
+    if most is not None and batch > most:
+        sentence = f"its global batch {batch} is above the limit of {most}."
+        broken.append(Exclusion(estimate, "max_global_batch_size", True, sentence, batch / most))
+    if not math.isfinite(estimate.time_s.mean):
+        sentence = "spot interruptions would practically never let it finish."
+        return [*broken, Exclusion(estimate, "interruptions", True, sentence, math.inf)]
     for name, value, limit, unit in (
         ("deadline_s", estimate.time_s, limits.deadline_s, "s"),
         ("budget_usd", estimate.cost_usd, limits.budget_usd, "USD"),
@@ -225,14 +254,13 @@ def _excluded(estimate: Estimate, limits: Limits) -> Exclusion | None:
         if limit is not None and value.high > limit:
             certain = value.mean > limit
             what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
-            mean, high, most = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, limit))
-            sentence = f"its expected {what}, {mean} {unit}, is above the {said} of {most} {unit}."
+            mean, high, top = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, limit))
+            sentence = f"its expected {what}, {mean} {unit}, is above the {said} of {top} {unit}."
             if not certain:
                 upper = f"{high} at the upper end of its interval"
-                sentence = f"its expected {what} is {mean} of the {said} of {most} {unit}, but {upper}."
-            broken.append(Exclusion(estimate, name, certain, sentence))
-    # A candidate that breaks the budget for certain cannot be taken for the deadline either.
-    return max(broken, key=lambda found: found.certain, default=None)
+                sentence = f"its expected {what} is {mean} of the {said} of {top} {unit}, but {upper}."
+            broken.append(Exclusion(estimate, name, certain, sentence, value.high / limit))
+    return sorted(broken, key=lambda found: not found.certain)
 
 
 def _chance(estimate: Estimate, limits: Limits) -> float:
@@ -261,29 +289,30 @@ def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:
     return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps)
 
 
-def _none_fits(excluded: Sequence[Exclusion]) -> str:
+def _none_fits(estimates: Sequence[Estimate], excluded: Sequence[Exclusion]) -> str:
     limits = sorted({found.limit for found in excluded})
+    least = _least(estimates, excluded)
     return (
-        f"No candidate keeps the limits ({', '.join(limits)}){_least(excluded)}. Relax one of them or widen the node "
-        "range."
+        f"No candidate keeps the limits ({', '.join(limits)}){least and ': '}{least}. Relax one of them or widen the "
+        "node range."
     )
 
 
-def _least(excluded: Sequence[Exclusion]) -> str:
+def _least(estimates: Sequence[Estimate], excluded: Sequence[Exclusion]) -> str:
     """What deadline and budget would have to be for one candidate: the least upper end, and the expected value to it.
 
-    Of the candidates that neither the largest batch nor interruptions take out: no deadline lets those in.
+    Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
     """
-    broken = {found.limit for found in excluded}
-    near = [found.estimate for found in excluded if found.limit in ("deadline_s", "budget_usd")]
-    least = []
-    if "deadline_s" in broken:
-        time_s = min((each.time_s for each in near), key=lambda value: value.high)
-        least.append(f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end")
-    if "budget_usd" in broken:
+    barred = {found.estimate.key for found in excluded if found.limit not in OF_TOTALS}
+    near = [each for each in estimates if each.key not in barred]
+    if not near:
+        return ""
+    time_s = min((each.time_s for each in near), key=lambda value: value.high)
+    least = f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end"
+    if any(found.limit == "budget_usd" for found in excluded):
         cost = min((each.cost_usd for each in near), key=lambda value: value.high)
-        least.append(f"the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end")
-    return f": {'; '.join(least)}" if least else ""
+        least += f"; the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end"
+    return least
 
 
 def duration(seconds: float) -> str:

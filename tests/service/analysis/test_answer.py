@@ -73,6 +73,20 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     assert "stable" in decision.reason
 
 
+def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
+    data = replace(job(model={"name": "net", "batch_normalization": True}), gradient_noise_scale=500.0)
+    fields = explanation.recommendation_fields(answer_of(data, "time"), None)
+    chosen, candidates = fields["chosen"], fields["candidates"]
+    assert isinstance(chosen, wire.Candidate)
+    assert isinstance(candidates, list)
+    base = min(c.global_batch_size for c in candidates)
+    assert fields["scaling_rule"] == "linear"
+    assert f"times {chosen.learning_rate_factor:.3g}, reached in a warm-up" in str(fields["why"])
+    for each in candidates:
+        times, factor = each.global_batch_size / base, each.learning_rate_factor
+        assert factor == times if times >= 8.0 else factor < times or times == 1.0
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: bool) -> None:
     """2e9 parameters under Adam: 32 GB that the ranks share, read by the agent or counted by the specification."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tula_service.analysis.learning_rate import advice, scaling_rule
+from tula_service.analysis.learning_rate import advice, factor, scaling_rule
 from tula_wire import ModelSpec
 
 
@@ -37,3 +37,29 @@ def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: st
 
 def test_without_a_noise_scale_the_range_is_said() -> None:
     assert "64 times 1 to 4:" in advice(ModelSpec(name="net"), 64, 4.0, None)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "other"])
+@pytest.mark.parametrize("normalization", [True, False, None])
+@pytest.mark.parametrize("times", [1.0, 4.0, 64.0])
+@pytest.mark.parametrize("by_noise_scale", [None, 3.2])
+def test_the_factor_is_the_number_of_the_sentence_and_of_the_rule(
+    optimizer: str, normalization: bool | None, times: float, by_noise_scale: float | None
+) -> None:
+    model = ModelSpec.model_validate({"name": "net", "optimizer": optimizer, "batch_normalization": normalization})
+    rule, said = scaling_rule(model, times), advice(model, 64, times, by_noise_scale)
+    found = factor(model, times, by_noise_scale)
+    if times == 1.0:
+        assert (rule, found, said) == (None, 1.0, "")
+    elif rule == "unscaled":
+        assert found == 1.0
+        assert said.startswith("Keep the learning rate")
+    elif rule == "linear":
+        assert found == times
+        assert f"64 times {found:.3g}, reached" in said
+    elif found is None:
+        assert by_noise_scale is None
+        assert f"64 times 1 to {times:.3g}:" in said
+    else:
+        assert found == by_noise_scale
+        assert f"64 times {found:.2g}, by the gradient noise scale" in said

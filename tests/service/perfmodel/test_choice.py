@@ -227,7 +227,35 @@ def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline()
     limits = Limits(deadline_s=found.time_s.mean * 1.05, budget_usd=found.cost_usd.mean / 2)
     choice = choose(Objective.TIME, [found], limits=limits)
     assert choice.chosen is None
-    assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True)]
+    assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True), ("deadline_s", False)]
+
+
+def test_every_limit_that_a_candidate_breaks_is_named_with_what_it_would_have_to_be():
+    slow, fast, large = estimates([(1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6)])
+    limits = Limits(deadline_s=fast.time_s.mean / 2, budget_usd=slow.cost_usd.mean / 2, max_global_batch_size=256)
+    choice = choose(Objective.COST, [slow, fast, large], limits=limits)
+    broken = {(each.estimate.key, each.limit) for each in choice.excluded}
+    assert broken >= {(one.key, limit) for one in (slow, fast, large) for limit in ("deadline_s", "budget_usd")}
+    assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in choice.reason
+    assert f"the cheapest costs {slow.cost_usd.mean:.4g} USD" in choice.reason
+    nearest = {limit: choice.nearest_miss(limit) for limit in ("deadline_s", "budget_usd", "max_global_batch_size")}
+    assert [each.estimate for each in nearest.values()] == [fast, slow, large], "no deadline lets the larger batch in"
+    assert all(each.limit == limit for limit, each in nearest.items())
+    assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits.deadline_s)
+    assert choose(Objective.COST, [slow, fast]).nearest_miss("deadline_s") is None
+
+
+@pytest.mark.parametrize(("objective", "limit"), [(Objective.COST, "deadline_s"), (Objective.TIME, "budget_usd")])
+def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen(objective, limit):
+    slow, fast = estimates([(1, 64, 0.4), (4, 64, 0.6)])
+    tight = {"deadline_s": fast.time_s.high * 1.01, "budget_usd": slow.cost_usd.high * 1.01}[limit]
+    said = f"Without deadline and budget, the fastest takes {fast.time_s.mean:.3g} s, {fast.time_s.high:.3g} s at the"
+    limited = choose(objective, [slow, fast], limits=Limits(**{limit: tight}))
+    assert limited.within_limits_is_likely
+    assert said in limited.reason
+    assert ("the cheapest costs" in limited.reason) is (limit == "budget_usd")
+    other = Objective.TIME if objective is Objective.COST else Objective.COST
+    assert "Without" not in choose(other, [slow, fast], limits=Limits(**{limit: tight})).reason, "it excludes no best"
 
 
 def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():

@@ -129,6 +129,9 @@ def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:
     assert out
     assert all("above the limit of 512" in (c.excluded_by or "") for c in out)
     assert "max_global_batch_size" in answer.why
+    nearest = min(out, key=lambda c: (c.global_batch_size, c.total_time_s.value))
+    said = f"Nearest miss of the largest global batch: {name_of(nearest.configuration)}; {nearest.excluded_by}"
+    assert said in answer.why
 
 
 def test_the_knee_says_what_it_is_for_and_what_a_larger_batch_would_do(cluster: Cluster) -> None:
@@ -351,6 +354,8 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     assert f"The learning rate is that of a batch of 64 times 1 to {ratio:.3g}" in unknown.why
     assert unknown.chosen.learning_rate_factor is None
     assert unknown.scaling_rule == "gain"
+    smallest = min(unknown.candidates, key=lambda c: c.global_batch_size)
+    assert smallest.learning_rate_factor == 1.0, "no noise scale changes that"
 
     cluster.report(first, gradient_noise_scale=[200.0] * 40)
     cluster.work(job_id)
