@@ -14,13 +14,16 @@ _THRESHOLD = 30.0
 _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
+_BLOCK = 50
+"""Steps whose mean is compared with the interval: where that is wide, a speed just outside adds little to the sums."""
 
 
 @dataclass(frozen=True)
 class DriftState:
     """A detector: expected range of log step time, two sums, and the alarm once raised; fold steps in by `watch_drift`.
 
-    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised.
+    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised. `block_*`: how
+    many steps of the block under way were seen, the sum of their scores and of the squares.
     """
 
     centre: float
@@ -30,6 +33,9 @@ class DriftState:
     steps: int = 0
     alarm: str | None = None
     alarm_after_steps: int | None = None
+    block_steps: int = 0
+    block_sum: float = 0.0
+    block_squares: float = 0.0
 
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
@@ -53,8 +59,10 @@ class DriftState:
         return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
 
     def rearmed(self) -> DriftState:
-        """The same detector with sums at zero and no alarm."""
-        return replace(self, slower=0.0, faster=0.0, alarm=None, alarm_after_steps=None)
+        """The same detector without its alarm; the sums begin again if it was theirs, and not if it was a block's."""
+        if max(self.slower, self.faster) >= _THRESHOLD:
+            return DriftState(self.centre, self.half_width, steps=self.steps)
+        return replace(self, alarm=None, alarm_after_steps=None)
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
@@ -62,18 +70,29 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
     adds nothing, one step adds at most 2, and the sum must reach 30. So single stragglers (one in ten, however slow)
-    never accumulate, a speed inside the interval never alarms, and one far outside does after 15 steps. An alarm
-    counts once the newest steps confirm it (`DriftState.confirmed_by`).
+    never accumulate, a speed inside the interval never alarms, and one far outside does after 15 steps. One just
+    outside does after 50 to 99: the mean distance of each 50 steps raises the alarm where it is beyond the interval by
+    twice its standard error. An alarm counts once the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
+    count, total, squares = state.block_steps, state.block_sum, state.block_squares
     for seen, log_time in enumerate(np.log(times).tolist(), start=1):
-        if alarm is not None:
-            break
         score = (log_time - state.centre) / state.half_width
         slower = max(0.0, slower + min(score - 1.0, _LARGEST_SCORE))
         faster = max(0.0, faster + min(-score - 1.0, _LARGEST_SCORE))
-        if max(slower, faster) >= _THRESHOLD:
+        counted = min(max(score, -1.0 - _LARGEST_SCORE), 1.0 + _LARGEST_SCORE)
+        count, total, squares = count + 1, total + counted, squares + counted**2
+        off = max(slower, faster) >= _THRESHOLD or (count == _BLOCK and _is_off(total, squares))
+        if off and alarm is None:
             alarm, after = "slower" if slower >= faster else "faster", state.steps + seen
+        if count == _BLOCK:
+            count, total, squares = 0, 0.0, 0.0
     steps = state.steps + times.size
-    return replace(state, slower=slower, faster=faster, steps=steps, alarm=alarm, alarm_after_steps=after)
+    return DriftState(state.centre, state.half_width, slower, faster, steps, alarm, after, count, total, squares)
+
+
+def _is_off(total: float, squares: float) -> bool:
+    """True if the mean of a block's scores is beyond 1, the interval's end, by twice its standard error."""
+    mean = total / _BLOCK
+    return abs(mean) - 2.0 * math.sqrt(max(0.0, squares - total * mean)) / _BLOCK > 1.0

@@ -73,3 +73,35 @@ def test_only_a_change_of_ten_per_cent_that_lasts_is_confirmed(factor, confirmed
         state = state.rearmed() if state.alarm else state
     assert any(found) is confirmed
     assert not any(found[:44]), "fourteen slow steps in a row are a burst"
+
+
+@pytest.mark.parametrize(("interval", "change"), [(0.1, 1.12), (0.2, 1.25), (0.3, 1.35), (0.5, 1.6), (0.5, 0.45)])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_speed_just_outside_a_wide_interval_alarms_within_a_hundred_steps(interval, change, noise):
+    times = change * np.exp(np.random.default_rng(4).normal(0, noise, 100))
+    promised = DriftState.expecting(1.0 - interval, 1.0 + interval)
+    state = watch_drift(promised, times)
+    assert state.alarm == ("slower" if change > 1.0 else "faster")
+    assert state.alarm_after_steps == 50
+    assert state.confirmed_by(times[30:50])
+    inside = watch_drift(promised, np.full(40, 1.0))
+    assert watch_drift(inside, np.full(100, change)).alarm_after_steps <= 140
+
+
+@pytest.mark.parametrize("interval", [0.1, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("place", [0.03, 0.97])
+def test_a_speed_just_inside_a_wide_interval_never_alarms(interval, place):
+    """With a noise that makes single steps leave the interval."""
+    mean = 1.0 - interval + 2.0 * interval * place
+    times = mean * np.exp(np.random.default_rng(5).normal(0, interval / 3.0, 2000))
+    assert watch_drift(DriftState.expecting(1.0 - interval, 1.0 + interval), times).alarm is None
+
+
+def test_only_an_alarm_of_the_sums_begins_them_again():
+    """A block that ends soon after a change and is not confirmed must not delay the alarm that follows."""
+    far = watch_drift(DriftState.expecting(0.9, 1.1), np.full(20, 2.0))
+    assert far.rearmed() == DriftState(far.centre, far.half_width, steps=20)
+    near = watch_drift(DriftState.expecting(0.9, 1.1), np.full(50, 1.12))
+    assert near.alarm == "slower"
+    assert 0.0 < near.rearmed().slower == near.slower
+    assert near.rearmed().alarm is None
