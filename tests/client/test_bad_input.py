@@ -115,13 +115,17 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
     [
         (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),
         (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is no HTTP address"),
-        (("serve", "--database", "/nonexistent/folder/x.db"), "/nonexistent/folder cannot be made"),
+        (
+            ("serve", "--database", "/nonexistent/x.db"),
+            "The folder /nonexistent of the database does not exist: make it",
+        ),
     ],
 )
 def test_a_wrong_command_line_names_its_cause(tula: Tula, words: tuple[str, ...], named: str) -> None:
     code, _, err = tula(*words)
     assert code == 2
     assert named in err
+    assert not Path("/nonexistent").exists()
 
 
 def test_ctrl_c_says_that_the_same_command_continues(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ async def _without_token(
     request: Request, services: Services, threads: CapacityLimiter | None, route: str
 ) -> Principal:
     """The user of this machine, or the public of a service that only reads. Raises Unauthenticated."""
-    if services.settings.read_only and (request.method, route) in PUBLIC_MAY:
+    if services.settings.read_only and request.method in _SAFE and ("GET", route) in PUBLIC_MAY:
         return PUBLIC
     principal = services.access.tokenless_now()
     if principal is None:

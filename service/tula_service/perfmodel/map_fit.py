@@ -360,8 +360,9 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
         if times.max() > _CONTRADICTION * times.min():
             first = group[0]
             notes.append(
-                f"Repeats at {points.world_size[first]:.0f} ranks and local batch {points.local_batch_size[first]:.0f} "
-                f"contradict one another ({times.min():.4g} s to {times.max():.4g} s); their median is used."
+                f"Repeats at world size {points.world_size[first]:.0f} and local batch "
+                f"{points.local_batch_size[first]:.0f} contradict one another "
+                f"({times.min():.4g} s to {times.max():.4g} s); their median is used."
             )
     with np.errstate(all="ignore"):
         middle = [float(np.exp(np.median(np.log(observations.step_time_s[group])))) for group in groups]

@@ -237,15 +237,10 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 
 
 def _make_private(file: Path) -> None:
-    """Create the file, and its folder if only that is missing, for their owner alone, as SQLite then does its journals.
-
-    Raises InvalidInput where the folder cannot be made.
-    """
+    """Create the file for its owner alone, as SQLite then does its journals. Raises InvalidInput without its folder."""
     folder = file.parent.expanduser()
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)  # not its parents: the path may hold a typing error
-    except OSError as error:
-        raise InvalidInput(f"The folder {folder} cannot be made ({error.strerror}): give another path.") from None
+    if not folder.is_dir():  # the path may hold a typing error
+        raise InvalidInput(f"The folder {folder} of the database does not exist: make it, or give another path.")
     with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot be opened
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 

@@ -1,4 +1,4 @@
-"""Step samples as rows, stored once each, and a summary per run, so that a fit costs the same after a million."""
+"""Step samples as rows, of a resend the first, and a summary per run, so that a fit costs the same after a million."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step samples of runs: stored once each and committed before the answer, and listed row by row."""
+"""Step samples of runs: stored once each (the first value stays), committed before the answer, listed row by row."""
 
 from __future__ import annotations
 

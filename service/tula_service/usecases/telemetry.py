@@ -1,4 +1,4 @@
-"""Telemetry of runs: chunks stored once each, from JSON or packed columns, and one column read back, downsampled.
+"""Telemetry of runs: chunks, of a resend the first, from JSON or packed columns, and one column read back, downsampled.
 
 The packed form of a chunk is MessagePack with the members of `tula_wire.TelemetryChunk`: `steps` as little-endian int64
 bytes (or a list), each column as float64 or float32 bytes (or a list, if a value is missing). See docs/wire.md.
