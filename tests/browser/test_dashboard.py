@@ -109,6 +109,7 @@ def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: See
 def test_the_what_if_form_answers_while_one_types(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/jobs/{seeded.job_id}")
     answer = page.locator("#whatif-answer")
+    answer.scroll_into_view_if_needed()
     expect(answer.locator("tbody tr")).to_have_text(re.compile("same"))  # the recommendation, before anything is typed
     page.get_by_role("textbox", name="Nodes").fill("2, 4")
     page.get_by_role("textbox", name="Global batch").fill("256")
@@ -126,7 +127,9 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     figure = page.locator("[data-chart*='frontier']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator("svg.marks")).to_contain_text("recommended")
-    point = figure.locator("svg.marks [aria-roledescription='point'][aria-label*='2 nodes, batch 128 ']")
+    asked = "(marks) => marks.findIndex((mark) => mark.__data__.datum.configuration?.startsWith('2 nodes, batch 128 '))"
+    points = figure.locator("svg.marks .mark-symbol.role-mark path")
+    point = points.nth(points.evaluate_all(asked))
     point.hover()
     expect(page.locator(".vg-tooltip")).to_contain_text("2 nodes, batch 128 (64 a rank)")
     point.click()
@@ -172,7 +175,7 @@ def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_ru
     page = visit(f"/runs/{run_id}", scheme="dark", width=390)
     figure = page.locator("[data-chart$='/eval_loss']")
     figure.scroll_into_view_if_needed()
-    expect(figure.locator("svg.marks [aria-roledescription='point']")).to_have_count(120)
+    expect(figure.locator("svg.marks .mark-symbol.role-mark path")).to_have_count(120)
     with page.expect_response(lambda answer: "charts/eval_loss" in answer.url and "logarithmic=true" in answer.url):
         page.get_by_role("combobox", name="Values").select_option("logarithmic")
     page.get_by_role("combobox", name="Smoothing").select_option("median of 1/15")
@@ -210,7 +213,7 @@ def test_accuracy_over_all_jobs_is_charted_and_tabled(visit: Visit, seeded: Seed
     )
     expect(page.get_by_role("link", name=run_id)).to_be_visible()
     check(page, "accuracy-dark-390")
-    page.locator("[data-chart$='/accuracy'] svg.marks [aria-roledescription='point']").hover(force=True)
+    page.locator("[data-chart$='/accuracy'] svg.marks .mark-symbol.role-mark path").hover(force=True)
     expect(page.locator(".vg-tooltip")).to_contain_text("resnet50 on V100-16GB")
     assert page.evaluate(f"{CHECKS.strip()}.contrast()") == []
 

@@ -186,7 +186,8 @@ def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) 
     job_id = register(browser)
     page = browser.page(f"/jobs/{job_id}")
     found = browser("GET", wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)).json()
-    assert found["why"] in page
+    assert "`TulaOptimizer`" in found["why"]
+    assert re.sub("`([^`]*)`", r"<code>\1</code>", found["why"]) in page
     for run in browser("GET", wire.routes.JOB.format(job_id=job_id)).json()["plan"]:
         assert f"/runs/{run['id']}" in page
         assert f"{run['configuration']['local_batch_size']} a rank" in page
@@ -568,9 +569,10 @@ def test_a_service_that_only_reads_shows_accuracy_to_anyone_and_changes_nothing(
         page = public.page("/accuracy")
         assert "10.0 %" in page or "10 %" in page
         assert "Sign in" in page
-        for hidden in ("secret-name", job_id, run_id, "/admin", ">Newest<"):
-            assert hidden not in page
-        assert public("GET", "/accuracy/charts/calibration").status_code == 200
+        drawn = [public("GET", f"/accuracy/charts/{name}") for name in ("accuracy", "calibration")]
+        assert [each.status_code for each in drawn] == [200, 200]
+        for hidden in ("secret-name", job_id, run_id, "/admin", ">API<", ">Newest<"):
+            assert hidden not in "".join((page, *(each.text for each in drawn)))
         for path in ("/", f"/jobs/{job_id}", wire.routes.JOBS, wire.routes.TOKENS, "/metrics", "/admin"):
             assert public("GET", path).status_code == 401, path
         bearer = {"Authorization": f"Bearer {secret}"}

@@ -57,6 +57,14 @@ def legend(names: Sequence[str], *, lines: bool = True) -> alt.Legend:
     )
 
 
+def filled_where(test: str, colour: alt.Color) -> alt.FillValue:
+    """A fill of this colour for the rows that pass an expression, none for the others.
+
+    It is a channel: `alt.condition` makes a dictionary, which Altair checks against the schema of Vega-Lite.
+    """
+    return alt.FillValue("transparent", condition={"test": test, **colour.to_dict(validate=False)})
+
+
 def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
     """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
     return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]

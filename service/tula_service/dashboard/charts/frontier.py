@@ -11,7 +11,16 @@ from tula_service.dashboard.charts.candidates import (
     landmarks,
     line_styles,
 )
-from tula_service.dashboard.charts.drawing import Ends, axis_between, finish, legend, message, reach, share
+from tula_service.dashboard.charts.drawing import (
+    Ends,
+    axis_between,
+    filled_where,
+    finish,
+    legend,
+    message,
+    reach,
+    share,
+)
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, time_unit
 from tula_service.dashboard.format import duration, duration_interval, money, money_interval, percent, size
 from tula_wire import Candidate, Configuration, Estimate, Job, Recommendation
@@ -62,10 +71,10 @@ def _lines(recommendation: Recommendation, x: alt.X, y: alt.Y) -> list[alt.Chart
     line = alt.Chart(alt.NamedData("frontier"))
     return [
         line.mark_line(interpolate="step-after", strokeWidth=2, color=FAINT, tooltip=None).encode(
-            x=x, y=y, order="x:Q"
+            x=x, y=y, order=alt.Order("x:Q")
         ),
-        across.encode(x=alt.X("x_low:Q"), x2="x_high:Q", y=y, color=colour),
-        along.encode(x=x, y=alt.Y("y_low:Q"), y2="y_high:Q", color=colour),
+        across.encode(x=alt.X("x_low:Q"), x2=alt.X2("x_high:Q"), y=y, color=colour),
+        along.encode(x=x, y=alt.Y("y_low:Q"), y2=alt.Y2("y_high:Q"), color=colour),
     ]
 
 
@@ -77,14 +86,13 @@ def _points(recommendation: Recommendation, x: alt.X, y: alt.Y) -> list[alt.Char
     shape = alt.Shape("cluster:N").scale(domain=names, range=shapes).legend(symbols)
     tips = [alt.Tooltip(f"{name}:N", title=name.capitalize()) for name in _TIPS]
     points = alt.Chart(alt.NamedData("candidates")).encode(x=x, y=y, tooltip=tips)
-    fill = alt.condition("datum.profiled", colour, alt.value("transparent"))
     return [
         points.transform_filter("datum.excluded !== ''").mark_point(
             shape="M-1,-1L1,1M1,-1L-1,1", size=30, strokeWidth=1.6, color=FAINT, filled=False, cursor="pointer"
         ),
         points.transform_filter("datum.excluded === ''")
         .mark_point(size=60, strokeWidth=1.8, filled=False, opacity=1, cursor="pointer")
-        .encode(color=colour, shape=shape, fill=fill),
+        .encode(color=colour, shape=shape, fill=filled_where("datum.profiled", colour)),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import altair as alt
 
 from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.drawing import finish, legend, message, outlined, stacked
+from tula_service.dashboard.charts.drawing import filled_where, finish, legend, message, outlined, stacked
 from tula_service.dashboard.charts.style import HEIGHT, PALETTE, WIDTH, Row, Spec, bytes_unit
 from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
@@ -78,7 +78,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
             x=x,
             y=y,
             color=colour,
-            fill=alt.condition("datum.read", colour, alt.value("transparent")),
+            fill=filled_where("datum.read", colour),
             tooltip=tips,
         ),
     ]

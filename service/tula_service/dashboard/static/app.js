@@ -71,6 +71,7 @@ function dressed(spec, width) {
   page.background = "transparent";
   page.config = {
     ...page.config,
+    aria: false,  // the drawing is hidden from screen readers, which read the figure's text: no description per mark
     font: "system-ui, sans-serif",
     axis: { ...page.config.axis, labelColor: muted, titleColor: muted, gridColor: line, domainColor: line, tickColor: line, labelLimit: width < 480 ? 130 : 260, titleFontWeight: 500 },
     legend: { labelColor: ink, titleColor: muted },
@@ -236,11 +237,14 @@ function watchBrush(figure, view) {
   }, 80);
 }
 
+// One after another: the service makes charts one at a time, so that asked for at once all would be late.
+let loading = Promise.resolve();
+
 const seen = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    seen.unobserve(entry.target);
-    load(entry.target);
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    seen.unobserve(target);
+    loading = loading.then(() => load(target));
   }
 }, { rootMargin: "300px" });
 

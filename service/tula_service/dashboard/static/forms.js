@@ -25,7 +25,12 @@ function startWhatIf() {
     form.scrollIntoView({ block: "center" });
     predict();
   });
-  predict();
+  // As a chart does: once it comes into view, after the charts that were asked for before.
+  new IntersectionObserver(([{ isIntersecting }], watch) => {
+    if (!isIntersecting) return;
+    watch.disconnect();
+    loading.then(predict);
+  }, { rootMargin: "300px" }).observe(form);
 }
 
 // What changes something: `#problem` says what was refused, each field in a line, and nothing typed is lost
