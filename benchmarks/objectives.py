@@ -8,17 +8,20 @@ Keys, for `balanced`, `time`, `cost`, `knee` and `kneedle`: `<objective>.time_ov
 `.cost_over_least.mean` and `.p90`, `.dominated` (share of answers with a candidate that is both faster and cheaper by
 more than the noise), `.place` (mean place of the batch in the range: 0 smallest, 1 largest, in log). `kneedle` is the
 rule of Kneedle (Satopaa 2011) on log time over log batch, given the same fit as `knee`; without a knee it is the least
-time. `known` has the least product of time and cost by the table itself: what the rule of `balanced` gives up when
-every step time is known. `sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever
-changes more, when either end of the range of batches or of ranks moves inwards by one doubling and keeps the answer;
-`sensitivity.balanced.all.p90` counts moves that take the answer away too.
+time. `cheaper` is the rule of `balanced`, on the same predictions, with equal batches decided by the lower cost instead
+of fewer nodes. `known` is the rule of `balanced` where every step time is known without noise.
+
+`sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever changes more, when either
+end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
+table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
+its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,11 +31,14 @@ from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, percentile, print_table, write_json
 from tula_service.domain import Objective
-from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import Offer, Training, price
 from tula_service.perfmodel.recommend import Goal, tradeoff_curve
 from tula_service.perfmodel.step_time_model import fit_step_time
 
 OBJECTIVES = ("balanced", "time", "cost", "knee", "kneedle")
+ALSO = ("cheaper", "known")
+MOVES = ("inward", "outward", "answer_kept")
 _EXAMPLES = 1e6
 _LEAST_CANDIDATES = 4
 
@@ -42,8 +48,7 @@ class Judged:
     """Of one workload: by objective (time over least, cost over least, dominated, place), and factors by move."""
 
     answers: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
-    kept: list[float] = field(default_factory=list)
-    moved: list[float] = field(default_factory=list)
+    moved: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in MOVES})
 
 
 def goal_for(objective: Objective) -> Goal:
@@ -93,30 +98,64 @@ def judge(workload: Workload, noise: float) -> Judged:
     span = np.log(max(batches) / min(batches)) or 1.0
     seen, found = noisy(workload, noise), Judged()
     chosen = {name: answer(seen, name) for name in OBJECTIVES}
-    chosen["known"] = min(workload.candidates, key=lambda c: (time[c] * cost[c], c))
+    chosen["cheaper"] = cheaper(seen)
+    chosen["known"] = known(workload)
     for name, c in chosen.items():
         beaten = any(max(time[o] / time[c], cost[o] / cost[c]) < 1.0 - noise for o in workload.candidates)
         place = float(np.log(c.global_batch_size / min(batches)) / span)
         found.answers[name] = (time[c] / min(time.values()), cost[c] / min(cost.values()), float(beaten), place)
-    before = chosen["balanced"]
-    for rest in moves(workload.candidates):
-        after = answer(replace(seen, step_time_s={c: seen.step_time_s[c] for c in rest}), "balanced")
-        ratios = (time[after] / time[before], cost[after] / cost[before])
+    for kind, before, after in moves(workload.candidates):
+        old, new = (answer(only(seen, rows), "balanced") for rows in (before, after))
+        ratios = (time[new] / time[old], cost[new] / cost[old])
         factor = max(max(ratio, 1.0 / ratio) for ratio in ratios)
-        found.moved.append(factor)
-        if before in rest:
-            found.kept.append(factor)
+        found.moved[kind].append(factor)
+        if kind == "inward" and old in after:
+            found.moved["answer_kept"].append(factor)
     return found
 
 
-def moves(candidates: Sequence[Placement]) -> list[list[Placement]]:
-    """What is left when either end of the range of local batches or of ranks moves inwards by one doubling."""
-    found = []
-    for values in ([c.local_batch_size for c in candidates], [c.world_size for c in candidates]):
-        least, most = 2 * min(values), max(values) / 2
-        found.append([c for c, value in zip(candidates, values, strict=True) if value >= least])
-        found.append([c for c, value in zip(candidates, values, strict=True) if value <= most])
-    return [rest for rest in found if len(rest) >= _LEAST_CANDIDATES]
+def cheaper(seen: Workload) -> Placement:
+    """The smallest batch within 10 % of the least time x cost on the frontier, the cheaper of equals."""
+    _, choice = recommended(seen, goal_for(Objective.BALANCED))
+    values = [choice.preference.value(each).expected for each in choice.frontier]
+    near = (each for each, value in zip(choice.frontier, values, strict=True) if value <= 1.1 * min(values))
+    found = min(near, key=lambda each: (each.configuration.global_batch_size, each.cost_usd.expected))
+    return found.configuration  # type: ignore[return-value]
+
+
+def known(workload: Workload) -> Placement:
+    """What is recommended where every step time of the table is known."""
+    goal = goal_for(Objective.BALANCED)
+    exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
+    choice = goal.choose([price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
+    assert choice.chosen is not None  # there are no limits
+    return choice.chosen.configuration  # type: ignore[return-value]
+
+
+def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
+    """The workload with these rows of its table."""
+    return replace(seen, step_time_s={c: seen.step_time_s[c] for c in rows})
+
+
+def moves(candidates: Sequence[Placement]) -> list[tuple[str, list[Placement], list[Placement]]]:
+    """(inward or outward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
+
+    A move that adds no row is none, and neither is one from or to fewer than four rows.
+    """
+    batches, ranks = [c.local_batch_size for c in candidates], [c.world_size for c in candidates]
+    inside: list[Callable[[Placement], bool]] = [
+        lambda c: c.local_batch_size >= 2 * min(batches),
+        lambda c: 2 * c.local_batch_size <= max(batches),
+        lambda c: c.world_size >= 2 * min(ranks),
+        lambda c: 2 * c.world_size <= max(ranks),
+    ]
+
+    def rows(ends: Sequence[Callable[[Placement], bool]]) -> list[Placement]:
+        return [c for c in candidates if all(end(c) for end in ends)]
+
+    found = [("inward", rows([]), rows([end])) for end in inside]
+    found += [("outward", rows(inside), rows([each for each in inside if each is not end])) for end in inside]
+    return [move for move in found if len(move[1]) != len(move[2]) and min(map(len, move[1:])) >= _LEAST_CANDIDATES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,19 +167,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [found for _, found in pairs]
     figures: dict[str, float] = {}
     rows = []
-    for name in (*OBJECTIVES, "known"):
+    for name in (*OBJECTIVES, *ALSO):
         times, costs, dominated, places = zip(*(found.answers[name] for found in results), strict=True)
         for key, values in (("time", times), ("cost", costs)):
             figures[f"{name}.{key}_over_least.mean"] = mean(values)
             figures[f"{name}.{key}_over_least.p90"] = percentile(values, 0.9)
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
-    figures["sensitivity.balanced.p90"] = percentile([f for found in results for f in found.kept], 0.9)
-    figures["sensitivity.balanced.all.p90"] = percentile([f for found in results for f in found.moved], 0.9)
+    moved = {kind: [factor for found in results for factor in found.moved[kind]] for kind in MOVES}
+    factors = {"": [*moved["inward"], *moved["outward"]]} | {f".{kind}": moved[kind] for kind in MOVES}
     header = ["objective", "time: mean", "p90", "cost: mean", "p90", "dominated", "place"]
     print_table(f"over {len(results)} workloads, times the least", header, rows)
-    for key in ("sensitivity.balanced.p90", "sensitivity.balanced.all.p90"):
-        print(f"{key}: {figures[key]:.3f}")
+    for kind, found in factors.items():
+        figures[key := f"sensitivity.balanced{kind}.p90"] = percentile(found, 0.9)
+        print(f"{key}: {figures[key]:.3f} ({len(found)} moves)")
     write_json(options.json, figures)
     return 0
 
