@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from benchmarks.support.chromium import FLAGS, chromium_path
 from examples import demo
 from tula_client import Client
 
-WIDTH, HEIGHT, COLOURS = 1280, 860, 128
-PICTURES = ("jobs", "job", "run", "accuracy")
-"""Names of the pictures: pages of the same name."""
+WIDTH, HEIGHT, COLOURS = 1280, 860, 256
+PICTURES = ("job", "frontier", "run")
+"""A job's page, its chart of time against cost, and a training run's page."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,18 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
             stack.callback(browser.close)
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
-            paths = ("/", f"/jobs/{job.id}", f"/runs/{trained.id}", "/accuracy")
-            for name, path in zip(PICTURES, paths, strict=True):
-                photograph(page, f"{url}{path}", options.output / f"{name}.png")
+            page.goto(f"{url}/jobs/{job.id}")
+            page.wait_for_load_state("networkidle")
+            frontier = page.locator("figure").first
+            keep(page.screenshot(), options.output / "job.png")
+            keep(frontier.screenshot(), options.output / "frontier.png")
+            page.goto(f"{url}/runs/{trained.id}")
+            page.wait_for_load_state("networkidle")
+            keep(page.screenshot(), options.output / "run.png")
     return 0
 
 
-def photograph(page: Page, url: str, output: Path) -> None:
-    """The top of a page once its charts are drawn, in few colours."""
-    page.goto(url)
-    page.wait_for_load_state("networkidle")
-    picture = Image.open(io.BytesIO(page.screenshot()))
-    picture.quantize(COLOURS).save(output, optimize=True)
+def keep(screenshot: bytes, output: Path) -> None:
+    """Write a picture in few colours, which makes it a quarter as large."""
+    Image.open(io.BytesIO(screenshot)).quantize(COLOURS).save(output, optimize=True)
     print(f"{output}: {output.stat().st_size / 1024:.0f} KiB", flush=True)
 
 

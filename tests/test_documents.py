@@ -151,6 +151,17 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
+    made = {f"{name}.png" for name in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]}
+    used = {
+        (path.parent / target).resolve(): text
+        for path in DOCUMENTS
+        for text, target in re.findall(r"!\[(.*?)\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
+    }
+    assert {path.name for path in used} == made == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert all(path.is_file() and len(text) > 30 for path, text in used.items())
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_file_and_function_that_a_document_names_exists(document: Path) -> None:
     """`perfmodel/map_fit.py: name` is looked up in the repository and in each of its packages."""
