@@ -10,7 +10,7 @@ from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Ti
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.recommendations import Recommendation
-from tula_wire.runs import Run
+from tula_wire.runs import MeasuringSteps, Run, WarmupSteps
 
 JOBS_COUNTED: Final = 1000
 """The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
@@ -165,12 +165,8 @@ class Limits(WireModel):
 class ProfilingSpec(WireModel):
     """Limits and precision of profiling."""
 
-    profiling_warmup_steps: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        5, description="Steps that a profiling run discards first."
-    )
-    measuring_steps: Annotated[int, Field(ge=2, le=100_000)] = Field(
-        30, description="Steps that a profiling run measures at most."
-    )
+    profiling_warmup_steps: WarmupSteps = Field(5, description="Steps that a profiling run discards first.")
+    measuring_steps: MeasuringSteps = Field(30, description="Steps that a profiling run measures at most.")
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     columns: bool = Field(
         False,

@@ -6,20 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tula_wire._base import Count, Id, Message, Name, Share, Timestamp, WireModel
+from tula_wire._base import Count, Id, Message, Name, Seconds, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
 RunOrigin = Literal["plan", "user"]
 EndCause = Literal["vanished", "superseded", "no_samples", "time_limit"]
 RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory", "failed", "cancelled"]
+WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
+MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
 
 
 class Instruction(WireModel):
     """How many steps the agent of a profiling run discards and measures, its precision, and whether it probes."""
 
-    profiling_warmup_steps: int = Field(description="Steps to discard first.")
-    measuring_steps: int = Field(description="Steps to measure at most.")
+    profiling_warmup_steps: WarmupSteps = Field(description="Steps to discard first.")
+    measuring_steps: MeasuringSteps = Field(description="Steps to measure at most.")
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="Seconds for which its ranks time all-reduces, where no fabric of as many is stored; 0: not."
@@ -60,7 +62,7 @@ class Run(WireModel):
     )
     dropped: int = Field(0, description="Measurements that the agent had to drop.")
     straggler_rank: int | None = Field(None, description="The rank that the others wait for; null: none stands out.")
-    time_limit_s: float | None = Field(
+    time_limit_s: Seconds | None = Field(
         None,
         description="Seconds after which a training ends its loop, from what is left of deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.',

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from tula_client._errors import InvalidInputError, LaunchError
+from tula_client.launch.answers import check_configuration, check_run
 from tula_client.launch.judge import Outcome
 from tula_client.launch.process import LogLines
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
@@ -70,7 +71,7 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
     attempts: list[tuple[Run, Outcome]] = []
     while True:
         before = _newest_file(checkpoints)
-        run = _create_run(runner, job, state, options)
+        run = check_run(_create_run(runner, job, state, options), job, "train", state.configuration)
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
@@ -164,7 +165,7 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
         raise LaunchError(f"there is no configuration to train with: {recommendation.why}")
     if recommendation.basis == "prior":
         runner.reporter.note("Nothing was measured for this job, so this configuration is a guess. Measure: tula tune.")
-    return recommendation.chosen.configuration
+    return check_configuration(recommendation.chosen.configuration, job)
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:

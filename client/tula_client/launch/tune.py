@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tula_client._errors import LaunchError, UsageError
+from tula_client.launch.answers import check_claim, check_run
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
@@ -108,7 +109,7 @@ class _PlanLoop:
 
     def __init__(self, runner: Runner, job: Job, template: Template, options: PlanOptions) -> None:
         self._runner = runner
-        self._job_id = job.id
+        self._started_with = job
         self._template = template
         self._options = options
         self._budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
@@ -137,7 +138,8 @@ class _PlanLoop:
         claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
         if self._columns:
             claim = claim.model_copy(update={"column": True})
-        claimed = self._runner.retrying(self._runner.service.claim, self._job_id, claim)
+        claimed = self._runner.retrying(self._runner.service.claim, self._started_with.id, claim)
+        check_claim(claimed, claim, self._started_with)
         if claimed.run is not None:
             self._active.append(self._runner.start(claimed.run, self._template, smaller=claimed.smaller))
             return POLL_S
@@ -155,7 +157,8 @@ class _PlanLoop:
             return None
         self._again.remove(fitting[0])
         wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self._runner.holder, lease_s=LEASE_S)
-        return self._runner.retrying(self._runner.service.create_run, self._job_id, wanted)
+        run = self._runner.retrying(self._runner.service.create_run, self._started_with.id, wanted)
+        return check_run(run, self._started_with, "profile", wanted.configuration)
 
     def abandon(self) -> None:
         """Stop all commands and give their runs back."""
@@ -188,7 +191,7 @@ class _PlanLoop:
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
             "profiling.columns = false in the job."
         )
-        self._runner.retrying(self._runner.service.patch_job, self._job_id, JobPatch(columns=False))
+        self._runner.retrying(self._runner.service.patch_job, self._started_with.id, JobPatch(columns=False))
 
     def _check_configuration(self, active: ActiveRun, run: Run) -> None:
         """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
@@ -212,7 +215,7 @@ class _PlanLoop:
         return min(claimed.retry_after_s, _MAX_WAIT_S)
 
     def _job(self) -> Job:
-        return self._runner.retrying(self._runner.service.job, self._job_id)
+        return self._runner.retrying(self._runner.service.job, self._started_with.id)
 
 
 def _explain_too_few_nodes(job: Job, budget: int) -> str | None:

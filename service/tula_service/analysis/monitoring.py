@@ -23,6 +23,7 @@ from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
+from tula_wire.bounds import MAX_DURATION_S
 
 CHECK_EVERY_STEPS = 50
 """Steps between two projections of deadline and budget."""
@@ -252,7 +253,7 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
     left = [] if spec.limits.deadline_s is None else [spec.limits.deadline_s - monitor.spent_s]
     rate = usd_per_s(spec, c, monitor.peak_bytes)
     if spec.limits.budget_usd is not None and rate:
-        left.append((spec.limits.budget_usd - monitor.spent_usd) / rate)
+        left.append(min((spec.limits.budget_usd - monitor.spent_usd) / rate, MAX_DURATION_S))
     return min(left, default=None)
 
 

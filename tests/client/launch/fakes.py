@@ -32,13 +32,15 @@ TEMPLATE = Template(("launch", "{world_size}", "{local_batch_size}", "{grad_accu
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
-def spec(max_nodes=4, columns=False):
+def spec(max_nodes=4, columns=False, on_breach="warn"):
     return JobSpec.model_validate(
         {
             "name": "j",
             "model": {"name": "m"},
             "dataset": {"size": 100},
             "cluster": {"max_nodes": max_nodes},
+            "batch": {"min_local_batch_size": 8, "max_grad_accum_steps": 2},
+            "limits": {"on_breach": on_breach},
             "profiling": {"columns": columns},
         }
     )
@@ -86,7 +88,8 @@ class FakeService:
         done = sum(run.state in FINAL for run in plan)
         return Job(
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
-            runs_planned=len(plan), spec=spec(columns=self.columns), plan=plan, plan_reason="All is measured.",
+            runs_planned=len(plan), plan=plan, plan_reason="All is measured.",
+            spec=spec(columns=self.columns, on_breach="warn" if self.time_limit_s is None else "stop"),
         )  # fmt: skip
 
     def create_token(self, wanted):

@@ -9,6 +9,7 @@ from tests.service.usecases.cluster import Cluster, spec
 from tests.support.clock import ManualClock
 from tula_service.analysis.monitoring import usd_per_s
 from tula_service.errors import InvalidInput
+from tula_wire.bounds import MAX_DURATION_S
 
 SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
 LARGE = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
@@ -78,6 +79,8 @@ def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave
 ) -> None:
     warned = cluster.train(registered(cluster, deadline_s=1000.0), SMALL)
     assert warned.time_limit_s is None
+    rich = cluster.train(registered(cluster, budget_usd=1e12, on_breach="stop"), SMALL)
+    assert wire.Run.model_validate(rich.model_dump()).time_limit_s == MAX_DURATION_S
     job_id = registered(cluster, deadline_s=1000.0, budget_usd=0.5, on_breach="stop")
     first = cluster.train(job_id, SMALL)
     assert first.time_limit_s == pytest.approx(0.5 / 3.0 * 3600)

@@ -1,0 +1,112 @@
+"""A service that lies about a run starts no command: its answer would steer what a training does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
+from tula_client._errors import LaunchError
+from tula_client.launch.train import TrainOptions, train
+from tula_client.launch.tune import PlanOptions, work_through
+from tula_wire import Configuration, Instruction, Run, RunClaimed
+
+ANOTHER = configuration(1, 4)
+TOO_MANY_NODES = configuration(1_000, 32)
+
+
+class LyingService(FakeService):
+    """Changes `lie` of every run that a launcher is to start."""
+
+    def __init__(self, lie, **options):
+        super().__init__(**options)
+        self.lie = lie
+
+    def create_run(self, job_id, run):
+        return super().create_run(job_id, run).model_copy(update=self.lie)
+
+    def claim(self, job_id, claim):
+        answer = super().claim(job_id, claim)
+        return RunClaimed(run=answer.run and answer.run.model_copy(update=self.lie), reason="")
+
+
+def bench_of(tmp_path, service):
+    def fate(command, environment, log):  # noqa: ARG001
+        run = environment["TULA_RUN_ID"]
+        return FakeProcess(during=lambda: service.change(run, num_samples=5))
+
+    return Bench(tmp_path, service, fate, Notes())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"kind": "profile", "instruction": Instruction(profiling_warmup_steps=0, measuring_steps=2, precision=1.0)},
+        {"job_id": "job-2"},
+        {"configuration": ANOTHER},
+        {"time_limit_s": 1.0},
+    ],
+    ids=lambda lie: next(iter(lie)),
+)
+def test_no_training_starts_from_a_run_that_was_not_asked_for(tmp_path, lie):
+    """`kind: profile` gave the command TULA_KIND=profile: a half-trained model, and exit code 0."""
+    service = LyingService(lie, chosen=configuration(2, 64))
+    bench = bench_of(tmp_path, service)
+    with pytest.raises(LaunchError, match=f"with {next(iter(lie))} "):
+        train(bench.runner, service.job("job-1"), TEMPLATE, TrainOptions())
+    assert not bench.started
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [TOO_MANY_NODES, ANOTHER, replace(configuration(), ranks_per_node=8), configuration(1, 32, 4),
+     replace(configuration(), instance_type="$(touch here)")],
+)  # fmt: skip
+def test_a_recommendation_outside_the_specification_is_not_trained_with(tmp_path, chosen):
+    service = FakeService(chosen=chosen)
+    bench = bench_of(tmp_path, service)
+    with pytest.raises(LaunchError, match="the job's specification rules out"):
+        train(bench.runner, service.job("job-1"), TEMPLATE, TrainOptions())
+    assert not bench.started
+
+
+@pytest.mark.parametrize(
+    "lie", [{"kind": "train"}, {"job_id": "job-2"}, {"configuration": TOO_MANY_NODES}, {"configuration": ANOTHER}]
+)
+def test_no_measurement_starts_from_a_run_that_is_not_of_the_plan(tmp_path, lie):
+    service = LyingService(lie, configurations=[configuration(1, 32)])
+    bench = bench_of(tmp_path, service)
+    with pytest.raises(LaunchError, match="the service answered"):
+        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions())
+    assert not bench.started
+
+
+@pytest.mark.parametrize("smaller", [configuration(2, 32), configuration(1, 128)])
+def test_runs_of_a_column_differ_in_a_smaller_batch_alone(tmp_path, smaller):
+    service = FakeService([configuration(1, 64), smaller])
+    service.columns = True
+    service.claim = lambda *_: RunClaimed(run=service.runs["r0"], smaller=[service.runs["r1"]], reason="")
+    bench = bench_of(tmp_path, service)
+    with pytest.raises(LaunchError, match="with configuration"):
+        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions())
+    assert not bench.started
+
+
+def test_a_run_measured_again_is_the_one_asked_for(tmp_path):
+    service = LyingService({"configuration": ANOTHER})
+    bench = bench_of(tmp_path, service)
+    with pytest.raises(LaunchError, match="with configuration"):
+        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions(again=(configuration(),)))
+    assert not bench.started
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e12])
+def test_time_limits_and_instructions_have_bounds(seconds):
+    run = FakeService().add("train", Configuration(num_nodes=1, local_batch_size=1)).model_dump()
+    with pytest.raises(ValidationError, match="time_limit_s"):
+        Run.model_validate(run | {"time_limit_s": seconds})
+    for wrong in ({"measuring_steps": 1}, {"measuring_steps": 10**6}, {"profiling_warmup_steps": -1}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            Instruction.model_validate({"profiling_warmup_steps": 1, "measuring_steps": 5, "precision": 0.1, **wrong})
