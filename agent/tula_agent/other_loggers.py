@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,10 @@ _KNOWN = {
     "eval_accuracy": "validation_accuracy",
     "learning_rate": "lr",
 }
+
+
+_WITH_AXIS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""wandb's runs that know the axis of what the agent logs."""
 
 
 def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,11 +42,7 @@ def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_wandb_logs(keep: Callable[[Mapping[str, Any]], None]) -> None:
-    """Hand `keep` what the script gives to `wandb.log` from now on, if it has a wandb run; wandb gets it unchanged.
-
-    The other direction would cost data: a step that the agent sends makes wandb drop the script's lower ones, such as
-    the number of its epoch. Imports nothing of wandb.
-    """
+    """Hand `keep` what the script gives to `wandb.log` from now on, if it has a wandb run; wandb gets it unchanged."""
     wandb = sys.modules.get("wandb")
     run = getattr(wandb, "run", None)
     if run is None:
@@ -59,3 +60,17 @@ def copy_wandb_logs(keep: Callable[[Mapping[str, Any]], None]) -> None:
     if getattr(wandb, "log", None) in (log, run.log):
         wandb.log = copied  # type: ignore[union-attr]
     run.log = copied
+
+
+def log_to_wandb(values: Mapping[str, Any], step: int) -> None:
+    """Log `values` of the agent's `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
+
+    Their own axis, and no `step=`: one that is higher than the script's next makes wandb drop the script's values.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is not None:
+        if run not in _WITH_AXIS:
+            _WITH_AXIS.add(run)
+            run.define_metric("tula/*", step_metric="tula/step")
+        log = getattr(run.log, "_copy_of", run.log)  # what the script logs is copied, what the agent logs is not
+        log({f"tula/{name}": value for name, value in values.items() if value is not None} | {"tula/step": step})

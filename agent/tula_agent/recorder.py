@@ -326,14 +326,18 @@ class Recorder:
         if self._device_clock is not None and self.timer.between_steps and self._is_sampled(self.timer.step):
             self._device_clock.begin()
 
-    def log(self, values: dict[str, Any]) -> None:
-        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent."""
+    def log(self, values: dict[str, Any]) -> int | None:
+        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent.
+
+        Returns that step, or None where nothing is sent.
+        """
         if not self.leads or self.finished:
-            return
+            return None
         step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
         for name, value in values.items():
             if value is not None:
                 self.readings.add_value(step, name, to_number(value))
+        return step
 
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
         """Report how the run ended, send what is left, and drop every reference to the job.

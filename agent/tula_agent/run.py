@@ -6,12 +6,13 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard, logger
-from tula_agent.other_loggers import columns, copy_wandb_logs
+from tula_agent.other_loggers import columns, copy_wandb_logs, log_to_wandb
 from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def init(
     epochs: float | None = None,
     grad_accum_steps: int | None = None,
     model_parallel_size: int = 1,
+    log_to_wandb: bool = False,
 ) -> Run:
     """Join the run that the environment names; without one, a run that does nothing and costs nothing.
 
@@ -41,8 +43,10 @@ def init(
     this job in the background, once a step has shown its configuration, and all ranks join it; a name that no job has
     is registered with dataset_size and epochs (default 1). dataset_size: examples per epoch over all ranks;
     grad_accum_steps: micro-steps per step, only needed where no optimizer is watched; model_parallel_size: processes
-    that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank. Never
-    raises. The run finishes by itself when the process ends.
+    that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank;
+    log_to_wandb: `Run.log` on the first rank also logs to the script's wandb run, as `tula/NAME` over `tula/step`. Each
+    call is one step of wandb's own counter, so leave it off where the script passes `step=` to `wandb.log`.
+    Never raises. The run finishes by itself when the process ends.
     """
     global _current
     if _current is not None and _current.active:
@@ -57,6 +61,7 @@ def init(
         dataset_size=dataset_size,
         grad_accum_steps=grad_accum_steps,
         model_parallel_size=model_parallel_size,
+        log_to_wandb=log_to_wandb,
     )
     on_exit(_finish_at_exit)
     if _current.active:
@@ -75,8 +80,10 @@ class Run:
         dataset_size: int | None = None,
         grad_accum_steps: int | None = None,
         model_parallel_size: int = 1,
+        log_to_wandb: bool = False,
     ) -> None:
         self.config = config
+        self.log_to_wandb = log_to_wandb
         self.guard = guard or Guard()
         self.recorder: Recorder | None = None
         self.oom_watch: OomWatch | None = None
@@ -177,7 +184,7 @@ class Run:
             recorder.begin_epoch(loader)
         if recorder.leads:
             with self.guard("copying what wandb is given"):
-                copy_wandb_logs(self._log_copied)
+                copy_wandb_logs(partial(self._log_copied, recorder))
         with self.guard("watching for out of memory"):
             self._start_oom_watch(recorder)
 
@@ -287,11 +294,13 @@ class Run:
         """
         if self.recorder is not None:
             with self.guard("logging values"):
-                self.recorder.log(values)
+                step = self.recorder.log(values)
+                if self.log_to_wandb and step is not None:
+                    log_to_wandb(values, step)
 
-    def _log_copied(self, metrics: Mapping[str, Any]) -> None:
+    def _log_copied(self, recorder: Recorder, metrics: Mapping[str, Any]) -> None:
         with self.guard("copying what wandb is given"):
-            self.log(**columns(metrics))
+            recorder.log(columns(metrics))
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
         """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.

@@ -1,4 +1,6 @@
-"""Trains for two epochs and logs to wandb alone, by both of its names; offline, in the folder WANDB_DIR."""
+"""Trains for two epochs and logs to wandb, by both of its names, and to the run; offline, in the folder WANDB_DIR."""
+
+import sys
 
 import torch
 import wandb
@@ -6,7 +8,7 @@ import wandb
 import tula_agent
 
 theirs = wandb.init(project="none", mode="offline")
-run = tula_agent.init()
+run = tula_agent.init(log_to_wandb="both" in sys.argv)
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 run.watch(model, optimizer)
@@ -17,6 +19,7 @@ for epoch in range(2):
         loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
+        run.log(grad_norm=loss + 1, absent=None)
         wandb.log({"train/loss": loss, "note": "text", "Tokens per s": 5})
     theirs.log(data={"val/acc": 0.5 + epoch}, step=20 + epoch)
 print("steps", theirs.step)
