@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,29 @@ def test_a_row_of_the_readme_prints_the_figures_of_its_report(row: str) -> None:
     for text, (kind, key) in zip(texts, (each.split() for each in keys), strict=True):
         digits = len(text.partition(".")[2])
         assert round(PRINTED[kind](stored[key]), digits) == float(text), key
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@pytest.mark.skipif(
+    git("rev-parse", "--is-shallow-repository") != "false", reason="a shallow clone or an sdist has no history"
+)
+def test_the_commit_of_every_stored_report_is_in_the_history_or_has_a_successor_there() -> None:
+    listed = (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([\w-]+) \|$", listed, re.M)
+    successor = {(commit, report): after for commit, after, report in rows}
+    history, used = git("rev-list", "HEAD").splitlines(), set()
+    reports = [*(ROOT / "benchmarks").glob("results/*.json"), *(ROOT / "experiments").rglob("results/*.json")]
+    for report in reports:
+        commit = json.loads(report.read_text(encoding="utf-8"))["commit"]
+        name = report.stem.removeprefix(report.stem[:11]) if report.stem[:2] == "20" else report.stem
+        known = successor.get((commit, name), commit)
+        assert any(each.startswith(known) for each in history), f"{report.name}: its commit {commit} is not in history"
+        used |= {(commit, name)}
+    assert successor.keys() <= used, "a row of a report that was run again"
 
 
 def test_every_row_has_its_keys_and_every_key_its_row() -> None:
