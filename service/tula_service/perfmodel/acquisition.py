@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from tula_service.domain import Measure, Objective
+from tula_service.domain import Measure
 from tula_service.perfmodel.choice import OF_TOTALS
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
-from tula_service.perfmodel.pricing import Offer, spot_slowdown
+from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Offer, spot_slowdown
 from tula_service.perfmodel.recommend import Goal, Recommendation
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration
@@ -34,34 +34,42 @@ class ModelDoubt:
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
-    """log of time (or cost) of a training up to a constant, shape (n,); 50 where the goal forbids a candidate.
+    """log of what the goal wants small up to a constant, shape (n,); 50 where the goal forbids a candidate.
 
-    Each candidate takes its best offer. Memory is not known yet, so a price per GB-hour counts as if every rank held
-    one GB.
+    That is time, cost, or for a compromise what `choice.Preference` says. Each candidate takes its best offer. Memory
+    is not known yet, so a price per GB-hour counts as if every rank held one GB.
     """
     steps = np.log(model.predict(candidates).mean_s)
     value = np.full(len(candidates), _FORBIDDEN)
+    power = 2.0 if _is_product(goal) else 1.0
     largest = goal.limits.max_global_batch_size or math.inf
     rates: dict[tuple[str, int, int], float] = {}
     for row, c in enumerate(candidates):
         cluster = (c.instance_type, c.num_nodes, c.world_size)
         if cluster not in rates:
             offers = [each[c.instance_type] for each in (goal.offers, goal.spot_offers) if c.instance_type in each]
-            rates[cluster] = min((_rate(offer, c, goal.objective) for offer in offers), default=math.inf)
+            rates[cluster] = min((_rate(offer, c, goal) for offer in offers), default=math.inf)
         rate = rates[cluster]
         if math.isfinite(rate) and c.global_batch_size <= largest:
-            if goal.steps_factor:
-                rate *= goal.steps_factor.get(c, 1.0)
-            value[row] = min(steps[row] - math.log(c.global_batch_size) + math.log(rate), _FORBIDDEN)
+            time = steps[row] - math.log(c.global_batch_size) + math.log(goal.steps_factor.get(c, 1.0))
+            value[row] = min(power * time + math.log(rate), _FORBIDDEN)
     return value
 
 
-def _rate(offer: Offer, c: Configuration, objective: Objective) -> float:
-    """Seconds, or USD, that one second of uninterrupted training takes."""
-    slowdown = spot_slowdown(offer.spot, c.num_nodes)
-    if objective.measure is not Measure.COST:
+def _is_product(goal: Goal) -> bool:
+    """Whether time x cost is to be small, which grows with the square of the step time."""
+    return goal.objective.measure is Measure.COMPROMISE and goal.priced and goal.usd_per_hour_of_waiting is None
+
+
+def _rate(offer: Offer, c: Configuration, goal: Goal) -> float:
+    """Seconds, USD, or of a product their product, that one second of uninterrupted training takes."""
+    slowdown, measure = spot_slowdown(offer.spot, c.num_nodes), goal.objective.measure
+    if measure is not Measure.COST and not (measure is Measure.COMPROMISE and goal.priced):
         return slowdown
-    return slowdown * max(offer.usd_per_s(c, gb_per_rank=1.0), 1e-12)
+    usd_per_s = max(offer.usd_per_s(c, gb_per_rank=1.0), 1e-12)
+    if measure is Measure.COMPROMISE:
+        usd_per_s += (goal.usd_per_hour_of_waiting or 0.0) / SECONDS_PER_HOUR
+    return slowdown * usd_per_s * (slowdown if _is_product(goal) else 1.0)
 
 
 def expected_improvements(

@@ -150,6 +150,26 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     assert memory - nothing == pytest.approx(np.log(5.0 / 3.0))
 
 
+@pytest.mark.parametrize(
+    "goal",
+    [
+        replace(GOAL, objective=Objective.TIME),
+        GOAL,
+        replace(GOAL, objective=Objective.BALANCED),
+        replace(GOAL, objective=Objective.BALANCED, priced=False),
+        replace(GOAL, objective=Objective.BALANCED, usd_per_hour_of_waiting=40.0),
+        replace(GOAL, objective=Objective.BALANCED, steps_factor={c: 1.0 + c.global_batch_size / 1e4 for c in GRID}),
+    ],
+    ids=["time", "cost", "balanced", "without prices", "waiting", "more steps"],
+)
+def test_the_design_aims_at_what_the_choice_wants_small(goal):
+    """Before any run each candidate is as dear as the choice will find it, but for a common factor."""
+    model = unmeasured_model(generic_prior(), GRID)
+    result = recommend(GRID, model, goal)
+    wanted = np.log([result.choice.preference.value(estimate).mean for estimate in result.estimates])
+    assert np.ptp(log_value(model, GRID, goal) - wanted) == pytest.approx(0.0, abs=1e-9)
+
+
 def test_the_recommendation_was_measured_and_is_near_the_best():
     done, reason = work_through(Search.ADAPTIVE, GRID, GOAL)
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
