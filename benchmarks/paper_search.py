@@ -7,6 +7,10 @@
 every other configuration is predicted. `full`: every configuration is predicted from all others. Keys are
 `paper.GRID.SEARCH.FORM.median` and `.p90` over workloads of each one's median relative error (0.04 = 4 %), for the
 forms `ring` and `parameter_server`; two points also for `overlap`, this project's default form.
+
+`paper.speed_up.batch.median`: how many times faster an epoch is at the best batch of the largest cluster than at the
+smallest batch there, median over workloads; `.smallest.median`: at the best configuration than at the smallest batch of
+the smallest cluster. Both are distances between two rows of a table, as in section VII of the paper.
 """
 
 from __future__ import annotations
@@ -45,6 +49,16 @@ def _left_out(workload: Workload, one: Placement, form: StepTimeForm) -> float:
     return abs(float(np.exp(fit.predict_step(Points.of([one])).mean[0])) / workload.step_time_s[one] - 1.0)
 
 
+def speed_ups(workload: Workload) -> dict[str, float]:
+    """Time of an epoch at a small configuration over the best: on the largest cluster, and of the whole table."""
+    epoch = {c: step_s / c.global_batch_size for c, step_s in workload.step_time_s.items()}
+    found = {}
+    for key, size in (("batch", max(c.world_size for c in epoch)), ("smallest", min(c.world_size for c in epoch))):
+        batches = {c.global_batch_size: epoch[c] for c in epoch if c.world_size == size}
+        found[key] = batches[min(batches)] / min((batches if key == "batch" else epoch).values())
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = workloads_parser("paper_search", __doc__)
@@ -65,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     *(f"{100 * figures[f'{prefix}.{part}']:.1f} %" for part in ("median", "p90")),
                 ]
             )
+    faster = [speed_ups(workload) for workload, _ in pairs]
+    for key in ("batch", "smallest"):
+        figures[f"paper.speed_up.{key}.median"] = median([each[key] for each in faster])
+        print(f"paper.speed_up.{key}.median: {figures[f'paper.speed_up.{key}.median']:.1f}")
     print_table("error of what was not profiled", ["grids", "search", "form", "median", "p90"], rows)
     write_json(options.json, figures)
     return 0
