@@ -1,10 +1,11 @@
-"""Figures 6, 7 and 8 of the paper on two small networks: static factors, thresholds, and one run over its epochs.
+"""Figures 6, 7 and 8 of the paper on two small networks: static factors, thresholds, and one run over its steps.
 
     python -m experiments.generalization.static_factors [--seeds N] [--workers N] [--json FILE] [--out DIR] [--smoke]
 
 Figure 7: factors 2, 4, 8 and 16 on steps whose gradient variability (equation 5) is below delta = 0.5, against the
-large batch alone. Figure 8: the same at delta 0.2 and 0.8. Figure 6: variability and test accuracy over the epochs of
-one run of the large batch. Base rates are those that `results/quick.md` picked. Keys:
+large batch alone. Figure 8: the same at delta 0.2 and 0.8. Figure 6: variability of every step and test accuracy after
+every epoch of one run of the large batch, in `static-steps.csv` and as a picture with the decays of the learning rate.
+Base rates are those that `results/quick.json` picked. Keys:
 `static.NETWORK.DELTA.FACTOR.test` (mean over seeds, percent) and `.scaled_share`, `static.NETWORK.lbt.test`;
 `variability.NETWORK.spike`, the largest variability in the epoch of the first decay over the median of the largest in
 the three epochs before.
@@ -13,6 +14,7 @@ the three epochs before.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 from collections.abc import Sequence
@@ -26,23 +28,32 @@ from benchmarks.support.report import provenance
 from experiments.generalization.campaign import Campaign, Job
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.methods import METHODS, Method
+from experiments.generalization.plots import write_steps
 from experiments.generalization.train import Result, decay, train
 
-CASES = ((Case("digits", "vgg", 256, 4), 0.05), (Case("digits", "residual", 256, 4), 0.02))
+CASES = (Case("digits", "vgg", 256, 4), Case("digits", "residual", 256, 4))
+PICKED = Path(__file__).parent / "results" / "quick.json"
 FACTORS = (2.0, 4.0, 8.0, 16.0)
 DELTAS = (0.2, 0.5, 0.8)
 LBT = METHODS[0]
 MODE = replace(MODES["quick"], seeds=3)
 
 
-class Epoch(NamedTuple):
-    """One epoch of figure 6; `median` and `largest` are of equation 5, `test` is in percent."""
+class Step(NamedTuple):
+    """One step of figure 6: `variability` is equation 5, `test` the accuracy after its epoch in percent."""
 
+    network: str
     epoch: int
+    step: int
     rate_factor: float
-    median: float
-    largest: float
+    variability: float
     test: float
+
+
+def picked_rate(case: Case) -> float:
+    """The base rate of the stored report."""
+    rows = json.loads(PICKED.read_text(encoding="utf-8"))["rows"]
+    return float(next(row["learning_rate"] for row in rows if row["case"] == case.name))
 
 
 def static(delta: float, factor: float) -> Method:
@@ -51,22 +62,26 @@ def static(delta: float, factor: float) -> Method:
     return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", options)
 
 
-def over_epochs(case: Case, rate: float, mode: Mode) -> list[Epoch]:
+def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:
     """Figure 6: one run of the large batch."""
-    found: list[Epoch] = []
+    found: list[Step] = []
 
     def keep(epoch: int, test: float, variability: Sequence[float]) -> None:
-        found.append(Epoch(epoch, decay(epoch, mode.epochs), statistics.median(variability), max(variability), test))
+        for value in variability:  # the first step of all has none
+            found.append(Step(case.network, epoch, len(found) + 1, decay(epoch, mode.epochs), value, test))
 
     train(case, LBT, mode, seed=0, learning_rate=rate, after_epoch=keep)
     return found
 
 
-def spike_at_decay(epochs: Sequence[Epoch]) -> float:
+def spike_at_decay(steps: Sequence[Step]) -> float:
     """The largest variability in the epoch of the first decay, over what was usual before; NaN with too few epochs."""
-    first = next((e.epoch for e in epochs if e.rate_factor < 1.0), 0)
-    before = [e.largest for e in epochs[max(0, first - 3) : first]]
-    return epochs[first].largest / statistics.median(before) if before else float("nan")
+    largest: dict[int, float] = {}
+    for step in steps:
+        largest[step.epoch] = max(largest.get(step.epoch, 0.0), step.variability)
+    first = next((step.epoch for step in steps if step.rate_factor < 1.0), 0)
+    before = [value for epoch, value in largest.items() if first - 3 <= epoch < first]
+    return largest[first] / statistics.median(before) if before else float("nan")
 
 
 def factor_figures(name: str, results: Sequence[Result]) -> dict[str, float]:
@@ -83,12 +98,12 @@ def factor_figures(name: str, results: Sequence[Result]) -> dict[str, float]:
     return values
 
 
-def markdown(values: dict[str, float], runs: dict[str, list[Epoch]], factors: Sequence[float], seeds: int) -> str:
-    """The tables of figures 7 and 8, and of figure 6."""
+def markdown(values: dict[str, float], factors: Sequence[float], seeds: int) -> str:
+    """The table of figures 7 and 8."""
     lines = [f"Test accuracy, %, mean ± standard deviation of {seeds} seeds; share of scaled steps.", ""]
     heads = ["network", "delta", "large batch", *(f"x{factor:g}" for factor in factors)]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in runs:
+    for name in (case.network for case in CASES):
         lbt = f"{values[f'static.{name}.lbt.test']:.1f} ± {values[f'static.{name}.lbt.test_sd']:.1f}"
         for delta in DELTAS:
             keys = [f"static.{name}.{delta:g}.{factor:g}" for factor in factors]
@@ -97,12 +112,6 @@ def markdown(values: dict[str, float], runs: dict[str, list[Epoch]], factors: Se
                 for key in keys
             ]
             lines.append(f"| {' | '.join([name, f'{delta:g}', lbt, *cells])} |")
-    for name, epochs in runs.items():
-        lines += ["", f"{name}, large batch, seed 0: rate factor, variability (median, largest), test accuracy.", ""]
-        lines += ["| epoch | rate | median | largest | test |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {e.epoch + 1} | {e.rate_factor:g} | {e.median:.2f} | {e.largest:.2f} | {e.test:.1f} |" for e in epochs
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=MODE.seeds)
     parser.add_argument("--workers", type=int, default=1, help="runs that train at once, on one thread each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write static.md and static.json here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write static.md, static.json and the steps here")
     parser.add_argument("--smoke", action="store_true", help="few short runs: only shows that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -122,14 +131,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         mode, factors = replace(mode, seeds=1, epochs=4), FACTORS[:1]
     campaign = Campaign(workers=arguments.workers)
     values: dict[str, float] = {}
-    runs: dict[str, list[Epoch]] = {}
-    for case, rate in CASES:
+    steps: list[Step] = []
+    for case in CASES:
+        rate = picked_rate(case)
         methods = [LBT, *(static(delta, factor) for delta in DELTAS for factor in factors)]
         jobs = [Job(case, method, seed, rate) for method in methods for seed in range(mode.seeds)]
         values |= factor_figures(case.network, campaign.run(jobs, mode))
-        runs[case.network] = over_epochs(case, rate, mode)
-        values[f"variability.{case.network}.spike"] = spike_at_decay(runs[case.network])
-    text = markdown(values, runs, factors, mode.seeds)
+        values[f"static.{case.network}.rate"] = rate
+        run = over_steps(case, rate, mode)
+        values[f"variability.{case.network}.spike"] = spike_at_decay(run)
+        steps += run
+    text = markdown(values, factors, mode.seeds)
     print(text)
     document: dict[str, Any] = {**values, "seeds": mode.seeds, "torch": torch.__version__} | provenance()
     if arguments.json:
@@ -138,6 +150,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "static.md").write_text(text)
         (arguments.out / "static.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_steps([step._asdict() for step in steps], arguments.out / "static-steps.png")
+        with (arguments.out / "static-steps.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(Step._fields)
+            table.writerows([*step[:4], f"{step.variability:.4g}", f"{step.test:.4g}"] for step in steps)
 
 
 if __name__ == "__main__":

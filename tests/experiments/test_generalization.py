@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
@@ -207,7 +208,7 @@ def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(t
     assert "± half of the 95 % interval" in text
 
 
-def test_static_factors_and_one_run_over_its_epochs_are_reported(tmp_path):
+def test_static_factors_and_one_run_over_its_steps_are_reported(tmp_path):
     static_factors.main(["--smoke", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "static.json").read_text())
     for network in ("vgg", "residual"):
@@ -217,15 +218,23 @@ def test_static_factors_and_one_run_over_its_epochs_are_reported(tmp_path):
     assert found["static.residual.lbt.test"] > 30.0
     text = (tmp_path / "static.md").read_text()
     assert text.count("\n| vgg |") == text.count("\n| residual |") == 3
+    assert (tmp_path / "static-steps.png").stat().st_size > 1000
+    with (tmp_path / "static-steps.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["network"] == "vgg"]
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+    assert len({row["variability"] for row in rows}) > 4 * 2  # of four epochs, each step its own
+    decays = {row["rate_factor"]: int(row["epoch"]) for row in reversed(rows)}
+    assert decays == {"1.0": 0, "0.1": 2, "0.01": 3}
 
 
 def test_a_spike_is_measured_at_the_first_decay_against_the_epochs_before():
     largest, rates = (9.0, 1.0, 2.0, 3.0, 8.0, 50.0), (1.0, 1.0, 1.0, 1.0, 0.1, 0.1)
-    epochs = [
-        static_factors.Epoch(i, rate, 0.1, high, 50.0)
-        for i, (high, rate) in enumerate(zip(largest, rates, strict=True))
+    steps = [
+        static_factors.Step("vgg", epoch, step, rate, value, 50.0)
+        for epoch, (high, rate) in enumerate(zip(largest, rates, strict=True))
+        for step, value in enumerate((0.1, high, 0.2))
     ]
-    assert static_factors.spike_at_decay(epochs) == 4.0
+    assert static_factors.spike_at_decay(steps) == 4.0
 
 
 def test_the_gpu_mode_needs_a_gpu_and_its_data_and_networks_train(tmp_path, monkeypatch, capsys):
