@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1.7
 # The service with Postgres support. Build: docker build -t tula .
-# The base is pinned by version. To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
+# The base is pinned by version, not by digest: a digest has to be read from a registry, which the tests of this file do
+# not reach. To pin by digest too: --build-arg BASE=python:3.12.11-slim-bookworm@sha256:...
 ARG BASE=python:3.12.11-slim-bookworm
 
 FROM ${BASE} AS build

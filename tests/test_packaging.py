@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -135,12 +136,18 @@ def test_an_index_learns_the_pages_and_the_pythons_that_are_tested(metadata: Mes
     labels = {line.partition(",")[0] for line in metadata.get_all("Project-URL", [])}
     assert "Paper" in labels
     assert metadata["Requires-Python"] == ">=3.11"
-    assert "Programming Language :: Python :: 3.11" in metadata.get_all("Classifier", [])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    tested = workflow["jobs"]["check"]["strategy"]["matrix"]["python"]
+    stated = re.findall(r"Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier", [])))
+    assert stated == tested
+    image = re.search(r"^ARG BASE=python:(3\.\d+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.M)
+    assert image is not None
+    assert image[1] in tested
 
 
 def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
     base = {"httpx", "platformdirs", "pydantic", "rich", "typer"}
-    assert requirements(metadata, None) == requirements(metadata, "cli") == base
+    assert requirements(metadata, None) == base
     agent, service = requirements(metadata, "agent"), requirements(metadata, "service")
     assert "torch" in agent
     assert not agent & {"fastapi", "uvicorn", "sqlalchemy", "pandas", "scikit-learn", "altair"}
@@ -148,7 +155,7 @@ def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
     assert not service & {"torch", "pandas", "psycopg", "lightning", "transformers"}
 
 
-RUNTIME = ("agent", "cli", "service", "postgres", "otel", "notebook")
+RUNTIME = ("agent", "service", "postgres", "otel", "notebook")
 FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow", "fastapi-offline"}
 """Loaded by name: by uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet, and files of a page."""
 

@@ -136,7 +136,9 @@ class BatchSpec(WireModel):
     """Batches to consider; `global_batch_size` fixes the global batch."""
 
     min_local_batch_size: Count = Field(32, description="Fewest examples per rank and micro-step.")
-    max_local_batch_size: Count | None = Field(None, description="Default: bounded by memory.")
+    max_local_batch_size: Count | None = Field(
+        None, description="Most examples per rank and micro-step. Default: bounded by memory."
+    )
     global_batch_size: Count | None = Field(
         None, description="Examples per optimizer step, if it is fixed; null: it is chosen."
     )

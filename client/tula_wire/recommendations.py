@@ -78,7 +78,9 @@ class Knee(WireModel):
 
     found: bool = Field(description="True: the curve has a knee.")
     configuration: Configuration | None = Field(None, description="The candidate nearest the knee.")
-    global_batch_size: float | None = Field(None, description="On the fitted curve, before rounding to a candidate.")
+    global_batch_size: float | None = Field(
+        None, description="Examples per optimizer step on the fitted curve, before rounding to a candidate."
+    )
     reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
 
 
@@ -123,8 +125,12 @@ class Recommendation(WireModel):
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
-    max_local_batch_size: dict[str, int] = Field({}, description="By instance type, from the memory model.")
-    max_sensible_batch_size: int | None = Field(None, description="A larger batch hardly improves a step.")
+    max_local_batch_size: dict[str, int] = Field(
+        {}, description="Examples per rank and micro-step by instance type, from the memory model."
+    )
+    max_sensible_batch_size: int | None = Field(
+        None, description="Examples per optimizer step, beyond which a larger batch hardly improves a step."
+    )
     model: ModelReport = Field(description="The model behind the predictions.")
 
 
