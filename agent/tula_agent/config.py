@@ -20,8 +20,8 @@ DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
 """Of a profiling run whose environment does not give them; those of a job's specification."""
 
 _LONGEST_PROBE_S = 60.0
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 _OFF = ("", "0", "false", "no")
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 UNKNOWN_RUN = "unknown-run"
 """Stands for the id of a run that the agent makes by itself, in requests and keys."""
@@ -95,7 +95,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
     run_id = environ.get("TULA_RUN_ID", "").strip()
     wanted = None if run_id else _named(job or WantedJob(""), environ)
     run_id = run_id if wanted is None else UNKNOWN_RUN
-    if not _ID.fullmatch(run_id):
+    if not is_id(run_id):
         remedy = "start the script with `tula run`, or name its job in TULA_JOB"
         logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
         return None
@@ -103,7 +103,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
     return AgentConfig(
         url=url,
         run_id=run_id,
-        job_id=job_id if _ID.fullmatch(job_id) else None,
+        job_id=job_id if is_id(job_id) else None,
         token=environ.get("TULA_TOKEN") or None,
         spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
         rank=_first(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0, at_least=0),
@@ -129,6 +129,11 @@ def _named(job: WantedJob, environ: Mapping[str, str]) -> WantedJob | None:
     """`job`, or the one in TULA_JOB; None without a name."""
     name = (job.name or environ.get("TULA_JOB", "")).strip()
     return replace(job, name=name) if name else None
+
+
+def is_id(value: object) -> bool:
+    """True for an id of the service (`tula_wire`'s `Id`): a part of a path as it stands, never `..`."""
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
@@ -157,7 +162,7 @@ def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
 def _column(environ: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
     """The batches in TULA_COLUMN, as in `8=run-1,16=run-2`; none where it can't be read."""
     pairs = [part.strip().partition("=") for part in environ.get("TULA_COLUMN", "").split(",") if part.strip()]
-    column = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and _ID.fullmatch(run)))
+    column = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(column) == len(pairs) and all(size >= 1 for size, _ in column):
         return column
     logger.warning("TULA_COLUMN is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)

@@ -105,7 +105,10 @@ class RunCreate(WireModel):
     """A run outside the plan: a training, or a profiling run of a chosen configuration."""
 
     kind: RunKind = Field(description="`profile` or `train`.")
-    configuration: Configuration = Field(description="The configuration that it runs.")
+    configuration: Configuration = Field(
+        description="The configuration that it runs. Without an `instance_type` it is of the job's only one, or of the "
+        "only one with as many ranks per node."
+    )
     method: Name | None = Field(None, description="Quality method, for comparison on the quality page.")
     continues: Name | None = Field(None, description="The training run that this one resumes.")
     holder: Name | None = Field(None, description="Who holds the run's lease; null: no lease.")

@@ -56,12 +56,14 @@ def deliveries() -> list[Lie]:
 class Liar:
     """Answers each request whose path ends with a key of `lies` by the next of these; other answers are true.
 
-    When the lies of a path are used up, `truth` answers it.
+    When the lies of a path are used up, `truth` answers `/scaling`, and `truths` a path that ends with one of its keys.
     """
 
     lies: dict[str, list[Lie]]
     truth: dict[str, Any] = field(default_factory=dict)
+    truths: dict[str, Any] = field(default_factory=dict)
     forever: str = ""
+    paths: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -70,10 +72,15 @@ class Liar:
         if self.forever:
             return Lie(self.forever, delivery=self.forever)
         route = path.partition("?")[0]
+        self.paths.append(route)
         for ending, lies in self.lies.items():
             if route.endswith(ending) and lies:
                 return lies.pop(0)
-        return Lie("truth", json.dumps(self.truth if route.endswith("/scaling") else {"stored": 1, "duplicates": 0}))
+        truths = {"/scaling": self.truth, **self.truths}
+        found = next(
+            (truth for ending, truth in truths.items() if route.endswith(ending)), {"stored": 1, "duplicates": 0}
+        )
+        return Lie("truth", json.dumps(found))
 
 
 @contextmanager

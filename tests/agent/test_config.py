@@ -23,7 +23,14 @@ def test_no_environment_raises(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"TULA_URL": ""}, {"TULA_DISABLED": "1"}, {"TULA_RUN_ID": ""}, {"TULA_URL": "ftp://x"}, {"TULA_RUN_ID": "../x"}],
+    [
+        {"TULA_URL": ""},
+        {"TULA_DISABLED": "1"},
+        {"TULA_RUN_ID": ""},
+        {"TULA_URL": "ftp://x"},
+        {"TULA_RUN_ID": "../x"},
+        {"TULA_RUN_ID": ".."},
+    ],
 )
 def test_without_a_valid_url_and_run_there_is_no_agent(change: dict[str, str]) -> None:
     assert read_config({**BASE, **change}) is None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.agent.conftest import Done, Launch
+from tests.agent.joining_rank import JoiningRank
 from tests.agent.liar import Liar, Lie, deliveries, field_lies, lying
+from tula_agent.config import UNKNOWN_RUN
+from tula_agent.ship.spool import SpooledRequest
 
 SCRIPT = "lied_to.py"
 TRUTH = {
@@ -99,3 +104,51 @@ def test_answers_to_measurements_cost_neither_memory_nor_time(launch: Launch, de
     done = lied_to()
     assert done.printed("trained") == without.printed("trained")
     assert_costs_little(done, without, lied_to)
+
+
+JOB_ID, RUN_ID = "job-7", "run-7"
+JOINING: dict[str, Any] = {
+    f"/jobs/{JOB_ID}/runs": {"id": RUN_ID},
+    "/jobs/known/runs": {"runs": []},
+    "/jobs": {"jobs": [{"id": JOB_ID, "name": "known"}], "job": {"id": JOB_ID}},
+}
+"""True answers to an agent that makes a run of the job `known` by itself, by the ends of their paths."""
+IDS = [
+    Lie(f"id {text}", text)
+    for text in ('".."', '"../tokens"', '"a/b"', '""', '"a\\u0000b"', f'"{"x" * 201}"', "null", "7")
+]
+
+
+def joining_lies() -> list[tuple[str, Lie]]:
+    """Every field of every answer to a rank that joins, with each nonsense and each id that is none, and deliveries."""
+    lies = [(f"/jobs/{JOB_ID}/runs", Lie(lie.name, f'{{"id": {lie.text}}}')) for lie in IDS]
+    lies += [("/jobs", Lie(lie.name, f'{{"jobs": [{{"name": "known", "id": {lie.text}}}]}}')) for lie in IDS]
+    lies += [("/jobs", Lie(lie.name, f'{{"jobs": [], "job": {{"id": {lie.text}}}}}')) for lie in IDS]
+    lies.append(("/jobs", Lie("an entry", '{"jobs": [7]}')))
+    at_once = [lie for lie in deliveries() if "drip" not in lie.name]
+    for path, truth in JOINING.items():
+        lies += [(path, lie) for lie in [*field_lies(truth), *at_once]]
+    return lies
+
+
+def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> None:
+    """An id `..` became part of the path of a request with the agent's token."""
+    request = SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
+    for path, lie in joining_lies():
+        with lying(Liar({path: [lie]}, truths=JOINING)) as liar:
+            rank = JoiningRank(dist.HashStore(), 0, liar.url, job="known", world_size=1)
+            sent = rank.joining.sent(request)
+        assert rank.joining.run_id in (None, RUN_ID, "boom"), lie.name
+        if isinstance(sent, SpooledRequest):
+            assert sent.path == f"/v1/runs/{rank.joining.run_id}"
+        allowed = {"/v1/jobs", *(f"/v1/jobs/{job}/runs" for job in ("known", JOB_ID, "boom"))}
+        assert set(liar.paths) <= allowed, lie.name
+
+
+def test_a_run_id_that_is_none_is_not_taken_from_another_rank() -> None:
+    store = dist.HashStore()
+    first, other = (JoiningRank(store, rank, "http://127.0.0.1:9") for rank in (0, 1))
+    assert not other.joining.ready(last=False)
+    first.channel().set("run/2", "..")
+    other.joining.ready(last=False)
+    assert other.joining.run_id is None

@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from benchmarks.support.forked import Server
 from benchmarks.support.gloo import free_port
+from tests.agent.joining_rank import JoiningRank
 from tests.support.forked_commands import launchers
 from tula_agent.config import UNKNOWN_RUN, WantedJob, read_config
-from tula_agent.guard import Guard
-from tula_agent.rank_channel import Channel
 from tula_agent.run import Run
-from tula_agent.ship.joining import Joining
 from tula_agent.ship.spool import SpooledRequest
 from tula_client import Client
 from tula_client.handle import all_runs, find_job
@@ -117,30 +115,10 @@ def test_a_job_that_cannot_be_made_costs_one_warning(
     assert not list((tmp_path / "spool").glob("*"))
 
 
-class Rank:
-    """One rank of a training that has seen its batches, over a store as torchrun's."""
-
-    def __init__(self, store: Any, rank: int, start: int, url: str) -> None:
-        config = read_config({"TULA_URL": url, "RANK": str(rank), "WORLD_SIZE": "2"}, WantedJob("elastic", 100))
-        assert config is not None
-        self.config, self.boot_id, self.model_parallel_size, self.world_size = config, f"boot{rank}", 1, 2
-        self._channel = Channel(store, f"tula/{start}/", rank, 2)
-        self.joining = Joining(self, WantedJob("elastic", 100), 0, Guard(), 5.0)
-
-    def channel(self, _within_s: float = 0.0) -> Channel:
-        return self._channel
-
-    def seen_configuration(self) -> tuple[int, int]:
-        return 8, 2
-
-    def joined(self) -> None:
-        pass
-
-
 def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server) -> None:
     store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
     for start in range(2):
-        first, other = (Rank(store, rank, start, server.url) for rank in (0, 1))
+        first, other = (JoiningRank(store, rank, server.url, start=start) for rank in (0, 1))
         assert not first.joining.ready(last=False)  # the other's host is unknown
         assert not other.joining.ready(last=False)
         assert first.joining.ready(last=False)

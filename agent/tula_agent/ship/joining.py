@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from dataclasses import replace
 from typing import Any, Final, Protocol
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
-from tula_agent.config import UNKNOWN_RUN, AgentConfig, WantedJob
+from tula_agent.config import UNKNOWN_RUN, AgentConfig, WantedJob, is_id
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import Channel
 from tula_agent.ship.spool import SpooledRequest, encode
@@ -23,8 +22,8 @@ AT_END_WITHIN_S: Final = 1.5
 """How long the first rank waits for the names of the others' hosts; how long ranks wait at the end of the script."""
 _TIMEOUT_S: Final = 20.0
 """Of a request here: the service fits its models before it answers."""
-_MAX_ANSWER_BYTES: Final = 4 * 2**20
-_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+_JOBS_READ: Final = 50
+"""Most jobs whose names are compared: a longer page might exceed what the agent reads of an answer."""
 
 
 class Process(Protocol):
@@ -159,10 +158,10 @@ class Joining:
 
     def _make(self) -> None:
         config = self._process.config
-        service = _Service(Transport(config.url, config.token, _TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES))
+        service = _Service(Transport(config.url, config.token, _TIMEOUT_S))
         try:
             num_nodes, ranks_per_node = self._nodes()
-            job = self._job(service, num_nodes, ranks_per_node)
+            job_id = self._job(service, num_nodes, ranks_per_node)
             body = {
                 "kind": "train" if config.plan is None else "profile",
                 "configuration": {
@@ -170,12 +169,10 @@ class Joining:
                     "ranks_per_node": ranks_per_node,
                     "local_batch_size": self._batch()[0],
                     "grad_accum_steps": self._batch()[1],
-                    "instance_type": _instance_type(job["spec"]["cluster"], ranks_per_node),
                 },
                 "holder": f"agent-{self._process.boot_id}",
                 "lease_s": LEASE_S,
             }
-            job_id = _checked(job["id"])
             run = service.ask("POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service))
             self.job_id, self.run_id = job_id, _checked(run["id"])
         finally:
@@ -208,18 +205,17 @@ class Joining:
         ranks_per_node = min(ranks, max(1, processes // per_replica))
         return max(1, ranks // ranks_per_node), ranks_per_node
 
-    def _job(self, service: _Service, num_nodes: int, ranks_per_node: int) -> dict[str, Any]:
-        """The job by its id, by its name, or registered."""
+    def _job(self, service: _Service, num_nodes: int, ranks_per_node: int) -> str:
+        """The id of the job: found by that, found by its name, or registered."""
         name = self._wanted.name
-        job = service.find(routes.JOB.format(job_id=quote(name, safe="")))
-        if job is not None:
-            return job
-        page = service.ask("GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': 100})}")
+        if is_id(name) and service.find(f"{routes.JOB_RUNS.format(job_id=name)}?limit=1"):
+            return name
+        page = service.ask("GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': _JOBS_READ})}")
         ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
         if len(ids) > 1:
             raise _Refused(f"{len(ids)} jobs have this name: give the id of one")
         if ids:
-            return service.ask("GET", routes.JOB.format(job_id=ids[0]))
+            return ids[0]
         if self._wanted.dataset_size is None:
             raise _Refused("there is no such job: give tula_agent.init dataset_size and epochs to register it")
         body = {
@@ -230,8 +226,7 @@ class Joining:
             "cluster": {"max_nodes": num_nodes, "ranks_per_node": ranks_per_node},
             "batch": {"min_local_batch_size": min(32, self._batch()[0])},
         }
-        registered: dict[str, Any] = service.ask("POST", routes.JOBS, body)["job"]
-        return registered
+        return _checked(service.ask("POST", routes.JOBS, body)["job"]["id"])
 
 
 class _Service:
@@ -281,14 +276,6 @@ def _host(channel: Channel, rank: int) -> str:
 
 def _checked(identifier: Any) -> str:
     """An id that can be part of a path. Raises ValueError for anything else."""
-    if not isinstance(identifier, str) or not _ID.fullmatch(identifier):
+    if not is_id(identifier):
         raise ValueError(f"no id: {identifier!r:.40}")
-    return identifier
-
-
-def _instance_type(clusters: list[dict[str, Any]], ranks_per_node: int) -> str:
-    """The job's only instance type, or the only one with as many ranks per node."""
-    fitting = [each for each in clusters if len(clusters) == 1 or each["ranks_per_node"] == ranks_per_node]
-    if len(fitting) != 1:
-        raise _Refused("the job has several instance types, and this may be any: start the script with `tula run`")
-    return str(fitting[0]["instance_type"])
+    return str(identifier)

@@ -43,11 +43,8 @@ class Transport:
     through proxies. Redirects are not followed with a token in hand.
     """
 
-    def __init__(
-        self, url: str, token: str | None, timeout_s: float, *, max_answer_bytes: int = MAX_ANSWER_BYTES
-    ) -> None:
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
-        self._max_answer_bytes = max_answer_bytes
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
@@ -76,8 +73,8 @@ class Transport:
                 content = b""
                 for part in response.iter_raw():
                     content += part
-                    if len(content) > self._max_answer_bytes:
-                        return Reply("retry", detail=f"the answer is longer than {self._max_answer_bytes} bytes")
+                    if len(content) > MAX_ANSWER_BYTES:
+                        return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
         status = response.status_code

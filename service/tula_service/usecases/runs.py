@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import tula_wire as wire
@@ -22,6 +23,7 @@ from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.planning import replan
 from tula_service.usecases.recommendations import spec_of
+from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
@@ -105,7 +107,7 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
     """Register a run outside the plan: training, or a measurement of the user's own choice. Raises Busy."""
     while True:
-        job, expected = _expected(store, principal, job_id, request)
+        job, request, expected = _expected(store, principal, job_id, request)
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
             if now.spec == job.spec:  # new measurements alone hardly move it, so they cost no second fit
@@ -114,23 +116,37 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 def _expected(
     store: Store, principal: Principal, job_id: str, request: wire.RunCreate
-) -> tuple[JobRecord, recommendations.Expectation]:
-    """The job, and what its data let expect of the run. No transaction is open during the fit."""
-    configuration = request.configuration
+) -> tuple[JobRecord, wire.RunCreate, recommendations.Expectation]:
+    """The job, its run, and what its data let expect of it. No transaction is open during the fit."""
     with store.compute_slot():
         with store.reading() as tx:
             job = visible_job(tx, principal, job_id)
-            known = [cluster.instance_type for cluster in spec_of(job).cluster]
-            if configuration.instance_type not in known:
-                raise InvalidInput(
-                    f"Instance type {configuration.instance_type!r} is not in this job's cluster: "
-                    f"use {', '.join(known)}.",
-                    field="configuration.instance_type",
-                )
+            configuration = _of_known_type(spec_of(job), request.configuration)
             _continued_run(tx, job_id, request)
             data = recommendations.load_job_data(tx, job)
             followed = recommendations.followed(tx, job, configuration)
-        return job, recommendations.expectation(data, configuration, followed)
+        request = request.model_copy(update={"configuration": configuration})
+        return job, request, recommendations.expectation(data, configuration, followed)
+
+
+def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
+    """The configuration on an instance type of the job. Raises InvalidInput.
+
+    Without a type it is the job's only one, or the only one with as many ranks per node: agents that make a run by
+    themselves know no names.
+    """
+    known = [cluster.instance_type for cluster in spec.cluster]
+    if configuration.instance_type in known:
+        return configuration
+    named = configuration.instance_type != DEFAULT_INSTANCE_TYPE
+    fitting = [one.instance_type for one in spec.cluster if one.ranks_per_node == configuration.ranks_per_node]
+    candidates = known if len(known) == 1 else fitting
+    if named or len(candidates) != 1:
+        raise InvalidInput(
+            f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(known)}.",
+            field="configuration.instance_type",
+        )
+    return replace(configuration, instance_type=candidates[0])
 
 
 def _created(

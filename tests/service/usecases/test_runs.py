@@ -159,6 +159,22 @@ def test_a_run_of_the_users_own_choice_is_checked_against_the_cluster(cluster: C
     assert caught.value.field == "configuration.instance_type"
 
 
+def test_a_run_without_an_instance_type_is_of_the_only_one_that_it_can_be(cluster: Cluster) -> None:
+    """An agent that makes its run knows ranks and batch, but not how the job calls its machines."""
+    rows = [{"max_nodes": 2, "instance_type": name, "ranks_per_node": ranks} for name, ranks in (("a", 8), ("b", 4))]
+    both = cluster.register(spec(name="both", cluster=rows)).job.id
+    one = cluster.register(spec(name="one", cluster=rows[0])).job.id
+
+    def type_of(job_id: str, ranks: int) -> str:
+        configuration = wire.Configuration(num_nodes=1, ranks_per_node=ranks, local_batch_size=32)
+        request = wire.RunCreate(kind="train", configuration=configuration)
+        return runs.create(cluster.store, ANONYMOUS, job_id, request).configuration.instance_type
+
+    assert (type_of(both, 8), type_of(both, 4), type_of(one, 2)) == ("a", "b", "a")
+    with pytest.raises(InvalidInput, match="use a, b"):
+        type_of(both, 2)
+
+
 def test_training_moves_the_job_along(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     cluster.work(job_id)
