@@ -125,6 +125,10 @@ class ForkServer:
         self._folder.cleanup()
 
 
+_program: dict[str, Any] = {}
+"""Globals of the program that this fork has become."""
+
+
 def serve_forks(folder: Path, modules: Sequence[str]) -> None:
     """Fork a program for each line of standard input, until it ends."""
     for name in modules:
@@ -180,10 +184,13 @@ def become(order: dict[str, Any]) -> None:
     sys.argv = order["argv"][is_module:]
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = ["" if is_module else str(Path(sys.argv[0]).parent), *search]
+    # Kept until the interpreter ends, as a script's globals are. Freed before, while other threads may still take the
+    # GIL, a DDP model waits in its destructor for a thread of gloo that waits for the GIL.
+    global _program
     if is_module:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        _program = runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        _program = runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
