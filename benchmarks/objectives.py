@@ -15,7 +15,8 @@ the rule of `balanced` where every step time is known without noise, `measured` 
 `sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever changes more, when either
 end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
 table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
-its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates.
+its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates, and
+`.known.p90` all moves, where every step time is known.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tula_service.perfmodel.step_time_model import fit_step_time
 
 OBJECTIVES = ("balanced", "time", "cost", "knee", "kneedle")
 ALSO = ("known", "measured")
-MOVES = ("inward", "outward", "answer_kept")
+MOVES = ("inward", "outward", "answer_kept", "known")
 _EXAMPLES = 1e6
 _DRAWS = 5
 _LEAST_CANDIDATES = 4
@@ -112,11 +113,17 @@ def judge(workload: Workload, noise: float) -> Judged:
             found.answers[name].append((*ratios, float(beaten), place))
     for kind, before, after in moves(workload.candidates):
         old, new = (answer(only(draws[0], rows), "balanced") for rows in (before, after))
-        factor = max(max(ratio, 1.0 / ratio) for ratio in (time[new] / time[old], cost[new] / cost[old]))
-        found.moved[kind].append(factor)
+        known_old, known_new = (known(only(workload, rows)) for rows in (before, after))
+        found.moved["known"].append(_change(known_old, known_new, time, cost))
+        found.moved[kind].append(factor := _change(old, new, time, cost))
         if kind == "inward" and old in after:
             found.moved["answer_kept"].append(factor)
     return found
+
+
+def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -> float:
+    """The largest factor, above 1, by which one of the measures changes from one configuration to another."""
+    return max(max(measure[new] / measure[old], measure[old] / measure[new]) for measure in measures)
 
 
 def known(workload: Workload) -> Placement:
