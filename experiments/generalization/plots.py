@@ -59,21 +59,17 @@ def write_steps(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Figure 6 of each network: variability of every step on a log axis, accuracy, and a rule where the rate decays."""
     import altair as alt
 
-    decays = [
-        {"network": after["network"], "step": after["step"]}
-        for before, after in itertools.pairwise(steps)
-        if before["network"] == after["network"] and after["rate_factor"] < before["rate_factor"]
-    ]
     x = alt.X("step:Q", title="step (dashed: the learning rate decays)")
-    rules = alt.Chart(alt.Data(values=decays)).mark_rule(strokeDash=[4, 4], color="grey").encode(x=x)
-    line = alt.Chart(alt.Data(values=[dict(step) for step in steps])).mark_line(strokeWidth=1)
     rows = []
     for name in dict.fromkeys(step["network"] for step in steps):
-        of_network = alt.FieldEqualPredicate(field="network", equal=name)
+        run = [dict(step) for step in steps if step["network"] == name]
+        decays = [after for before, after in itertools.pairwise(run) if after["rate_factor"] < before["rate_factor"]]
+        rules = alt.Chart(alt.Data(values=decays)).mark_rule(strokeDash=[4, 4], color="grey").encode(x=x)
+        line = alt.Chart(alt.Data(values=run)).mark_line(strokeWidth=1)
         panels = [
-            (line.encode(x=x, y=alt.Y(column, title=title, scale=scale)) + rules)
-            .transform_filter(of_network)
-            .properties(width=330, height=150, title=name)
+            (line.encode(x=x, y=alt.Y(column, title=title, scale=scale)) + rules).properties(
+                width=330, height=150, title=name
+            )
             for column, title, scale in (
                 ("variability:Q", "gradient variability", alt.Scale(type="log")),
                 ("test:Q", "test accuracy, %", alt.Scale(zero=False)),
