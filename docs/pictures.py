@@ -1,4 +1,5 @@
-"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, and photographs pages of that run.
+"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, photographs pages of that run, and
+draws the workflow with its numbers.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import io
 import os
 import sys
@@ -21,11 +23,15 @@ from playwright.sync_api import sync_playwright
 
 from benchmarks.support.chromium import FLAGS, chromium_path
 from examples import demo
-from tula_client import Client
+from tula_client import Client, JobHandle
+from tula_client.cli import format
+from tula_wire import LedgerEntry, Recommendation
 
 WIDTH, HEIGHT, COLOURS = 1280, 860, 256
-PICTURES = ("job", "frontier", "run")
-"""A job's page, its chart of time against cost, and a training run's page."""
+PICTURES = ("workflow.svg", "job.png", "frontier.png", "run.png")
+"""The workflow with a run's numbers, a job's recommendation, its chart of time against cost, a training run's page."""
+BOX, GAP, LINE = 215, 32, 22
+"""Width of a step of the workflow, and space between two steps and between two lines, in pixels."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +57,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page.goto(f"{url}/jobs/{job.id}")
             page.wait_for_load_state("networkidle")
             frontier = page.locator("figure").first
-            keep(page.screenshot(), options.output / "job.png")
+            keep(page.locator("section.answer").screenshot(), options.output / "job.png")
             keep(frontier.screenshot(), options.output / "frontier.png")
             page.goto(f"{url}/runs/{trained.id}")
             page.wait_for_load_state("networkidle")
             keep(page.screenshot(), options.output / "run.png")
+            (options.output / "workflow.svg").write_text(workflow(measured_steps(job)), encoding="utf-8")
     return 0
+
+
+def measured_steps(job: JobHandle) -> list[list[str]]:
+    """The four steps of the workflow, each a title and lines with what they were in this job."""
+    answer, entries = job.recommendation(), job.client.ledger(job.id).entries
+    followed = next(entry for entry in entries if entry.measured_step_time_s is not None)
+    return steps_of(answer, followed)
+
+
+def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
+    """Titles and lines of the steps, from a recommendation and the entry of the training that followed one."""
+    chosen, predicted = followed.configuration, followed.predicted_step_time_s
+    assert chosen is not None
+    assert predicted is not None
+    assert followed.error is not None
+    nodes, profiled = chosen.num_nodes, sum(each.profiled for each in answer.candidates)
+    return [
+        ["Profile", f"{profiled} of {len(answer.candidates)} candidates", f"{answer.model.num_samples} steps"],
+        ["Fit", "step time and memory", "of every candidate"],
+        [
+            "Recommend",
+            f"{nodes} {'node' if nodes == 1 else 'nodes'}, batch {chosen.global_batch_size}",
+            f"{format.seconds(predicted.value)} a step",
+        ],
+        [
+            "Train",
+            f"measured: {format.seconds(followed.measured_step_time_s)} a step",
+            f"{format.percent(abs(followed.error))} {'more' if followed.error > 0 else 'less'} than predicted",
+        ],
+    ]
+
+
+def workflow(steps: list[list[str]]) -> str:
+    """An SVG of boxes from left to right, the first line of each in bold; readable on a light and on a dark page."""
+    height = LINE * (max(map(len, steps)) + 1)
+    drawn = []
+    for number, lines in enumerate(steps):
+        left = 1 + number * (BOX + GAP)
+        drawn.append(
+            f'<rect x="{left}" y="1" width="{BOX}" height="{height}" rx="10" fill="#eef6f7" stroke="#1d7f8c"/>'
+        )
+        for row, text in enumerate(lines, start=1):
+            weight = ' font-weight="bold"' if row == 1 else ""
+            drawn.append(f'<text x="{left + 14}" y="{6 + row * LINE}"{weight}>{html.escape(text)}</text>')
+        if number:
+            drawn.append(f'<path d="M{left - GAP + 4} {1 + height / 2}h{GAP - 8}m-7 -5l7 5l-7 5"/>')
+    width = len(steps) * (BOX + GAP) - GAP + 2
+    about = html.escape("; ".join(f"{first}: {', '.join(rest)}" for first, *rest in steps))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 2}" role="img" aria-label="{about}" '
+        f'font-family="sans-serif" font-size="14" fill="#12202a">\n'
+        + "\n".join(drawn).replace("<path ", '<path fill="none" stroke="#1d7f8c" stroke-width="2" ')
+        + "\n</svg>\n"
+    )
 
 
 def keep(screenshot: bytes, output: Path) -> None:

@@ -38,6 +38,7 @@ search = "partial"                # profile the extremes, predict the rest
 
 [model]
 name = "digits-cnn"
+batch_normalization = false
 
 [dataset]
 size = 1437

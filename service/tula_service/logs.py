@@ -23,7 +23,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= _fields(record)
+        line |= _details(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -34,14 +34,14 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and a traceback on more; no control character reaches the terminal."""
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={value}" for name, value in _details(record).items())
         lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:
             lines += self.formatException(record.exc_info).splitlines()
         return "\n".join(map(printable, lines))
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
+def _details(record: logging.LogRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _FIELDS if getattr(record, name, None) is not None}
 
 
