@@ -38,7 +38,6 @@ from benchmarks.support.server import Server
 from benchmarks.support.sink import Sink
 from examples.demo import SPEC
 from tula_client import Client
-from tula_client.launch.environment import startup_folder
 
 T = TypeVar("T")
 
@@ -109,9 +108,8 @@ class Bench:
         """Measure the script once; one that does not end in two minutes is killed."""
         self._runs += 1
         name = f"run{self._runs}"
-        spawns = script.stem.startswith("mp_spawn")  # it starts its ranks, so that the hook finds them by PYTHONPATH
+        spawns = script.stem.startswith("mp_spawn")  # it starts its ranks, which start with the hook
         start = [str(WITH_HOOK), str(script)] if hook and not spawns else [str(script)]
-        path = [startup_folder() or "", str(ROOT)] if hook and spawns else [str(ROOT)]
         env = clean_environment(
             TULA_URL=self._sink.url,
             TULA_RUN_ID=name,
@@ -119,7 +117,7 @@ class Bench:
             TULA_WARMUP_STEPS=str(WARMUP_STEPS),
             TULA_MEASURE_STEPS=str(MEASURE_STEPS),
             TULA_SPOOL_DIR=str(self._folder / "spool"),
-            PYTHONPATH=os.pathsep.join(path),
+            PYTHONPATH=str(ROOT),
             STEP_CLOCK_FILE=str(self._folder / f"{name}.clock"),
         )
         width = WIDTH.get(script.stem.removesuffix("-embedded"), OTHER_WIDTH)

@@ -23,7 +23,7 @@ from tula_wire import routes
 ROOT = Path(__file__).resolve().parents[1]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
-AGENT_VARIABLES = {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN", "TULA_JOB_ID"}
+AGENT_VARIABLES = {"TULA_URL", "TULA_JOB", "TULA_TOKEN"}
 
 
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -226,7 +226,7 @@ def test_the_example_job_gives_the_agent_what_it_reads() -> None:
     job = documents(ROOT / "deploy/kubernetes/example-job/pytorchjob.yaml")[0]["spec"]["pytorchReplicaSpecs"]
     for replica in job.values():
         names = {each["name"] for each in replica["template"]["spec"]["containers"][0]["env"]}
-        assert {"TULA_URL", "TULA_RUN_ID", "TULA_TOKEN"} <= names <= AGENT_VARIABLES
+        assert {name for name in names if name.startswith("TULA_")} == AGENT_VARIABLES
 
 
 def test_the_commands_that_the_documents_say_fit_the_files() -> None:

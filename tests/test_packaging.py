@@ -82,8 +82,8 @@ def requirements(metadata: Message, extra: str | None) -> set[str]:
     return found
 
 
-def alone(bin: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment, without Tula's variables."""
+def alone(bin: Path, folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of an environment, without Tula's variables but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TULA_", "PYTHON"))}
     return subprocess.run(
         [str(bin / command[0]), *command[1:]],
@@ -91,7 +91,7 @@ def alone(bin: Path, folder: Path, *command: str) -> subprocess.CompletedProcess
         text=True,
         check=False,
         timeout=120,
-        env=kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env=kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables,
         cwd=folder,
     )
 
@@ -101,7 +101,7 @@ def test_the_wheel_holds_four_typed_packages_pages_and_migrations_and_nothing_el
         names = set(archive.namelist())
     tops = {name.split("/")[0] for name in names}
     packages = {"tula_wire", "tula_client", "tula_agent", "tula_service"}
-    assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    assert {top for top in tops if not top.endswith(".dist-info")} == packages | {"tula.pth", "tula_startup.py"}
     assert {f"{package}/py.typed" for package in packages} <= names
     assert "tula_service/migrations/env.py" in names
     assert any(name.startswith("tula_service/migrations/versions/") for name in names)
@@ -240,6 +240,17 @@ print(float(model.bias))
 """
     done = alone(environments["agent"], tmp_path, "python", "-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_a_run_starts_with_the_hook_and_any_other_without(
+    environments: dict[str, Path], tmp_path: Path
+) -> None:
+    """Under every launcher that passes the run's variables on; neither start imports the agent."""
+    code = "import sys; print(*(name in sys.modules for name in ('tula_startup', 'tula_agent', 'torch')))"
+    of_run = alone(environments["agent"], tmp_path, "python", "-c", code, TULA_RUN_ID="run-1")
+    other = alone(environments["agent"], tmp_path, "python", "-c", code, TULA_URL="http://tula")
+    assert (of_run.stdout.split(), of_run.stderr) == (["True", "False", "False"], "")
+    assert (other.stdout.split(), other.stderr) == (["False"] * 3, "")
 
 
 def test_the_service_migrates_and_serves_without_torch_or_postgres(

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_client.launch.environment import startup_folder
 
 SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts" / "unedited"
 PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20", "TULA_LOCAL_BATCH_SIZE": "8"}
@@ -51,8 +50,7 @@ def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: La
 
 def test_ranks_that_the_script_spawns_are_measured(sink: Sink, launch: Launch) -> None:
     """By the hook itself: a spawned process imports torch after Python has started."""
-    found = f"{startup_folder()}:{Path(__file__).parents[2]}"
-    done = launch(str(SCRIPTS / "mp_spawn.py"), "--batch-size=8", PYTHONPATH=found, **PROFILE)
+    done = launch(str(SCRIPTS / "mp_spawn.py"), "--batch-size=8", **PROFILE)
     assert "complete" not in done.stdout
     check_measured(sink, "mp_spawn.py")
     assert sink.steps() == list(range(22))

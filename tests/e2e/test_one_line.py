@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Ser
     job = client.job(run.job_id)
     assert (job.spec.epochs, job.spec.dataset.size, job.spec.cluster[0].ranks_per_node) == (2, 640, 2)
     assert "no run" not in log.read_text()
+
+
+def test_a_script_without_an_edit_joins_the_job_in_its_environment(
+    client: Client, server: Server, tmp_path: Path
+) -> None:
+    client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 2}))
+    script = Path(__file__).parent / "scripts" / "unedited" / "plain_ddp.py"
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [str(torchrun), "--standalone", "--nproc-per-node=2", str(script), "--batch-size=8"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    environment |= {"TULA_URL": server.url, "TULA_JOB": "no line", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, timeout=120, check=True)
+    (run,) = runs_of(client, "no line")
+    assert (run.state, run.configuration.local_batch_size, run.configuration.world_size) == ("succeeded", 8, 2)
+    assert run.num_samples >= 8
 
 
 def test_each_training_is_a_run_of_the_named_job(client: Client, server: Server, tmp_path: Path) -> None:

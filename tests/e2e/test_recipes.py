@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
+from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from benchmarks.support.forked import Server
 from tests.e2e.command import BATCH, SCRIPT, Tula
 from tests.e2e.slurm import slurm
+from tula_client.launch.template import Template
+from tula_wire import Configuration, JobSpec
 
 RECIPES = Path(__file__).parents[2] / "examples" / "launchers"
 SSH = """#!/bin/sh
@@ -35,51 +40,56 @@ if sys.argv[1] == "apply":
 elif sys.argv[1] == "get":
     print(json.dumps({{"status": {{"conditions": [{{"type": {ends!r}, "status": "True"}}]}}}}))
 """
-ENV = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["name"],
-        "properties": {"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}},
-    },
+SKY = """#!{python}
+import json, os, sys
+path = sys.argv[sys.argv.index("--env-file") + 1]
+print(json.dumps({{"words": sys.argv[1:], "mode": oct(os.stat(path).st_mode & 0o777), "file": open(path).read()}}))
+"""
+JOB = {
+    "name": "j",
+    "model": {"name": "m"},
+    "dataset": {"size": 1000},
+    "cluster": {"min_nodes": 1, "max_nodes": 4, "ranks_per_node": 8},
 }
-LIMITS = {"type": "object", "properties": {"limits": {"additionalProperties": {"type": "string"}}}}
-WORDS = {"type": "array", "items": {"type": "string"}}
+"""What a recipe's command has to have placeholders for: several numbers of nodes, several batches."""
 
 
-def strict(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """A schema of an object that allows these properties only."""
-    return {"type": "object", "properties": properties, "additionalProperties": False, "required": required or []}
+def header(recipe: Path) -> tuple[Template, Template | None]:
+    """The command at the head of a recipe, and its stop command."""
+    lines = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines()]
+    first = next(number for number, line in enumerate(lines) if "tula tune job.toml" in line)
+    text = "\n".join(lines[first : lines.index("", first)])
+    options, _, command = text.partition(" -- ")
+    stop = re.search(r"--stop-command '([^']+)'", options)
+    words = shlex.split(command.removeprefix("\\\n"))
+    return Template(tuple(words)), Template(tuple(shlex.split(stop[1]))) if stop else None
 
 
-TRAINER = strict(
-    image={"type": "string", "maxLength": 500},
-    command=WORDS,
-    args=WORDS,
-    env=ENV,
-    numNodes={"type": "integer"},
-    numProcPerNode={"type": "integer"},
-    resourcesPerNode=LIMITS,
-)
-TRAIN_JOB = strict(
-    ["runtimeRef"],
-    trainer=TRAINER,
-    runtimeRef=strict(["name"], name={"type": "string"}, kind={"type": "string"}, apiGroup={"type": "string"}),
-)
-CONTAINER = strict(["name"], name={}, image={"type": "string"}, command=WORDS, env=ENV, resources=LIMITS)
-REPLICA = strict(
-    replicas={"type": "integer"},
-    restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
-    template=strict(spec=strict(["containers"], containers={"type": "array", "items": CONTAINER})),
-)
-PYTORCH_JOB = strict(
-    ["pytorchReplicaSpecs"],
-    nprocPerNode={"type": "string"},
-    pytorchReplicaSpecs=strict(Master=REPLICA, Worker=REPLICA),
-)
-"""What the manifests use of the published definitions: trainjobs of trainer.kubeflow.org/v1alpha1, pytorchjobs of
-kubeflow.org/v1."""
+@pytest.mark.parametrize("recipe", sorted(RECIPES.iterdir()), ids=lambda path: path.name)
+def test_the_command_at_the_head_of_each_recipe_is_accepted(recipe: Path) -> None:
+    command, _ = header(recipe)
+    command.check(JobSpec.model_validate(JOB))
+    assert recipe.name in " ".join(command.words)
+
+
+def train_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What Kubeflow's published model of a TrainJob keeps of a manifest; raises what it refuses."""
+    return dict(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
+
+
+def pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What is published of a PyTorchJob: Kubernetes' model of its pods, and the names of its fields."""
+    assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs"}
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() <= {"Master", "Worker"}
+    kept = {
+        name: one | {"template": PodTemplate.from_dict(one["template"]).to_dict()} for name, one in replicas.items()
+    }
+    assert all(one.keys() == {"replicas", "restartPolicy", "template"} for one in kept.values())
+    return manifest | {"spec": manifest["spec"] | {"pytorchReplicaSpecs": kept}}
+
+
+PUBLISHED = {"TrainJob": train_job, "PyTorchJob": pytorch_job}
 
 
 def program(folder: Path, name: str, text: str) -> str:
@@ -127,11 +137,10 @@ def test_a_batch_job_of_slurm_is_measured(server: Server, tmp_path: Path, slurm_
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "schema", "ends"),
-    [((), "TrainJob", TRAIN_JOB, "Complete"), (("--pytorchjob",), "PyTorchJob", PYTORCH_JOB, "Failed")],
+    ("more", "kind", "ends"), [((), "TrainJob", "Complete"), (("--pytorchjob",), "PyTorchJob", "Failed")]
 )
 def test_manifests_for_kubernetes_have_the_published_fields(
-    tmp_path: Path, more: tuple[str, ...], kind: str, schema: dict[str, Any], ends: str
+    tmp_path: Path, more: tuple[str, ...], kind: str, ends: str
 ) -> None:
     path = program(tmp_path, "kubectl", KUBECTL.format(python=sys.executable, folder=str(tmp_path), ends=ends))
     run = {"TULA_URL": "http://tula", "TULA_RUN_ID": "run-1", "TULA_TOKEN": "secret-1", "TULA_SPOOL_DIR": "/here"}
@@ -150,7 +159,7 @@ def test_manifests_for_kubernetes_have_the_published_fields(
     assert (done.returncode, done.stderr) == (0 if ends == "Complete" else 1, "")
 
     secret, job = json.loads((tmp_path / "applied.json").read_text())["items"]
-    jsonschema.validate(job["spec"], schema)
+    assert PUBLISHED[kind](job) == job
     assert (job["kind"], job["metadata"]) == (kind, {"name": "tula-run-1-ab"})
     assert secret["stringData"] == {name: value for name, value in run.items() if name != "TULA_SPOOL_DIR"}
     text = json.dumps(job)
@@ -159,8 +168,22 @@ def test_manifests_for_kubernetes_have_the_published_fields(
     assert (tmp_path / "calls").read_text().splitlines()[-1].startswith(f"delete {kind.lower()},secret tula-run-1-ab")
 
 
-def test_the_skypilot_task_is_yaml_and_uses_what_the_launcher_sets() -> None:
+def test_the_skypilot_task_gets_the_batch_and_a_private_file_of_variables(tmp_path: Path) -> None:
+    path = program(tmp_path / "bin", "sky", SKY.format(python=sys.executable))
+    command, stop = header(RECIPES / "skypilot.yaml")
+    configuration = Configuration(num_nodes=2, ranks_per_node=8, local_batch_size=32)
+    words = command.fill(configuration, run_id="run-1", launch_id="run-1-ab", env_file=str(tmp_path / "a b.json"))
+    variables = {"TULA_TOKEN": "secret-1", "TULA_RANKS_PER_NODE": "8", "TULA_SPOOL_DIR": "/here"}
+    done = subprocess.run(words, env={"PATH": path, **variables}, capture_output=True, text=True, check=True)
+    asked = json.loads(done.stdout)
+    assert asked["mode"] == "0o600"
+    assert sorted(asked["file"].split()) == ["TULA_RANKS_PER_NODE=8", "TULA_TOKEN=secret-1"]
+    for expected in ("--cluster tula-run-1-ab", "--num-nodes 2", "--env BATCH=32"):
+        assert expected in " ".join(asked["words"])
+    assert stop is not None
+    assert stop.fill(configuration, launch_id="run-1-ab") == ["sky", "down", "--yes", "tula-run-1-ab"]
+
     task = yaml.safe_load((RECIPES / "skypilot.yaml").read_text())
-    assert {"resources", "workdir", "setup", "run"} == task.keys()
-    for variable in ("TULA_RANKS_PER_NODE", "TULA_LOCAL_BATCH_SIZE", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"):
+    assert task.keys() == {"resources", "workdir", "setup", "run"}
+    for variable in ("TULA_RANKS_PER_NODE", "BATCH", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"):
         assert f"${variable}" in task["run"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -73,14 +71,4 @@ def command_environment(
         defaults["OMP_NUM_THREADS"] = "1"
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
-    hook = startup_folder()
-    if hook is not None:
-        kept["PYTHONPATH"] = os.pathsep.join(part for part in (hook, kept.get("PYTHONPATH", "")) if part)
     return {**defaults, **kept, **variables}
-
-
-def startup_folder() -> str | None:
-    """The folder of the agent's start-up hook, which measures a script without an edit; None without the agent."""
-    spec = find_spec("tula_agent")  # found, not imported: the client never loads the agent
-    folders = spec.submodule_search_locations if spec is not None else None
-    return str(Path(folders[0]) / "startup") if folders else None

@@ -2,13 +2,11 @@
 
 import runpy
 import sys
-from pathlib import Path
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tula_client.launch.environment import startup_folder
+import tula_startup
 
-hook = runpy.run_path(str(Path(startup_folder() or "", "sitecustomize.py")))
-register_optimizer_step_post_hook(hook["_Stepped"]())
+register_optimizer_step_post_hook(tula_startup.Stepped())
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,31 +1,21 @@
-"""Start-up hook of a launched script: measures one that does not import the agent.
+"""Start-up hook of a launched script: measures one that does not import the agent, under any launcher.
 
-`tula` puts this folder on the PYTHONPATH of a run's command, and Python imports the file when it starts. It does
-nothing until torch is imported, then nothing until an optimizer has stepped, and nothing at all in a script that
-imports `tula_agent`. It never raises.
+`tula.pth`, beside the installed packages, has Python import this module when it starts with TULA_RUN_ID or TULA_JOB in
+its environment; without them, a start costs two look-ups. The hook does nothing until torch is imported, then nothing
+until an optimizer has stepped, and nothing at all in a script that imports `tula_agent`: hence a module outside that
+package. It never raises.
 """
 
 import contextlib
 import importlib
 import importlib.machinery
-import importlib.util
-import os
 import sys
 from typing import Any
 
 _OPTIMIZER = "torch.optim.optimizer"
-_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (pathlib takes milliseconds of every start)
 
 
-def _load_hidden() -> None:
-    """Run the sitecustomize that this file hides, if there is one; it may raise, as it may without this file."""
-    paths = [path for path in sys.path if os.path.abspath(path or ".") != _FOLDER]  # noqa: PTH100
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-class _WhenTorchLoads:
+class WhenTorchLoads:
     """Registers the hook right after torch has defined its optimizers; imports nothing itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
@@ -40,14 +30,14 @@ class _WhenTorchLoads:
             execute(module)
             with contextlib.suppress(Exception):
                 sys.meta_path.remove(self)
-                module.register_optimizer_step_post_hook(_Stepped())
+                module.register_optimizer_step_post_hook(Stepped())
 
         with contextlib.suppress(Exception):
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-class _Stepped:
+class Stepped:
     """Called after each step of each optimizer. Only `SystemExit` leaves it, where a profiling run has enough."""
 
     def __init__(self) -> None:
@@ -69,6 +59,4 @@ class _Stepped:
             print(f"tula: nothing more is measured, training continues: {error!r}", file=sys.stderr)
 
 
-if os.environ.get("TULA_RUN_ID"):
-    sys.meta_path.insert(0, _WhenTorchLoads())
-_load_hidden()
+sys.meta_path.insert(0, WhenTorchLoads())
