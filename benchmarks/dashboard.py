@@ -1,7 +1,7 @@
 """How long large pages take in a headless Chromium.
 
 A run of a million steps is opened, asked for again, and zoomed into; a job of a thousand candidates is opened to its
-chart of time against cost, and the comparison of its 200 training runs to the chart of their loss.
+chart of time against cost, and the comparison of its 200 training runs to the chart that draws the loss of them all.
 
 `open` is from asking for the page to its chart being drawn, with what the browser keeps of earlier pages, from an empty
 page and a service at rest; `again` the same steps requested again, as when values arrive; `zoom` a stretch of ten

@@ -24,7 +24,7 @@ def draw_all(page: Page) -> None:
     """Bring every chart into view and wait for it to be drawn, or to say why it is not."""
     for figure in page.locator("[data-chart]").all():
         figure.evaluate("figure => figure.scrollIntoView({block: 'center'})")  # while charts above it still grow
-        expect(figure.locator("svg.marks, .waiting:not(:text-is('Loading…'))").first).to_be_attached()
+        expect(figure.locator(".marks, .waiting:not(:text-is('Loading…'))").first).to_be_attached()
         expect(figure.locator(".failed")).to_have_count(0)
 
 
@@ -136,6 +136,14 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     expect(page.get_by_role("textbox", name="Nodes")).to_have_value("2")
     expect(page.get_by_role("textbox", name="Global batch")).to_have_value("128")
     expect(page.locator("#whatif-answer tbody tr")).to_have_text(re.compile("2 nodes, batch 128 "))
+    choice = figure.get_by_role("combobox", name="Ask what if of")
+    choice.focus()
+    choice.press("ArrowDown")
+    choice.press("ArrowDown")
+    nodes = re.search(r"(\d+) nodes?, batch (\d+)", choice.locator("option").nth(2).inner_text())
+    assert nodes is not None
+    expect(page.get_by_role("textbox", name="Nodes")).to_have_value(nodes[1])
+    expect(page.get_by_role("textbox", name="Global batch")).to_have_value(nodes[2])
 
 
 def test_the_what_if_form_explains_a_wrong_value(chromium: Browser, server: Server, seeded: Seeded) -> None:

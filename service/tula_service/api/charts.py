@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
 from tula_service.dashboard import charts
-from tula_service.dashboard.chart_data import compare_runs, series_of
+from tula_service.dashboard.chart_data import MAX_COMPARED, Comparison, compare_runs, series_of
+from tula_service.dashboard.charts.quality import Over
 from tula_service.errors import Busy, NotFound
 from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
@@ -46,11 +47,16 @@ async def get_job_chart(
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     column: Annotated[str | None, Query(max_length=64, description="Metric that `quality` draws.")] = None,
     logarithmic: Annotated[bool, Query(description="Logarithmic axis of `quality`.")] = False,
+    over: Annotated[Over, Query(description="What `quality` draws over.")] = "epoch",
+    trend: Annotated[int, Query(ge=0, le=1000, description="Medians in a long line of `quality`; 0: none.")] = 150,
+    run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
+    cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
     format: Format = "json",
 ) -> Response:
-    """A chart of a job: frontier, tradeoff, cost_surface, memory, step_breakdown, accuracy or quality."""
+    """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
     if name == "quality":
-        make = partial(_quality_chart, services.store, caller, job_id, column, logarithmic)
+        compare = partial(compare_runs, services.store, caller, job_id, column, trend=trend, cursor=cursor, only=run)
+        make = partial(_quality_chart, services.store, caller, job_id, compare, logarithmic, over)
     else:
         make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
     return await _answer(services, caller, make, format)
@@ -70,9 +76,11 @@ def _job_chart(
     return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
 
 
-def _quality_chart(store: Store, caller: Principal, job_id: str, column: str | None, logarithmic: bool) -> charts.Spec:
+def _quality_chart(
+    store: Store, caller: Principal, job_id: str, compare: Callable[[], Comparison], logarithmic: bool, over: Over
+) -> charts.Spec:
     job = jobs.get(store, caller, job_id)
-    return charts.quality_chart(job, compare_runs(store, caller, job_id, column).runs, logarithmic=logarithmic)
+    return charts.quality_chart(job, compare().runs, logarithmic=logarithmic, over=over)
 
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)

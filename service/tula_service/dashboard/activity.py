@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.format import words
+from tula_service.dashboard.format import configuration, words
 from tula_wire import Configuration, Event, EventKind
 
 KINDS: Final[tuple[EventKind, ...]] = ("job", "run", "recommendation", "scaling", "drift", "advice")
@@ -39,7 +38,7 @@ def _sentence(event: Event) -> str:
         return str(data["sentence"])
     if event.kind == "recommendation":
         chosen = data.get("configuration")
-        name = configuration_name(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
+        name = configuration(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
         return f"Recommends {name} ({words(str(data.get('objective', '')))}, {data.get('basis', '')})."
     state = words(str(data.get("state", "changed")))
     noun = "Job" if event.kind == "job" else "Run" if event.kind == "run" else "Thresholds of gradient scaling"

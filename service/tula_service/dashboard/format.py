@@ -10,9 +10,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.catalog import method_name
-from tula_wire import Configuration, Estimate
+from tula_wire import DEFAULT_INSTANCE_TYPE, Configuration, Estimate
 
 NOTHING = "–"
 _STEPS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -129,9 +127,19 @@ def moment(at: datetime | None) -> str:
     return NOTHING if at is None else at.strftime("%Y-%m-%d %H:%M UTC")
 
 
+def cluster(value: Configuration) -> str:
+    """For example "4 nodes", or "4 x p3.2xlarge" where several instance types compete."""
+    if value.instance_type != DEFAULT_INSTANCE_TYPE:
+        return f"{value.num_nodes} × {value.instance_type}"
+    return "1 node" if value.num_nodes == 1 else f"{value.num_nodes} nodes"
+
+
 def configuration(value: Configuration | None) -> str:
-    """Cluster, batch and accumulation in one line."""
-    return NOTHING if value is None else configuration_name(value)
+    """Cluster, local batch and accumulation in one line."""
+    if value is None:
+        return NOTHING
+    steps = f" × {value.grad_accum_steps} micro-steps" if value.grad_accum_steps > 1 else ""
+    return f"{cluster(value)}, batch {value.global_batch_size} ({value.local_batch_size} a rank{steps})"
 
 
 def words(name: str) -> str:
@@ -156,7 +164,6 @@ _FILTERS: Final[dict[str, Callable[..., str]]] = {
     "moment": moment,
     "configuration": configuration,
     "words": words,
-    "method": method_name,
 }
 
 

@@ -19,9 +19,9 @@ from starlette.responses import HTMLResponse, JSONResponse
 from tula_service.analysis.plan import profiling_cost
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
-from tula_service.dashboard.chart_data import compare_runs
-from tula_service.dashboard.charts.catalog import method_name
-from tula_service.dashboard.format import NOTHING, render
+from tula_service.dashboard.chart_data import MAX_COMPARED, compare_runs
+from tula_service.dashboard.charts.quality import Over
+from tula_service.dashboard.format import render
 from tula_service.errors import InvalidInput
 from tula_service.store import JobOrder, Store
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
@@ -44,6 +44,7 @@ MAX_EVENTS = 12
 MAX_WHAT_IF = 12
 MAX_LOGGED = 60
 MAX_FOLLOWED = 20
+MAX_TRAININGS = 20
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ def _several(given: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Counts = Annotated[list[Count], BeforeValidator(_several), Query(max_length=64)]
+Names = Annotated[list[Annotated[str, Field(max_length=200)]], Query(max_length=64)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() or None)]
 """An empty field counts as absent."""
+Cursor = Annotated[str | None, Query(max_length=40)]
 
 
 @router.get("/")
@@ -92,7 +95,7 @@ def jobs_page(
     state: str = "",
     order: str = "newest",
     archived: bool = False,
-    cursor: Annotated[str | None, Query(max_length=40)] = None,
+    cursor: Cursor = None,
 ) -> HTMLResponse:
     """Jobs, searched, filtered and sorted by their address so that a view can be shared."""
     wanted: Any = state if state in get_args(JobState) else None
@@ -147,12 +150,15 @@ async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
 
 
 @router.get("/jobs/{job_id}")
-def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None) -> HTMLResponse:
-    """Everything about one job."""
+def job_page(
+    job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
+) -> HTMLResponse:
+    """Everything about one job; of its training runs the newest, or those before the cursor `trainings`."""
     job = jobs.get(user.store, user.principal, job_id)
     recommendation = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective))
     ranked = _ranked(recommendation)
     listed = events.recent(user.store, user.principal, job_id, kinds=KINDS, limit=MAX_EVENTS)
+    trained = runs.list_runs(user.store, user.principal, job_id, kind="train", cursor=trainings, limit=MAX_TRAININGS)
     return _page(
         user,
         "job.html",
@@ -164,7 +170,9 @@ def job_page(job_id: str, user: CurrentUser, objective: Objective | None = None)
         landmarks=_landmarks(recommendation),
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
-        trainings=runs.list_runs(user.store, user.principal, job_id, kind="train", limit=20).runs,
+        trainings=trained.runs,
+        older=trained.next_cursor,
+        newest=trainings is None,
         ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=MAX_FOLLOWED).entries,
         activities=activities(listed),
     )
@@ -179,16 +187,25 @@ def what_if(
     usd_per_node_hour: Amount = None,
     deadline_hours: Amount = None,
     objective: Objective | None = None,
+    instance_type: Names = [],  # noqa: B006
+    micro_steps: Counts = [],  # noqa: B006
+    spot: bool | None = None,
 ) -> HTMLResponse:
     """A fragment for the job's page: what is allowed first, then the quickest, each beside the recommendation."""
     question = predictions.WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
+        instance_type=instance_type,
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
     found = predictions.predict(user.store, user.principal, job_id, question).candidates
-    ranked = sorted(found, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
+    asked = [
+        each
+        for each in found
+        if (not micro_steps or each.configuration.grad_accum_steps in micro_steps) and spot in (None, each.spot)
+    ]
+    ranked = sorted(asked, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
     best = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective)).chosen
     left_out = max(0, len(ranked) - MAX_WHAT_IF)
     return HTMLResponse(render("what_if.html", candidates=ranked[:MAX_WHAT_IF], left_out=left_out, best=best))
@@ -200,18 +217,26 @@ def quality_page(
     user: CurrentUser,
     column: Annotated[str | None, Query(max_length=64)] = None,
     logarithmic: bool = False,
+    trend: Annotated[int, Query(ge=0, le=1000)] = 150,
+    over: Over = "epoch",
+    run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
+    cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Training runs side by side, by any column that they reported."""
+    """Training runs side by side, by any column that they reported: a table of all, and a chart of all or of `run`."""
     job = jobs.get(user.store, user.principal, job_id)
-    found = compare_runs(user.store, user.principal, job_id, column)
+    found = compare_runs(user.store, user.principal, job_id, column, trend=trend, cursor=cursor)
+    view = {"column": found.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
+    asked = [(name, value) for name, value in view.items() if value is not None]
     return _page(
         user,
         "quality.html",
         job=job,
         compared=_compared(found.runs, found.column),
-        column=found.column,
         columns=found.columns,
-        logarithmic=logarithmic,
+        view=view,
+        chosen=run,
+        chart_query=urlencode([*asked, *(("run", each) for each in run)]),
+        older=found.next_cursor,
     )
 
 
@@ -295,22 +320,12 @@ def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[st
 
 
 def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any]]:
-    """A row per run, the least loss first, else the greatest value; its distance from plain large batches where runs of
-    those have the same batch."""
+    """A row per run, the least loss first, else the greatest value."""
     rows: list[dict[str, Any]] = []
     for each in found:
         values = [value for value in each.series.values if value is not None]
         if values:
-            last, least, most = values[-1], min(values), max(values)
-            method = method_name(each.run) if each.run.method else NOTHING
-            rows.append({"run": each.run, "method": method, "last": last, "least": least, "most": most})
-    plain: dict[int, list[float]] = {}
-    for row in rows:
-        if row["run"].method == "lbt":
-            plain.setdefault(row["run"].configuration.global_batch_size, []).append(row["last"])
-    for row in rows:
-        base = plain.get(row["run"].configuration.global_batch_size, [])
-        row["gain"] = row["last"] - sum(base) / len(base) if base and row["run"].method != "lbt" else None
+            rows.append({"run": each.run, "last": values[-1], "least": min(values), "most": max(values)})
     return sorted(rows, key=lambda row: row["last"], reverse="loss" not in column)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
 import numpy as np
 import sqlalchemy as sa
 
@@ -82,32 +86,49 @@ class Telemetry(Repository):
     ) -> tuple[IntArray, FloatArray]:
         """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value."""
         chunk = telemetry_chunks.c
-        statement = (
-            sa.select(chunk.num_steps, chunk.columns, chunk.payload)
-            .where(chunk.run_key == run_key, chunk.rank == rank)
-            # Only chunks that have the column are read and decompressed; some columns are sent rarely.
-            .where(("," + chunk.columns + ",").contains(f",{column},", autoescape=True))
-            .order_by(chunk.first_step, chunk.boot_id, chunk.sequence)
-        )
+        statement = _chunks(column, rank).where(chunk.run_key == run_key)
         if first_step is not None:
             statement = statement.where(chunk.last_step >= first_step)
         if last_step is not None:
             statement = statement.where(chunk.first_step <= last_step)
-        pieces: list[tuple[IntArray, FloatArray]] = []
-        for num_steps, columns, payload in self._connection.execute(statement):
-            names = columns.split(",")
-            if column in names:
-                steps, values = unpack(bytes(payload), num_steps, len(names))
-                pieces.append((steps, values[names.index(column)].copy()))  # a view would keep all columns in memory
-        if not pieces:
-            return np.zeros(0, np.int64), np.zeros(0)
-        steps, values = _in_order(pieces)
+        steps, values = _joined(self._connection.execute(statement), column)
         keep = np.ones(steps.size, bool)
         if first_step is not None:
             keep &= steps >= first_step
         if last_step is not None:
             keep &= steps <= last_step
         return steps[keep], values[keep]
+
+    def num_steps(self, run_ids: Collection[str], *, rank: int = 0) -> dict[str, dict[str, int]]:
+        """The columns that one rank of each of these runs sent, each with the number of steps of its chunks."""
+        chunk = telemetry_chunks.c
+        rows = self._connection.execute(
+            sa.select(runs.c.id, chunk.columns, sa.func.sum(chunk.num_steps))
+            .join_from(runs, telemetry_chunks, runs.c.key == chunk.run_key)
+            .where(runs.c.id.in_(run_ids), chunk.rank == rank)
+            .group_by(runs.c.id, chunk.columns)
+        )
+        found: dict[str, dict[str, int]] = {}
+        for run_id, names, count in rows:
+            of_run = found.setdefault(run_id, {})
+            for name in names.split(","):
+                of_run[name] = of_run.get(name, 0) + int(count)
+        return found
+
+    def read_runs(
+        self, run_ids: Collection[str], column: str, *, rank: int = 0
+    ) -> Iterator[tuple[str, IntArray, FloatArray]]:
+        """Run id, steps and values, as `read` has them, of each of these runs that sent the column: one query."""
+        statement = (
+            _chunks(column, rank)
+            .add_columns(runs.c.id)
+            .join(runs, runs.c.key == telemetry_chunks.c.run_key)
+            .where(runs.c.id.in_(run_ids))
+            .order_by(None)
+            .order_by(runs.c.key, *_ORDER)
+        )
+        for run_id, rows in groupby(self._connection.execute(statement), key=lambda row: row[3]):
+            yield run_id, *_joined((row[:3] for row in rows), column)
 
     def purge(self, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` chunks of a job; returns their number."""
@@ -117,6 +138,27 @@ class Telemetry(Repository):
         chosen = sa.select(*key).where(chunk.run_key.in_(keys)).limit(limit).subquery("chosen")
         statement = sa.delete(telemetry_chunks).where(sa.tuple_(*key).in_(sa.select(*chosen.c)))
         return int(self._connection.execute(statement).rowcount)
+
+
+_ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_chunks.c.sequence)
+
+
+def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
+    """Only the chunks that have the column are read and decompressed; some columns are sent rarely."""
+    chunk = telemetry_chunks.c
+    named = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
+    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, named).order_by(*_ORDER)
+
+
+def _joined(chunks: Iterable[Sequence[Any]], column: str) -> tuple[IntArray, FloatArray]:
+    """Steps and values of one column of these chunks of a rank."""
+    pieces: list[tuple[IntArray, FloatArray]] = []
+    for num_steps, columns, payload in chunks:
+        names = columns.split(",")
+        if column in names:
+            steps, values = unpack(bytes(payload), num_steps, len(names))
+            pieces.append((steps, values[names.index(column)].copy()))  # a view would keep all columns in memory
+    return _in_order(pieces) if pieces else (np.zeros(0, np.int64), np.zeros(0))
 
 
 def _in_order(pieces: list[tuple[IntArray, FloatArray]]) -> tuple[IntArray, FloatArray]:

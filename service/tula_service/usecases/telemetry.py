@@ -7,9 +7,8 @@ bytes (or a list), each column as float64 or float32 bytes (or a list, if a valu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -24,8 +23,8 @@ from tula_service.store import NewChunk, RunRecord, Store
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
-from tula_service.usecases.access import KnownRuns, Principal, visible_run
-from tula_wire import MAX_STEPS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
+from tula_service.usecases.access import KnownRuns, Principal, visible_job, visible_run
+from tula_wire import MAX_STEPS, Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 from tula_wire._base import WireModel
 from tula_wire.samples import Column, Number
 from tula_wire.telemetry import ChunkIdentity, ColumnName
@@ -34,6 +33,8 @@ TREND_POINTS = 150
 _STEP_TIME = "step_time_s"
 _MOST_SAMPLES = 200_000
 _MAX_STEP: Final = 2**53
+_MOST_STEPS_COMPARED: Final = 5_000_000
+"""About half a second of decompression."""
 
 
 class TelemetryIngest:
@@ -114,6 +115,48 @@ def read_with_trend(
     )
 
 
+def columns_of_runs(store: Store, principal: Principal, job_id: str, runs: Sequence[Run]) -> dict[str, dict[str, int]]:
+    """What rank 0 of each of these runs of a job has reported by step, with the number of steps. Raises NotFound."""
+    with store.reading() as tx:
+        visible_job(tx, principal, job_id)
+        found = tx.telemetry.num_steps([run.id for run in runs])
+    for run in runs:
+        if run.num_samples:
+            found.setdefault(run.id, {}).setdefault(_STEP_TIME, run.num_samples)
+    return found
+
+
+def read_of_runs(
+    store: Store, principal: Principal, job_id: str, runs: Sequence[Run], query: SeriesQuery
+) -> dict[str, TelemetrySeries]:
+    """`query.column` of those of these runs of a job that reported it, by run id: of a long one its trend.
+
+    Of histories of more than 5 million steps in all, only the first in the given order are read. Raises NotFound.
+    """
+    sizes = columns_of_runs(store, principal, job_id, runs)
+    chosen: list[str] = []
+    most = _MOST_STEPS_COMPARED
+    for run in runs:
+        most -= sizes.get(run.id, {}).get(query.column, 0)
+        if query.column in sizes.get(run.id, {}) and (most >= 0 or not chosen):
+            chosen.append(run.id)
+    found = {}
+
+    def keep(run_id: str, steps: IntArray, values: FloatArray) -> None:
+        drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
+        column = _Column(replace(query, run_id=run_id), steps, values, sorted(sizes[run_id]))
+        found[run_id] = column.series(*drawn)
+
+    with store.reading() as tx:
+        for run_id, steps, values in tx.telemetry.read_runs(chosen, query.column):
+            keep(run_id, steps, values)
+        for run_id in chosen:
+            if run_id not in found:  # only its samples have its step times
+                where: dict[str, Any] = {"rank": 0, "first_step": None, "last_step": None, "limit": _MOST_SAMPLES}
+                keep(run_id, *tx.samples.step_times(tx.runs.get(run_id).key, **where))
+    return found
+
+
 def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
     """Peak memory by component of the ranks that use most, by rank. Raises NotFound for an unknown run."""
     with store.reading() as tx:
@@ -174,7 +217,10 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
     if not 0 < 3 * points <= steps.size:
         return None
     edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
-    medians = np.array([np.median(values[start:end]) for start, end in pairwise(edges)])
+    starts, widths, medians = edges[:-1], np.diff(edges), np.empty(points)
+    for width in np.unique(widths):  # at most two: a median of many rows at once costs little more than of one
+        same = widths == width
+        medians[same] = np.median(values[starts[same, None] + np.arange(width)], axis=1)
     return steps[(edges[:-1] + edges[1:]) // 2], medians
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vl_convert
@@ -19,6 +18,7 @@ from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
 from tula_service.dashboard.charts.drawing import stacked
+from tula_service.dashboard.format import configuration
 
 GIB = 2**30
 
@@ -56,22 +56,10 @@ def test_a_run_without_the_column_says_which_it_waits_for() -> None:
     assert "gradient_variability" in spec["usermeta"]["message"]
 
 
-def test_cost_without_prices_is_explained_and_the_surface_shows_time() -> None:
+def test_cost_without_prices_is_explained() -> None:
     found = models.recommendation(models.grid(priced=False))
     cost = charts.job_chart("tradeoff", models.job(), found, models.ledger(), quantity="cost")
     assert "no prices" in cost["usermeta"]["message"]
-    surface = charts.job_chart("cost_surface", models.job(), found, models.ledger())
-    assert "minutes" in surface["title"]["subtitle"]
-
-
-def test_numbers_of_cells_too_narrow_for_them_are_left_to_the_tooltip() -> None:
-    spec = charts.job_chart("cost_surface", models.job(), models.recommendation(), models.ledger())
-    for width, seen in ((640, True), (200, False)):
-        drawn = compiles({**spec, "width": width})
-        numbers = re.findall(r"<text([^>]*)>[\d.]+</text>", drawn)
-        hidden = [attributes for attributes in numbers if 'opacity="0"' in attributes]
-        assert len(numbers) > 20
-        assert bool(hidden) is not seen, width
 
 
 def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
@@ -105,7 +93,7 @@ def test_candidates_are_named_in_full_above_their_bars_however_narrow_the_page()
 def test_a_part_of_a_stack_keeps_its_colour_whichever_others_are_there() -> None:
     parts = ("compute", "network", "input")
     rows = [{"part": part, "order": order, "value": 1.0} for order, part in enumerate(parts)]
-    whole, less = (stacked(found, parts, "Time")["color"].to_dict() for found in (rows, [rows[0], rows[2]]))
+    whole, less = (stacked(found, parts, "Time")["color"] for found in (rows, [rows[0], rows[2]]))
     colours = dict(zip(whole["scale"]["domain"], whole["scale"]["range"], strict=True))
     assert list(colours) == list(parts)
     assert less["scale"]["domain"] == ["compute", "input"]
@@ -151,21 +139,6 @@ def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     compiles(spec)
 
 
-def test_a_drawing_is_kept_and_its_numbers_are_not() -> None:
-    first = charts.run_chart("loss", models.run("run_1"), {"loss": models.series("loss", points=100)})
-    second = charts.run_chart("loss", models.run("run_2"), {"loss": models.series("loss", points=100, level=5.0)})
-    assert second["layer"] is first["layer"]
-    assert second["datasets"] != first["datasets"]
-    assert "run_2" in second["title"]["text"]
-    assert "run_1" in first["title"]["text"]
-    slow = models.run("run_3", predicted_step_time_s=9.0)
-    times = {"step_time_s": models.series("step_time_s")}
-    assert (
-        charts.run_chart("step_time", slow, times)["layer"]
-        != charts.run_chart("step_time", models.run(), times)["layer"]
-    )
-
-
 def test_delta_is_drawn_where_variability_is() -> None:
     found = {"gradient_variability": models.series("gradient_variability")}
     spec = charts.run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
@@ -205,18 +178,26 @@ def test_any_column_is_drawn_by_its_name_and_on_a_logarithmic_axis() -> None:
     compiles(spec)
 
 
-def test_methods_stand_side_by_side_over_epochs() -> None:
+def test_runs_stand_side_by_side_over_epochs_or_steps() -> None:
     runs = [
         charts.QualityRun(models.run(f"run_{method}", method=method), models.series("accuracy"))
-        for method in ("lbt", "ags", "mine")
+        for method in ("lbt", "ags")
     ]
-    spec = charts.quality_chart(models.job(), runs)
     runs.append(charts.QualityRun(models.run("run_plain"), models.series("accuracy")))
     spec = charts.quality_chart(models.job(), runs, logarithmic=True)
-    named = {"LBT (plain large batch)", "AGS", "mine", "run_plain"}
-    assert {row["method"] for row in spec["datasets"]["runs"]} == named
-    assert spec["datasets"]["runs"][0]["epoch"] == pytest.approx(128 / 50_000)
-    compiles(spec)
+    assert {row["method"] for row in spec["datasets"]["runs"]} == {"lbt", "ags", "run_plain"}
+    assert spec["encoding"]["x"]["field"] == "epoch"
+    assert spec["transform"][1] == {"calculate": "(datum.step + 1) * datum.batch / 50000", "as": "epoch"}
+    assert ">run_plain<" in compiles(spec)
+    assert charts.quality_chart(models.job(), runs, over="step")["encoding"]["x"]["field"] == "step"
+
+
+def test_two_hundred_runs_are_thin_lines_drawn_as_pixels_without_a_legend_of_them_all() -> None:
+    runs = [charts.QualityRun(models.run(f"run_{at}"), models.series("loss", points=30)) for at in range(200)]
+    spec = charts.quality_chart(models.job(), runs)
+    assert spec["usermeta"] == {"renderer": "canvas"}
+    assert spec["encoding"]["color"]["legend"] is None
+    assert compiles(spec).count('aria-roledescription="line mark"') == 200
 
 
 @settings(max_examples=6, deadline=None)
@@ -234,20 +215,8 @@ def test_any_set_of_candidates_is_drawn_and_none_is_invented(found: list[tuple[i
     for spec in everything(models.job(plan=[]), models.recommendation(candidates)).values():
         json.dumps(spec, allow_nan=False)
         vl_convert.vegalite_to_vega(spec)
-        rows = spec["datasets"].get("candidates", [])
-        assert {row["batch"] for row in rows} <= {candidate.global_batch_size for candidate in candidates}
-
-
-def test_charts_built_in_threads_are_the_charts_built_alone() -> None:
-    """Altair's method syntax is not thread-safe by itself: titles and scales ended up in other charts."""
-    job, found = models.job(), models.recommendation()
-    series = {column: models.series(column) for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
-    work = [lambda n=name: charts.job_chart(n, job, found, models.ledger()) for name in charts.JOB_CHARTS]
-    work += [lambda n=name: charts.run_chart(n, models.run(), series) for name in charts.RUN_CHARTS]
-    alone = [json.dumps(draw(), sort_keys=True) for draw in work]
-    with ThreadPoolExecutor(8) as pool:
-        in_threads = list(pool.map(lambda draw: json.dumps(draw(), sort_keys=True), work * 2))
-    assert in_threads == alone * 2
+        names = {configuration(candidate.configuration) for candidate in candidates}
+        assert {row["configuration"] for row in spec["datasets"].get("candidates", [])} <= names
 
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#12181e"])

@@ -18,6 +18,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tula_service.analysis.plan import profiling_cost
 from tula_service.app import create_app
+from tula_service.dashboard import chart_data, pages
 from tula_service.dashboard.session import COOKIE
 from tula_service.settings import Settings
 from tula_service.store.records import LedgerOutcome, LedgerRecord
@@ -265,8 +266,9 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     train(browser, job_id, "ags", ("loss", "validation_accuracy"))
     page = browser.page(f"/jobs/{job_id}/quality")
     assert "by validation accuracy" in page
-    assert "AGS" in page
-    assert "LBT" not in page.split("<tbody>")[1].split("</tbody>")[0]
+    rows = page.split("<tbody>")[1].split("</tbody>")[0]
+    assert ">ags<" in rows
+    assert ">lbt<" not in rows
 
 
 def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) -> None:
@@ -287,6 +289,43 @@ def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) ->
     path = wire.routes.JOB_CHART.format(job_id=job_id, name="quality")
     spec = browser("GET", f"{path}?column=tokens_per_s&logarithmic=true").json()
     assert {row["run"] for row in spec["datasets"]["runs"]} == {run_id}
+
+
+def test_runs_compared_are_chosen_smoothed_and_drawn_over_epochs_or_steps(browser: Browser) -> None:
+    job_id = register(browser)
+    one, two, _ = (train(browser, job_id, "", ("loss",)) for _ in range(3))
+    page = browser.page(f"/jobs/{job_id}/quality?column=loss&trend=5&over=step&run={one}&run={two}")
+    assert page.count('name="run" value="run-') == 3
+    assert len(re.findall(r'name="run"[^>]* checked', page)) == 2
+    chart = re.search(r'data-chart="([^"]+)"', page)
+    assert chart is not None
+    spec = browser("GET", chart[1].replace("&amp;", "&")).json()
+    assert {row["run"] for row in spec["datasets"]["points"]} == {one, two}
+    assert len(spec["datasets"]["points"]) == 2 * 5, "a median of each of 5 stretches"
+    assert spec["encoding"]["x"]["field"] == "step"
+    every = browser("GET", f"/v1/jobs/{job_id}/charts/quality?column=loss").json()["datasets"]["points"]
+    assert len({row["run"] for row in every}) == 3
+
+
+def test_older_training_runs_are_reached_from_the_jobs_page(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_TRAININGS", 2)
+    monkeypatch.setattr(chart_data, "MAX_COMPARED", 2)
+    job_id = register(browser)
+    runs = [train(browser, job_id, "", ("loss",)) for _ in range(3)]
+    page = browser.page(f"/jobs/{job_id}")
+    assert runs[0] not in page.split('id="trainings"')[1].split("</section>")[0]
+    older = re.search(r'rel="next" href="([^"#]+)', page)
+    assert older is not None
+    page = browser.page(f"/jobs/{job_id}{older[1].replace('&amp;', '&')}")
+    listed = page.split('id="trainings"')[1].split("</section>")[0]
+    assert runs[0] in listed
+    assert runs[1] not in listed
+    assert "Newest training runs" in listed
+    compared = browser.page(f"/jobs/{job_id}/quality")
+    older = re.search(r'rel="next" href="([^"]+)', compared)
+    assert older is not None
+    assert runs[0] not in compared
+    assert runs[0] in browser.page(f"/jobs/{job_id}/quality{older[1].replace('&amp;', '&')}")
 
 
 def test_a_job_is_registered_from_the_text_of_a_job_toml(browser: Browser) -> None:
@@ -364,6 +403,26 @@ def test_the_what_if_form_takes_typed_lists_and_compares_with_the_recommendation
         assert wrong.split("=")[0] in answer.json()["detail"]
 
 
+def test_what_if_asks_about_one_instance_type_accumulation_and_price(browser: Browser) -> None:
+    price = {"usd_per_node_hour": 3.0, "spot": {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 0.1}}
+    kinds = [{"instance_type": name, "max_nodes": 4, "price": price} for name in ("a", "b")]
+    job_id = register(browser, cluster=kinds, batch={"max_local_batch_size": 128, "max_grad_accum_steps": 4})
+    page = browser.page(f"/jobs/{job_id}")
+    for field in ("instance_type", "micro_steps", "spot"):
+        assert f'name="{field}"' in page
+    spec = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name="frontier")).json()
+    row = next(each for each in spec["datasets"]["candidates"] if each["asks"][3] > 1 and each["asks"][4])
+    nodes, batch, kind, steps, _ = row["asks"]
+    path = f"/jobs/{job_id}/what-if?nodes={nodes}&global_batch={batch}"
+    cells = r'<tr class="[^"]*"><td class="whole">([^<]*)'
+    one = re.findall(cells, browser.page(f"{path}&instance_type={kind}&micro_steps={steps}&spot=true"))
+    assert one == [f"{row['configuration']}, spot"]
+    every = re.findall(cells, browser.page(path))
+    assert one[0] in every
+    assert len(every) > 3
+    assert browser("GET", f"/jobs/{job_id}/what-if?instance_type=c").status_code == 422
+
+
 def test_markup_in_a_name_is_text(browser: Browser) -> None:
     job_id = register(browser, "<script>alert(1)</script>")
     for path in ("/", f"/jobs/{job_id}"):
@@ -375,7 +434,7 @@ def test_markup_in_a_name_is_text(browser: Browser) -> None:
 def test_every_chart_route_answers_a_specification(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id, columns=("grad_norm", "gradient_variability"))
-    for name in ("frontier", "tradeoff", "cost_surface", "memory", "step_breakdown", "accuracy", "quality"):
+    for name in ("frontier", "tradeoff", "memory", "step_breakdown", "accuracy", "quality"):
         spec = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name=name)).json()
         assert "vega-lite" in spec["$schema"]
     spec = browser("GET", wire.routes.RUN_CHART.format(run_id=run_id, name="gradient") + "?first_step=10&last_step=14")

@@ -1,9 +1,6 @@
-"""The trade-off curve: its points, bands, limits and landmarks, with labels that never cover each other."""
+"""The trade-off curve: its points, bands, limits, rules and landmarks."""
 
 from __future__ import annotations
-
-import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -47,7 +44,7 @@ def test_tradeoff_names_what_coincides_once() -> None:
 def test_no_knee_no_rule() -> None:
     with_knee = charts.job_chart("tradeoff", models.job(), models.recommendation(), models.ledger())
     without = charts.job_chart("tradeoff", models.job(), models.recommendation(knee=False), models.ledger())
-    assert with_knee["datasets"]["rules"] == [{"batch": 900.0, "label": "knee", "place": 0}]
+    assert with_knee["datasets"]["rules"] == [{"batch": 900.0, "label": "knee", "left": True, "line": 0}]
     assert without["datasets"]["rules"] == []
     assert len(without["layer"]) == len(with_knee["layer"]) - 3  # the rule, its label and the label's outline
 
@@ -60,7 +57,7 @@ def ruled(sensible: int | None, *, knee: float | None = 900.0) -> charts.Spec:
 
 
 @pytest.mark.parametrize("sensible", [32, 700, 900, 1000, 1800, 4096])
-def test_the_largest_sensible_batch_is_ruled_beside_the_knee_and_no_label_covers_another(sensible: int) -> None:
+def test_the_largest_sensible_batch_is_ruled_beside_the_knee_and_each_name_has_a_line(sensible: int) -> None:
     spec = ruled(sensible)
     rules = {row["label"]: row for row in spec["datasets"]["rules"]}
     if sensible == 900:
@@ -70,32 +67,10 @@ def test_the_largest_sensible_batch_is_ruled_beside_the_knee_and_no_label_covers
             "knee": 900,
             "largest sensible batch": sensible,
         }
-    drawn = [
-        (layer["mark"], row)
-        for layer in spec["layer"]
-        for row in spec["datasets"]["rules"]
-        if layer.get("data") == {"name": "rules"}
-        and layer["transform"] == [{"filter": f"datum.place === {row['place']}"}]
-    ]
-    assert sum(mark["type"] == "rule" for mark, _ in drawn) == len(rules)
-    texts = [(mark, row) for mark, row in drawn if mark["type"] == "text" and "style" not in mark]
-    boxes = [text_box(mark, row, frame=440.0) for mark, row in texts]
-    for left, _, right, _ in boxes:
-        assert 0 <= left < right <= 440
-    for one, other in itertools.combinations(boxes, 2):
-        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+    for row in rules.values():
+        assert row["left"] is (row["batch"] > (32 * 4096) ** 0.5), "its name stands on the wider side"
+    assert sorted(row["line"] for row in rules.values()) == list(range(len(rules)))
     assert "largest sensible batch" in compiles(spec)
-
-
-def text_box(mark: charts.Spec, row: charts.Spec, *, frame: float) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of an italic label of 11 points in a frame of batches from 32 to 4096."""
-    x = frame * math.log2(row["batch"] / 32) / math.log2(4096 / 32) + mark["dx"]
-    wide = 5.5 * len(row["label"])
-    return (
-        (x - wide, mark["y"], x, mark["y"] + 12)
-        if mark["align"] == "right"
-        else (x, mark["y"], x + wide, mark["y"] + 12)
-    )
 
 
 def test_a_largest_sensible_batch_outside_the_frame_is_said_and_stretches_nothing() -> None:
@@ -153,25 +128,12 @@ def test_ticks_of_a_logarithmic_axis_are_few_round_and_inside(low: float, ratio:
     assert ratio < 4 or len(ticks) >= 3
 
 
-def test_labels_of_landmarks_do_not_cover_each_other() -> None:
+def test_the_legend_names_landmarks_each_with_a_shape_of_its_own() -> None:
     found = models.recommendation()
-    times = [wire.Estimate(value=value, low=value * 0.9, high=value * 1.1) for value in (400.0, 404.0, 408.0)]
-    near = [models.candidate(4, 64, total_time_s=time) for time in times]
-    close = found.model_copy(
-        update={"chosen": near[0], "runner_up": near[1], "least_time": near[2], "least_cost": None}
-    )
-    marks = charts.job_chart("tradeoff", models.job(), close, models.ledger())["datasets"]["landmarks"]
-    assert len(marks) == len({mark["place"] for mark in marks}) == 3
-
-
-def test_labels_of_landmarks_at_the_edge_stay_inside_of_the_frame() -> None:
-    """Beyond it, a phone drew the whole chart at half its width to make room for one label."""
-    found = models.recommendation()
-    times = [wire.Estimate(value=value, low=value * 0.9, high=value * 1.1) for value in (300.0, 300.4, 300.8)]
-    near = [models.candidate(8, 512, total_time_s=time) for time in times]
-    close = found.model_copy(
-        update={"chosen": near[0], "runner_up": near[1], "least_time": near[2], "least_cost": None}
-    )
-    marks = charts.job_chart("tradeoff", models.job(), close, models.ledger())["datasets"]["landmarks"]
-    assert {mark["batch"] for mark in marks} == {4096}
-    assert {mark["place"] for mark in marks} <= {1, 3}, "left of the point, which stands at the right edge"
+    marks = charts.job_chart("tradeoff", models.job(), found, models.ledger())
+    labels = [row["label"] for row in marks["datasets"]["landmarks"]]
+    (shape,) = [layer["encoding"]["shape"] for layer in marks["layer"] if "shape" in layer["encoding"]]
+    assert shape["scale"]["domain"] == labels
+    assert len(set(shape["scale"]["range"])) == len(labels) > 1
+    drawn = compiles(marks)
+    assert all(f">{label}<" in drawn for label in labels)

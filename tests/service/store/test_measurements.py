@@ -152,6 +152,25 @@ class TestChunks:
         assert steps.tolist() == list(range(150))
         assert some.tolist() == list(range(40, 61))
 
+    def test_a_column_of_many_runs_is_read_by_one_query_and_counted_by_another(self, store: Store) -> None:
+        job = a_job(store)
+        one, two, other = (a_run(store, job.id) for _ in range(3))
+        with store.transaction() as tx:
+            for run, sequences in ((one, (1, 0)), (two, (0,)), (other, (0,))):
+                for sequence in sequences:
+                    add_chunk(tx, run.key, a_chunk(sequence, 50))
+            read = {
+                run_id: (steps, values) for run_id, steps, values in tx.telemetry.read_runs([one.id, two.id], "loss")
+            }
+            counted = tx.telemetry.num_steps([one.id, two.id])
+            alone = tx.telemetry.read(one.key, "loss")
+            assert list(tx.telemetry.read_runs([one.id], "los")) == []
+        assert set(read) == {one.id, two.id}
+        for ours, known in zip(read[one.id], alone, strict=True):
+            np.testing.assert_array_equal(ours, known)
+        assert read[two.id][0].tolist() == list(range(50))
+        assert counted == {one.id: {"loss": 100, "grad_norm": 100}, two.id: {"loss": 50, "grad_norm": 50}}
+
     def test_a_step_sent_again_after_a_restart_counts_once(self, store: Store) -> None:
         job = a_job(store)
         run = a_run(store, job.id)

@@ -7,19 +7,11 @@ database or a clock; `api/charts.py` answers `GET .../charts/{name}` with them.
 from __future__ import annotations
 
 from tula_service.dashboard.charts.candidates import landmarks
-from tula_service.dashboard.charts.catalog import (
-    JOB_CHARTS,
-    RUN_CHARTS,
-    SERVICE_CHARTS,
-    QualityRun,
-    columns_of,
-    job_chart,
-    quality_chart,
-    rank_memory,
-    run_chart,
-    service_chart,
-)
+from tula_service.dashboard.charts.catalog import JOB_CHARTS, SERVICE_CHARTS, job_chart, service_chart
+from tula_service.dashboard.charts.memory import rank_memory
+from tula_service.dashboard.charts.quality import QualityRun, quality_chart
 from tula_service.dashboard.charts.render import javascript, png, svg
+from tula_service.dashboard.charts.series import RUN_CHARTS, columns_of, run_chart
 from tula_service.dashboard.charts.style import PALETTE, Spec
 
 __all__ = [

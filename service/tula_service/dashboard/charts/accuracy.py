@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, median
 
-import altair as alt
-
-from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.drawing import finish, message
+from tula_service.dashboard.charts.drawing import field, finish, layer, layered, message
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
+from tula_service.dashboard.format import configuration as name_of
 from tula_wire import Configuration, Job, Ledger, LedgerEntry, Run
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
@@ -50,21 +48,19 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
         inside = sum(score <= _NORMAL.inv_cdf(0.5 + share / 2) for score in scores) / len(scores)
         chance = _Z90 * math.sqrt(share * (1 - share) / len(scores))
         rows.append({"stated": share, "inside": inside, "low": max(0, share - chance), "high": min(1, share + chance)})
-    base = alt.Chart(alt.NamedData("levels"))
     percents = {"format": "%", "tickCount": 5}
-    x = alt.X("stated:Q").scale(domain=[0, 1]).title("Interval stated").axis(**percents)
-    y = alt.Y("inside:Q").scale(domain=[0, 1]).title("Measurements inside").axis(**percents)
-    tips = [
-        alt.Tooltip("stated:Q", title="Interval", format=".0%"),
-        alt.Tooltip("inside:Q", title="Inside", format=".1%"),
-    ]
-    chart = alt.layer(
-        base.mark_area(opacity=0.2, color=FAINT, tooltip=None).encode(x=x, y=alt.Y("low:Q"), y2="high:Q"),
-        base.mark_line(strokeDash=[5, 4], color=FAINT, tooltip=None).encode(x=x, y=alt.Y("stated:Q")),
-        base.mark_line(color=PALETTE[0], point={"size": 50, "filled": True, "color": PALETTE[0]}).encode(
-            x=x, y=y, tooltip=tips
-        ),
-    ).properties(width=HEIGHT + 60, height=HEIGHT)
+    x = field("stated:Q", title="Interval stated", scale={"domain": [0, 1]}, axis=percents)
+    y = field("inside:Q", title="Measurements inside", scale={"domain": [0, 1]}, axis=percents)
+    tips = [field("stated:Q", title="Interval", format=".0%"), field("inside:Q", title="Inside", format=".1%")]
+    band = {"x": x, "y": field("low:Q"), "y2": {"field": "high"}}
+    diagonal = {"x": x, "y": field("stated:Q")}
+    point = {"size": 50, "filled": True, "color": PALETTE[0]}
+    chart = layered(
+        layer("levels", "area", band, opacity=0.2, color=FAINT, tooltip=None),
+        layer("levels", "line", diagonal, strokeDash=[5, 4], color=FAINT, tooltip=None),
+        layer("levels", "line", {"x": x, "y": y, "tooltip": tips}, color=PALETTE[0], point=point),
+        width=HEIGHT + 60,
+    )
     count = "1 run" if len(scores) == 1 else f"{len(scores)} runs"
     subtitle = (
         f"{count}; the band holds right intervals nine times in ten; above it they are too wide, below too narrow"
@@ -89,35 +85,32 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     kinds = {row["kind"] for row in rows}
     values = [row[name] for row in rows for name in ("measured", "predicted")]
     least, most = min(values) * 0.9, max(values) * 1.1
-    scale = alt.Scale(type="log", domain=[least, most], nice=False)
-    x = alt.X("predicted:Q").scale(scale).title(f"Predicted step time ({unit.name})").axis(tickCount=5)
-    y = alt.Y("measured:Q").scale(scale).title(f"Measured step time ({unit.name})").axis(tickCount=5)
+    scale = {"type": "log", "domain": [least, most], "nice": False}
+    x = field("predicted:Q", title=f"Predicted step time ({unit.name})", scale=scale, axis={"tickCount": 5})
+    y = field("measured:Q", title=f"Measured step time ({unit.name})", scale=scale, axis={"tickCount": 5})
     tips = [
-        alt.Tooltip("configuration:N", title="Configuration"),
-        alt.Tooltip("predicted:Q", format=",.3~g", title="Predicted"),
-        alt.Tooltip("measured:Q", format=",.3~g", title="Measured"),
-        alt.Tooltip("error:Q", format="+.1%", title="Error"),
+        field("configuration", title="Configuration"),
+        field("predicted:Q", format=",.3~g", title="Predicted"),
+        field("measured:Q", format=",.3~g", title="Measured"),
+        field("error:Q", format="+.1%", title="Error"),
     ]
     looks = [
         look for look in zip(_KINDS, (PALETTE[2], PALETTE[1], PALETTE[0]), _SHAPES, strict=True) if look[0] in kinds
     ]
     names, colours, shapes = (list(each) for each in zip(*looks, strict=True))
-    colour = alt.Color("kind:N").scale(domain=names, range=colours)
-    points = alt.Chart(alt.NamedData("runs"))
-    layers = [
-        alt.Chart(alt.NamedData("agreement")).mark_line(strokeDash=[5, 4], color=FAINT).encode(x=x, y=y),
-        points.transform_filter("datum.low !== null")
-        .mark_rule(strokeWidth=1.5, opacity=0.6, clip=True)  # an interval of a first guess is a hundredfold wide
-        .encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=colour),
-        points.mark_point(filled=True, size=70, opacity=1).encode(
-            x=x,
-            y=y,
-            color=colour.legend(title=None, orient="top", columns=2, symbolOpacity=1),
-            shape=alt.Shape("kind:N").scale(domain=names, range=shapes),
-            tooltip=tips,
-        ),
-    ]
-    chart = alt.layer(*layers).properties(width=HEIGHT + 60, height=HEIGHT)
+    named = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1}
+    colour = field("kind", scale={"domain": names, "range": colours}, legend=named)
+    shape = field("kind", scale={"domain": names, "range": shapes}, legend=named)
+    interval = {"x": field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
+    point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
+    # An interval of a first guess is a hundredfold wide.
+    known: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
+    chart = layered(
+        layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),
+        layer("runs", "rule", interval, **known),
+        layer("runs", "point", point, filled=True, size=70, opacity=1),
+        width=HEIGHT + 60,
+    )
     error = median(abs(row["error"]) for row in rows)
     runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
     subtitle = f"{runs}, median error {error:.1%}; on the dashed line the prediction was right"
@@ -164,7 +157,7 @@ def _row(
 ) -> Row:
     value, low, high = predicted
     return {
-        "configuration": configuration_name(configuration),
+        "configuration": name_of(configuration),
         "predicted": value,
         "low": low,
         "high": high,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import altair as alt
-
-from tula_service.dashboard.charts.candidates import configuration_name, landmarks
-from tula_service.dashboard.charts.drawing import finish, message, outlined, stacked
-from tula_service.dashboard.charts.style import WIDTH, Row, Spec, time_unit
+from tula_service.dashboard.charts.candidates import landmarks
+from tula_service.dashboard.charts.drawing import field, finish, layer, layered, message, outlined, stacked
+from tula_service.dashboard.charts.style import Row, Spec, time_unit
+from tula_service.dashboard.format import configuration
 from tula_wire import Candidate, Job, Recommendation
 
 MOST = 8
@@ -29,41 +28,32 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     unit = time_unit(candidate.step_time_s.value for candidate in drawn)
     names_of: dict[str, list[str]] = {}
     for landmark, candidate in landmarks(recommendation):
-        names_of.setdefault(configuration_name(candidate.configuration), []).append(landmark)
+        names_of.setdefault(configuration(candidate.configuration), []).append(landmark)
     rows: list[Row] = []
     labels: list[Row] = []
     for place, candidate in enumerate(drawn):
         assert candidate.terms is not None
-        name = configuration_name(candidate.configuration)
+        name = configuration(candidate.configuration)
         labels.append({"place": place, "name": name, "landmarks": ", ".join(names_of.get(name, ()))})
-        for order, (field, part) in enumerate(_PARTS):
-            seconds: float = getattr(candidate.terms, field)
+        for order, (term, part) in enumerate(_PARTS):
+            seconds: float = getattr(candidate.terms, term)
             rows.append(
                 {"configuration": name, "place": place, "part": part, "order": order, "value": seconds / unit.size}
             )
-    band = alt.Y("place:O").scale(paddingInner=0, paddingOuter=0).axis(None)
-    bars = (
-        alt.Chart(alt.NamedData("parts"))
-        .transform_filter("datum.value > 0")
-        .mark_bar(size=13, yOffset=13)
-        .encode(
-            y=band,
-            tooltip=[
-                alt.Tooltip("configuration:N", title="Configuration"),
-                alt.Tooltip("part:N", title="Part"),
-                alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
-            ],
-            **stacked(rows, [part for _, part in _PARTS], f"Step time ({unit.name})"),
-        )
-    )
-    names = alt.Chart(alt.NamedData("labels")).encode(y=band)
-    line = {"align": "left", "baseline": "middle", "x": 2, "fontSize": 11}
-    layers = [
-        bars,
-        *outlined(names.encode(text="landmarks:N"), **line, yOffset=-16, fontWeight="bold"),
-        *outlined(names.encode(text="name:N"), **line, yOffset=-3),
+    band = field("place:O", scale={"paddingInner": 0, "paddingOuter": 0}, axis=None)
+    tips = [
+        field("configuration", title="Configuration"),
+        field("part", title="Part"),
+        field("value:Q", title=unit.name, format=",.3~g"),
     ]
-    chart = alt.layer(*layers).properties(width=WIDTH, height=alt.Step(_ROW))
+    bars = {"y": band, "tooltip": tips, **stacked(rows, [part for _, part in _PARTS], f"Step time ({unit.name})")}
+    line: Spec = {"align": "left", "baseline": "middle", "x": 2, "fontSize": 11}
+    chart = layered(
+        layer("parts", "bar", bars, where="datum.value > 0", size=13, yOffset=13),
+        *outlined("labels", {"y": band, "text": field("landmarks")}, **line, yOffset=-16, fontWeight="bold"),
+        *outlined("labels", {"y": band, "text": field("name")}, **line, yOffset=-3),
+        height={"step": _ROW},
+    )
     return finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
 
 

@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from tula_service.dashboard.charts.style import DASHES, PALETTE, Row, Unit, time_unit
-from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Recommendation
+from tula_service.dashboard.charts.drawing import field, layer, legend
+from tula_service.dashboard.charts.style import DASHES, FAINT, PALETTE, Row, Spec, Unit, time_unit
+from tula_service.dashboard.format import cluster, configuration
+from tula_wire import Candidate, Estimate, Recommendation
 
 Quantity = Literal["time", "cost"]
-
-
-def cluster_name(configuration: Configuration) -> str:
-    """For example "4 nodes", or "4 x p3.2xlarge" where several instance types compete."""
-    count = configuration.num_nodes
-    if configuration.instance_type != DEFAULT_INSTANCE_TYPE:
-        return f"{count} × {configuration.instance_type}"
-    return f"{count} node" if count == 1 else f"{count} nodes"
-
-
-def configuration_name(configuration: Configuration) -> str:
-    """Cluster, local batch and accumulation in one line."""
-    steps = f" × {configuration.grad_accum_steps} micro-steps" if configuration.grad_accum_steps > 1 else ""
-    return (
-        f"{cluster_name(configuration)}, batch {configuration.global_batch_size} "
-        f"({configuration.local_batch_size} a rank{steps})"
-    )
+SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 
 
 def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
@@ -39,7 +25,7 @@ def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], 
     names, colours, dashes = [], [], []
     for kind, size in sorted(seen):
         place = sizes.index(size)
-        names.append(cluster_name(seen[kind, size]))
+        names.append(cluster(seen[kind, size]))
         colours.append(PALETTE[place % len(PALETTE)])
         dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
     return names, colours, dashes
@@ -72,8 +58,8 @@ def row_of(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
     basis = "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted"
     return {
         "batch": candidate.global_batch_size,
-        "cluster": cluster_name(candidate.configuration),
-        "configuration": configuration_name(candidate.configuration),
+        "cluster": cluster(candidate.configuration),
+        "configuration": configuration(candidate.configuration),
         "value": estimate.value / unit.size,
         "low": estimate.low / unit.size,
         "high": estimate.high / unit.size,
@@ -95,6 +81,16 @@ def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
         ("knee", next((each for each in recommendation.candidates if each.configuration == at_knee), None)),
     )
     return [(name, candidate) for name, candidate in named if candidate is not None]
+
+
+def rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
+    """A large symbol around each row of the data set `landmarks`, which is `marked`; a legend names it by `label`."""
+    labels = [row["label"] for row in marked]
+    shapes = [SHAPES[place % len(SHAPES)] for place in range(len(labels))]
+    named = legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}
+    shape = field("label", scale={"domain": labels, "range": shapes}, legend=named)
+    encoding = {"x": x, "y": y, "shape": shape}
+    return layer("landmarks", "point", encoding, size=300, strokeWidth=2.2, filled=False, color=FAINT, tooltip=None)
 
 
 def _value(candidate: Candidate, quantity: Quantity) -> float:

@@ -1,19 +1,20 @@
-"""Parts that several charts draw: legends, outlined text, stacked bars, and the finished specification."""
+"""Parts of Vega-Lite that several charts draw: layers, axes, legends, stacked bars, and the finished specification.
+
+A chart is a plain dictionary in the words of https://vega.github.io/vega-lite/docs/; tests hold it to that schema.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import altair as alt
-from altair.utils import schemapi
+from typing import Any, Final
 
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, log_ticks
 
-schemapi.disable_debug_mode()
-"""Altair checks each part against the JSON schema of Vega-Lite when it is made: three quarters of a chart's time, and
-the same for every job. Tests check the whole specification instead."""
+CROSS: Final = "M-1,-1L1,1M1,-1L-1,1"
+"""The shape of an excluded candidate."""
+_MANY: Final = 500
+"""Of more rows a page draws pixels: a browser takes longer for as many elements of an SVG."""
+_TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
 
 Ends = tuple[float, float]
 """Least and greatest value of an axis."""
@@ -25,65 +26,72 @@ def reach(values: Sequence[float]) -> Ends:
     return (least * 0.9, most * 1.15) if least > 0 else (least, most)
 
 
-def axis_between(channel: Any, ends: Ends) -> Any:
-    """The channel with a logarithmic axis between two positive ends, else a linear one; its ticks are round numbers."""
+def field(name: str, **more: Any) -> Spec:
+    """What a channel encodes: "value:Q" is quantitative, N nominal, O ordinal."""
+    name, _, kind = name.partition(":")
+    return {"field": name, "type": _TYPES[kind or "N"], **more}
+
+
+def layer(data: str, mark: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> Spec:
+    """A mark for each row of a data set, or of those that pass the expression `where`."""
+    transform = {"transform": [{"filter": where}]} if where else {}
+    return {"data": {"name": data}, **transform, "mark": {"type": mark, **look}, "encoding": dict(encoding)}
+
+
+def layered(*layers: Spec, height: Any = HEIGHT, width: int = WIDTH) -> Spec:
+    """Layers over each other, the first undermost."""
+    return {"layer": list(layers), "width": width, "height": height}
+
+
+def axis_between(ends: Ends) -> Spec:
+    """Scale and axis: logarithmic between two positive ends, else linear; the ticks are round numbers."""
     low, high = ends
     # A logarithmic axis would rule a line for every digit of every power of ten.
     values = log_ticks(low, high) if low > 0 else []
     ticks: dict[str, Any] = {"values": values} if values else {"tickCount": 6}
     # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
-    scale = alt.Scale(type="log", domain=[low, high], nice=False) if low > 0 else alt.Scale(type="linear", zero=False)
-    return channel.scale(scale).axis(labelOverlap=True, grid=True, **ticks)
+    scale = {"type": "log", "domain": [low, high], "nice": False} if low > 0 else {"type": "linear", "zero": False}
+    return {"scale": scale, "axis": {"labelOverlap": True, "grid": True, **ticks}}
 
 
-def share(value: float, ends: Ends) -> float:
-    """How far along such an axis a value stands, 0 to 1."""
-    low, high, at = (math.log(each) if ends[0] > 0 else each for each in (*ends, value))
-    return (at - low) / max(high - low, 1e-9)
-
-
-def legend(names: Sequence[str], *, lines: bool = True) -> alt.Legend:
+def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
     """A legend above the chart whose samples are lines or points, in as many columns as such names leave room for."""
     longest = max((len(name) for name in names), default=0)
-    columns = max(1, min(6, 75 // (longest + 7)))
-    return alt.Legend(
-        title=None,
-        orient="top",
-        columns=columns,
-        symbolType="stroke" if lines else "circle",
-        symbolSize=400 if lines else 70,
-        symbolStrokeWidth=2.5,
-        symbolOpacity=1,
-    )
+    return {
+        "title": None,
+        "orient": "top",
+        "columns": max(1, min(6, 75 // (longest + 7))),
+        "symbolType": "stroke" if lines else "circle",
+        "symbolSize": 400 if lines else 70,
+        "symbolStrokeWidth": 2.5,
+        "symbolOpacity": 1,
+    }
 
 
-def filled_where(test: str, colour: alt.Color) -> alt.FillValue:
-    """A fill of this colour for the rows that pass an expression, none for the others.
-
-    It is a channel: `alt.condition` makes a dictionary, which Altair checks against the schema of Vega-Lite.
-    """
-    return alt.FillValue("transparent", condition={"test": test, **colour.to_dict(validate=False)})
+def filled_where(test: str, colour: Spec) -> Spec:
+    """A fill of this colour for the rows that pass an expression, none for the others."""
+    return {"condition": {"test": test, **colour}, "value": "transparent"}
 
 
-def outlined(chart: alt.Chart, **mark: Any) -> list[alt.Chart]:
+def outlined(data: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
     """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
-    return [chart.mark_text(style="halo", **mark), chart.mark_text(**mark)]
+    return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
 
 
-def candidate_tooltip(unit: Unit) -> list[Any]:
+def candidate_tooltip(unit: Unit) -> list[Spec]:
     """What a reader sees of a row of `candidates.row_of`."""
     number = ",.3~g"
     return [
-        alt.Tooltip("configuration:N", title="Configuration"),
-        alt.Tooltip("value:Q", title=unit.name, format=number),
-        alt.Tooltip("low:Q", title="Low (90 %)", format=number),
-        alt.Tooltip("high:Q", title="High (90 %)", format=number),
-        alt.Tooltip("basis:N", title="Basis"),
-        alt.Tooltip("excluded:N", title="Excluded"),
+        field("configuration", title="Configuration"),
+        field("value:Q", title=unit.name, format=number),
+        field("low:Q", title="Low (90 %)", format=number),
+        field("high:Q", title="High (90 %)", format=number),
+        field("basis", title="Basis"),
+        field("excluded", title="Excluded"),
     ]
 
 
-def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> dict[str, Any]:
+def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
     """Length, colour and order for rows of `part`, `order` and `value`, with parts that none of the rows has left out.
 
     A part has the same colour in every chart, whichever other parts are present.
@@ -92,36 +100,37 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> dict[str, A
     present = [(part, PALETTE[place % len(PALETTE)]) for place, part in enumerate(parts) if part in found]
     names, colours = [part for part, _ in present], [colour for _, colour in present]
     return {
-        "x": alt.X("value:Q").stack("zero").title(axis).axis(tickCount=6),
-        "color": alt.Color("part:N")
-        .scale(domain=names, range=colours)
-        .legend(title=None, orient="top", columns=min(len(names), 3)),
-        "order": alt.Order("order:Q"),
+        "x": field("value:Q", stack="zero", title=axis, axis={"tickCount": 6}),
+        "color": field(
+            "part",
+            scale={"domain": names, "range": colours},
+            legend={"title": None, "orient": "top", "columns": min(len(names), 3)},
+        ),
+        "order": field("order:Q"),
     }
 
 
-def finish(chart: alt.TopLevelMixin | Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """The chart, or the result of its `to_dict`, as a specification with its data."""
-    spec: Spec = dict(chart) if isinstance(chart, dict) else chart.to_dict(validate=False)
-    spec["title"] = {"text": title, "subtitle": subtitle, "anchor": "start"}
-    spec["description"] = f"{title}. {subtitle}".strip()
-    spec["datasets"] = {name: list(rows) for name, rows in datasets.items()}
-    spec["config"] = {
-        "view": {"continuousWidth": WIDTH, "continuousHeight": HEIGHT, "stroke": None},
-        # A flushed label stands beside its tick: at both ends of the axis, 32 would be read as 40.
-        "axis": {"labelLimit": 260, "labelFlush": False},
-        "style": {"halo": {"fill": "white", "stroke": "white", "strokeWidth": 4, "strokeJoin": "round"}},
+def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
+    """The chart with its title and data; the dictionary that it gets stays as it is."""
+    many = sum(map(len, datasets.values())) > _MANY
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        **chart,
+        "title": {"text": title, "subtitle": subtitle, "anchor": "start"},
+        "description": f"{title}. {subtitle}".strip(),
+        "datasets": {name: list(rows) for name, rows in datasets.items()},
+        "usermeta": {"renderer": "canvas" if many else "svg"},
+        "config": {
+            "view": {"continuousWidth": WIDTH, "continuousHeight": HEIGHT, "stroke": None},
+            # A flushed label stands beside its tick: at both ends of the axis, 32 would be read as 40.
+            "axis": {"labelLimit": 260, "labelFlush": False},
+            "style": {"halo": {"fill": "white", "stroke": "white", "strokeWidth": 4, "strokeJoin": "round"}},
+        },
     }
-    return spec
 
 
 def message(title: str, sentence: str) -> Spec:
     """A specification with a sentence in place of a chart without data."""
-    chart = (
-        alt.Chart(alt.NamedData("message"), width=WIDTH, height=120)
-        .mark_text(fontSize=15, lineBreak="\n", color=FAINT)
-        .encode(text="sentence:N")
-    )
-    spec = finish(chart, title, "", {"message": [{"sentence": sentence}]})
-    spec["usermeta"] = {"empty": True, "message": sentence}
-    return spec
+    text = layer("message", "text", {"text": field("sentence")}, fontSize=15, lineBreak="\n", color=FAINT)
+    spec = finish({**text, "width": WIDTH, "height": 120}, title, "", {"message": [{"sentence": sentence}]})
+    return spec | {"usermeta": {"empty": True, "message": sentence}}

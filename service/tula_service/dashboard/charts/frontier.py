@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import altair as alt
-
-from tula_service.dashboard.charts import labels
-from tula_service.dashboard.charts.candidates import (
-    cluster_name,
-    configuration_name,
-    landmarks,
-    line_styles,
-)
+from tula_service.dashboard.charts.candidates import SHAPES, landmarks, line_styles, rings
 from tula_service.dashboard.charts.drawing import (
-    Ends,
+    CROSS,
     axis_between,
+    field,
     filled_where,
     finish,
+    layer,
     legend,
     message,
     reach,
-    share,
 )
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, time_unit
-from tula_service.dashboard.format import duration, duration_interval, money, money_interval, percent, size
+from tula_service.dashboard.format import (
+    cluster,
+    configuration,
+    duration,
+    duration_interval,
+    money,
+    money_interval,
+    percent,
+    size,
+)
 from tula_wire import Candidate, Configuration, Estimate, Job, Recommendation
 
-_SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 _TIPS = ("configuration", "time", "cost", "step", "memory", "basis", "excluded")
 
 
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
     """Total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
 
-    Intervals are drawn as crosses of the frontier and of the named candidates; a tooltip has them of all.
+    Intervals are drawn as crosses of the frontier and of the named candidates; a tooltip has them of all. `asks` of a
+    row are the fields of the page's what-if form that ask about its candidate.
     """
     title = f"{job.name}: time against cost"
     priced = any(each.cost_usd is not None for each in recommendation.candidates)
@@ -45,13 +47,19 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     crossed = [row for row in rows if row["crossed"]]
     ends_x = reach([*(r["x"] for r in rows), *(r["x_low"] for r in crossed), *(r["x_high"] for r in crossed)])
     ends_y = reach([*(r["y"] for r in rows), *(r["y_low"] for r in crossed), *(r["y_high"] for r in crossed)])
-    x = axis_between(alt.X("x:Q").title("Cost (USD)" if priced else "Node-hours"), ends_x)
-    y = axis_between(alt.Y("y:Q").title(f"Time ({hours.name})"), ends_y)
+    x = field("x:Q", title="Cost (USD)" if priced else "Node-hours", **axis_between(ends_x))
+    y = field("y:Q", title=f"Time ({hours.name})", **axis_between(ends_y))
     marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
-    taken = [labels.around(_spot(row, ends_x, ends_y)) for row in rows if not row["name"]]
-    labels.place(marked, [_spot(row, ends_x, ends_y) for row in marked], taken)
     # The points come last: what is drawn over them would keep the pointer from them.
-    chart = alt.layer(*_lines(recommendation, x, y), *labels.layers(x, y, marked), *_points(recommendation, x, y))
+    chart = {
+        "layer": [
+            rings(marked, x, y),
+            {"layer": [*_lines(recommendation, x, y), *_points(recommendation, x, y)]},
+        ],
+        "resolve": {"scale": {"shape": "independent", "color": "independent"}},
+        "width": WIDTH,
+        "height": HEIGHT,
+    }
     nodes_only = "" if priced else "; without prices, node-hours stand for the cost"
     subtitle = "On the line, no other is both faster and cheaper; crosses are 90 % intervals, filled points profiled"
     subtitle += nodes_only
@@ -60,39 +68,36 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
         "frontier": [{"x": row["x"], "y": row["y"]} for row in rows if row["best"]],
         "landmarks": marked,
     }
-    return finish(chart.properties(width=WIDTH, height=HEIGHT), title, subtitle, datasets)
+    return finish(chart, title, subtitle, datasets)
 
 
-def _lines(recommendation: Recommendation, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _lines(recommendation: Recommendation, x: Spec, y: Spec) -> list[Spec]:
     names, colours, _ = line_styles(recommendation.candidates)
-    colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(legend(names, lines=False))
-    crosses = alt.Chart(alt.NamedData("candidates")).transform_filter("datum.crossed")
-    across, along = (crosses.mark_rule(strokeWidth=1.4, opacity=0.75, tooltip=None) for _ in range(2))
-    line = alt.Chart(alt.NamedData("frontier"))
+    colour = field("cluster", scale={"domain": names, "range": colours}, legend=legend(names, lines=False))
+    look: Spec = {"where": "datum.crossed", "strokeWidth": 1.4, "opacity": 0.75, "tooltip": None}
+    across = {"x": field("x_low:Q"), "x2": {"field": "x_high"}, "y": y, "color": colour}
+    along = {"x": x, "y": field("y_low:Q"), "y2": {"field": "y_high"}, "color": colour}
+    steps: Spec = {"interpolate": "step-after", "strokeWidth": 2, "color": FAINT, "tooltip": None}
     return [
-        line.mark_line(interpolate="step-after", strokeWidth=2, color=FAINT, tooltip=None).encode(
-            x=x, y=y, order=alt.Order("x:Q")
-        ),
-        across.encode(x=alt.X("x_low:Q"), x2=alt.X2("x_high:Q"), y=y, color=colour),
-        along.encode(x=x, y=alt.Y("y_low:Q"), y2=alt.Y2("y_high:Q"), color=colour),
+        layer("frontier", "line", {"x": x, "y": y, "order": field("x:Q")}, **steps),
+        layer("candidates", "rule", across, **look),
+        layer("candidates", "rule", along, **look),
     ]
 
 
-def _points(recommendation: Recommendation, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _points(recommendation: Recommendation, x: Spec, y: Spec) -> list[Spec]:
     names, colours, _ = line_styles(recommendation.candidates)
     symbols = legend(names, lines=False)
-    colour = alt.Color("cluster:N").scale(domain=names, range=colours).legend(symbols)
-    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
-    shape = alt.Shape("cluster:N").scale(domain=names, range=shapes).legend(symbols)
-    tips = [alt.Tooltip(f"{name}:N", title=name.capitalize()) for name in _TIPS]
-    points = alt.Chart(alt.NamedData("candidates")).encode(x=x, y=y, tooltip=tips)
+    colour = field("cluster", scale={"domain": names, "range": colours}, legend=symbols)
+    shapes = [SHAPES[place % len(SHAPES)] for place in range(len(names))]
+    shape = field("cluster", scale={"domain": names, "range": shapes}, legend=symbols)
+    base = {"x": x, "y": y, "tooltip": [field(name, title=name.capitalize()) for name in _TIPS]}
+    allowed = base | {"color": colour, "shape": shape, "fill": filled_where("datum.profiled", colour)}
+    cross = {"shape": CROSS, "size": 30, "strokeWidth": 1.6, "color": FAINT, "filled": False, "cursor": "pointer"}
+    point = {"size": 60, "strokeWidth": 1.8, "filled": False, "opacity": 1, "cursor": "pointer"}
     return [
-        points.transform_filter("datum.excluded !== ''").mark_point(
-            shape="M-1,-1L1,1M1,-1L-1,1", size=30, strokeWidth=1.6, color=FAINT, filled=False, cursor="pointer"
-        ),
-        points.transform_filter("datum.excluded === ''")
-        .mark_point(size=60, strokeWidth=1.8, filled=False, opacity=1, cursor="pointer")
-        .encode(color=colour, shape=shape, fill=filled_where("datum.profiled", colour)),
+        layer("candidates", "point", base, where="datum.excluded !== ''", **cross),
+        layer("candidates", "point", allowed, where="datum.excluded === ''", **point),
     ]
 
 
@@ -100,29 +105,25 @@ def _names(recommendation: Recommendation) -> dict[tuple[Configuration, bool], s
     found: dict[tuple[Configuration, bool], list[str]] = {}
     for name, candidate in landmarks(recommendation):
         found.setdefault((candidate.configuration, candidate.spot), []).append(name)
-    return {key: labels.of_names(names) for key, names in found.items()}
+    return {key: ", ".join(names) for key, names in found.items()}
 
 
 def _row(candidate: Candidate, priced: bool, unit_s: float, name: str) -> Row:
-    time, cost = candidate.total_time_s, candidate.cost_usd
-    nodes = candidate.configuration.num_nodes
+    time, cost, configured = candidate.total_time_s, candidate.cost_usd, candidate.configuration
     if cost is None:
-        cost = Estimate(**{end: getattr(time, end) * nodes / 3600 for end in ("value", "low", "high")})
+        hours = configured.num_nodes / 3600
+        cost = Estimate(value=time.value * hours, low=time.low * hours, high=time.high * hours)
     best = not (candidate.excluded_by or candidate.dominated)
     step, memory = candidate.step_time_s, candidate.memory_bytes
     said = f"{money(cost.value)} ({money_interval(cost)})" if priced else f"{cost.value:,.3g} node-hours"
     fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"
-    return {
+    asks = [configured.num_nodes, candidate.global_batch_size, configured.instance_type, configured.grad_accum_steps]
+    row = {
         "x": cost.value,
-        "x_low": cost.low,
-        "x_high": cost.high,
         "y": time.value / unit_s,
-        "y_low": time.low / unit_s,
-        "y_high": time.high / unit_s,
-        "nodes": nodes,
-        "batch": candidate.global_batch_size,
-        "cluster": cluster_name(candidate.configuration),
-        "configuration": configuration_name(candidate.configuration),
+        "asks": [*asks, candidate.spot],
+        "cluster": cluster(configured),
+        "configuration": configuration(configured),
         "time": f"{duration(time.value)} ({duration_interval(time)})",
         "cost": f"{said}{', spot' if candidate.spot else ''}",
         "step": f"{duration(step.value)} ({duration_interval(step)})",
@@ -134,7 +135,7 @@ def _row(candidate: Candidate, priced: bool, unit_s: float, name: str) -> Row:
         "crossed": best or bool(name),
         "name": name,
     }
-
-
-def _spot(row: Row, ends_x: Ends, ends_y: Ends) -> tuple[float, float]:
-    return labels.FRAME * share(row["x"], ends_x), HEIGHT * (1 - share(row["y"], ends_y))
+    if row["crossed"]:
+        ends = {"x_low": cost.low, "x_high": cost.high, "y_low": time.low / unit_s, "y_high": time.high / unit_s}
+        row |= ends
+    return row

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import altair as alt
-
-from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.drawing import filled_where, finish, legend, message, outlined, stacked
-from tula_service.dashboard.charts.style import HEIGHT, PALETTE, WIDTH, Row, Spec, bytes_unit
+from tula_service.dashboard.charts.drawing import (
+    field,
+    filled_where,
+    finish,
+    layer,
+    layered,
+    legend,
+    message,
+    outlined,
+    stacked,
+)
+from tula_service.dashboard.charts.style import PALETTE, Row, Spec, bytes_unit
+from tula_service.dashboard.format import configuration
 from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
 
@@ -59,39 +67,26 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         if run.state == "out_of_memory"
     ]
     kinds = sorted({row["type"] for row in curve})
-    x = (
-        alt.X("batch:Q")
-        .scale(type="log", base=2, nice=False)
-        .title("Local batch size (examples a rank and micro-step)")
-    )
-    x = x.axis(values=sorted({row["batch"] for row in curve}), format="d", labelOverlap=True)
-    y = alt.Y("value:Q").title(f"Peak memory ({unit.name})").scale(zero=True).axis(tickCount=6)
-    colour = alt.Color("type:N", legend=None if len(kinds) == 1 else legend(kinds)).scale(
-        domain=kinds, range=list(PALETTE[: len(kinds)])
-    )
-    base = alt.Chart(alt.NamedData("curve"))
-    tips = [alt.Tooltip(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
-    layers: list[Any] = [
-        base.transform_calculate(value="datum.low").mark_area(opacity=0.16).encode(x=x, y=y, y2="high:Q", color=colour),
-        base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
-        base.mark_point(size=50, strokeWidth=1.8, filled=False).encode(
-            x=x,
-            y=y,
-            color=colour,
-            fill=filled_where("datum.read", colour),
-            tooltip=tips,
-        ),
+    batches = {"values": sorted({row["batch"] for row in curve}), "format": "d", "labelOverlap": True}
+    binary = {"type": "log", "base": 2, "nice": False}
+    x = field("batch:Q", title="Local batch size (examples a rank and micro-step)", scale=binary, axis=batches)
+    y = field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
+    look = {"domain": kinds, "range": list(PALETTE[: len(kinds)])}
+    colour = field("type", scale=look, legend=None if len(kinds) == 1 else legend(kinds))
+    tips = [field(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
+    band = {"x": x, "y": field("low:Q"), "y2": {"field": "high"}, "color": colour}
+    point = {"x": x, "y": y, "color": colour, "fill": filled_where("datum.read", colour), "tooltip": tips}
+    layers = [
+        layer("curve", "area", band, opacity=0.16),
+        layer("curve", "line", {"x": x, "y": y, "color": colour}, strokeWidth=2),
+        layer("curve", "point", point, size=50, strokeWidth=1.8, filled=False),
     ]
     if limits:
-        line = alt.Chart(alt.NamedData("ceiling"))
-        layers.append(line.mark_rule(strokeDash=[6, 3], strokeWidth=2, color=ALARM).encode(y="value:Q"))
-        layers += outlined(line.encode(y="value:Q", text="label:N"), align="left", x=4, dy=-7, fontStyle="italic")
+        layers += _ceiling("ceiling", {"y": field("value:Q")}, align="left", x=4, dy=-7)
     if crashes:
-        cross = alt.Chart(alt.NamedData("crashes")).mark_point(
-            shape="cross", angle=45, size=130, filled=True, color=ALARM
-        )
-        layers.append(cross.encode(x="batch:Q", y="value:Q", tooltip="label:N"))
-    chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+        crash = {"x": field("batch:Q"), "y": field("value:Q"), "tooltip": field("label")}
+        layers.append(layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=ALARM))
+    chart = layered(*layers)
     largest = ", ".join(f"{_prefix(kind)}{size}" for kind, size in sorted(recommendation.max_local_batch_size.items()))
     subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
     if largest:
@@ -100,6 +95,14 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 _COLUMNS = (("batch", "Local batch"), ("value", "Peak"), ("low", "Low (90 %)"), ("high", "High (90 %)"))
+
+
+def _ceiling(data: str, at: Spec, **text: Any) -> list[Spec]:
+    """A dashed line with its label."""
+    return [
+        layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=ALARM),
+        *outlined(data, at | {"text": field("label")}, fontStyle="italic", **text),
+    ]
 
 
 def _ceiling_name(kind: str) -> str:
@@ -121,30 +124,19 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
             if size > 0:
                 row = {"rank": f"rank {rank}", "at": rank, "part": part, "order": order, "value": size / unit.size}
                 rows.append(row | {"peak": reading.peak_bytes / unit.size})
-    y = alt.Y("rank:N").sort(alt.EncodingSortField(field="at", op="min")).title(None)
-    bars = (
-        alt.Chart(alt.NamedData("ranks"))
-        .mark_bar()
-        .encode(
-            y=y,
-            tooltip=[
-                alt.Tooltip("rank:N", title="Rank"),
-                alt.Tooltip("part:N", title="Part"),
-                alt.Tooltip("value:Q", title=unit.name, format=",.3~g"),
-                alt.Tooltip("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
-            ],
-            **stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})"),
-        )
-    )
-    layers: list[Any] = [bars]
+    tips = [
+        field("rank", title="Rank"),
+        field("part", title="Part"),
+        field("value:Q", title=unit.name, format=",.3~g"),
+        field("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
+    ]
+    y = field("rank", sort={"field": "at", "op": "min"}, title=None)
+    bars = {"y": y, "tooltip": tips, **stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
+    layers = [layer("ranks", "bar", bars)]
     if capacities:
-        line = alt.Chart(alt.NamedData("capacity"))
-        layers.append(line.mark_rule(strokeDash=[6, 3], strokeWidth=2, color=ALARM).encode(x="value:Q"))
-        text = line.encode(x="value:Q", text="label:N")
-        layers += outlined(text, align="right", baseline="top", dx=-5, y=3, fontStyle="italic")
-    tall = max(22, min(60, 220 // len(readings)))
-    chart = alt.layer(*layers).properties(width=WIDTH, height=alt.Step(tall))
-    title = f"{run.id}, {configuration_name(run.configuration)}: memory by rank"
+        layers += _ceiling("capacity", {"x": field("value:Q")}, align="right", baseline="top", dx=-5, y=3)
+    chart = layered(*layers, height={"step": max(22, min(60, 220 // len(readings)))})
+    title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
     subtitle = f"Highest peak of each rank; the greatest is {max(sizes) / unit.size:.3g} {unit.name}"
     return finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isinf
-from typing import Any, Final
+from typing import Final
 
-import altair as alt
-
-from tula_service.dashboard.charts.candidates import configuration_name
-from tula_service.dashboard.charts.catalog import SOURCES, Panel, columns_of, panels_of
-from tula_service.dashboard.charts.drawing import finish, legend, message, outlined
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, bytes_unit, time_unit
+from tula_service.dashboard.charts.drawing import field, finish, layer, layered, legend, message, outlined
+from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, Unit, bytes_unit, time_unit
+from tula_service.dashboard.format import configuration
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
 
 _BRUSH: Final = "brush"
@@ -27,17 +23,75 @@ _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
 """Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One drawing area: its columns share a y axis titled `title`."""
+
+    columns: tuple[str, ...]
+    title: str
+    logarithmic: bool = False
+
+
+PANELS: Final[dict[str, tuple[str, tuple[Panel, ...]]]] = {
+    "step_time": (
+        "step time",
+        (Panel(("step_time_s",), "Step time"), Panel(("skew_s",), "Wait for the slowest rank")),
+    ),
+    "memory": ("memory of a rank", (Panel(("memory_bytes",), "Memory"),)),
+    "gradient": (
+        "gradient",
+        (
+            Panel(("grad_norm",), "Norm"),
+            Panel(("gradient_variability",), "Variability Δ(G)", logarithmic=True),
+        ),
+    ),
+    "scale": (
+        "gradient scaling",
+        (Panel(("scale",), "Scale factor"), Panel(("scaled_share",), "Share of scaled steps")),
+    ),
+    "loss": ("loss", (Panel(("loss",), "Loss"),)),
+    "accuracy": ("accuracy", (Panel(("accuracy", "validation_accuracy"), "Accuracy"),)),
+}
+RUN_CHARTS: Final = tuple(PANELS)
+
+SOURCES: Final = {
+    "step_time": "The agent reports every step once training runs.",
+    "memory": "The agent reports each rank's peak within the first steps.",
+    "gradient": "run.watch(model, optimizer) lets the agent measure it.",
+    "scale": "A TulaOptimizer reports it.",
+    "loss": "run.log(loss=...) in the training script reports it.",
+    "accuracy": "run.log(validation_accuracy=...) in the training script reports it.",
+}
+"""Where a chart's columns come from, for the message while there are none."""
+
+
+def columns_of(name: str) -> tuple[str, ...]:
+    """The telemetry columns that a chart of a run draws."""
+    return tuple(column for panel in panels_of(name)[1] for column in panel.columns)
+
+
+def panels_of(name: str) -> tuple[str, tuple[Panel, ...]]:
+    """What a chart of a run is of, and its panels. A name that is none of `RUN_CHARTS` is that of a column."""
+    words = name.replace("_", " ")
+    return PANELS.get(name) or (words, (Panel((name,), words[:1].upper() + words[1:]),))
+
+
 def run_chart(
     name: str,
     run: Run,
     series: Mapping[str, TelemetrySeries],
-    thresholds: ScalingThresholds | None,
-    trends: Mapping[str, TelemetrySeries],
-    logarithmic: bool,
+    thresholds: ScalingThresholds | None = None,
+    trends: Mapping[str, TelemetrySeries] | None = None,
+    *,
+    logarithmic: bool = False,
 ) -> Spec:
-    """See `catalog.run_chart`."""
+    """One of `RUN_CHARTS`, or the column of that name; columns missing from `series` are left out.
+
+    A column with a trend is drawn pale, the trend over it.
+    """
+    trends = trends or {}
     noun, panels = panels_of(name)
-    title = f"{run.id}, {configuration_name(run.configuration)}: {noun}"
+    title = f"{run.id}, {configuration(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
         return message(title, _nothing(name))
@@ -45,91 +99,62 @@ def run_chart(
     read: list[dict[str, str]] = []
     areas = []
     for panel in drawn:
-        columns = tuple(column for column in panel.columns if _has(series, column))
+        columns = [column for column in panel.columns if _has(series, column)]
         unit = _unit(panel, [series[column] for column in columns])
+        rows = {column: _rows(series[column], unit) for column in columns}
+        smooth = {column + _TREND: _rows(trends[column], unit) for column in columns if column in trends}
         for column in columns:
-            datasets[column] = _rows(series[column], unit)
             label = (column.removesuffix("_s").removesuffix("_bytes") if unit.name else column).replace("_", " ")
             read.append({"column": column, "name": label, "unit": unit.name})
-            if column in trends:
-                datasets[column + _TREND] = _rows(trends[column], unit)
-        few = max(len(datasets[column]) for column in columns) < _FEW
-        trended = tuple(column for column in columns if column in trends)
-        positive = all(row["value"] > 0 for column in columns for row in datasets[column])
-        scale = ("log" if positive else "symlog") if logarithmic else "symlog" if panel.logarithmic else "linear"
-        areas.append(_Area(panel, columns, trended, unit, few, scale, _levels(panel, unit, run, thresholds)))
+        layers = _lines(panel, rows, smooth, unit, logarithmic)
+        for label, level in _levels(panel, unit, run, thresholds):
+            layers += _level(label, level)
+        areas.append(layered(*layers, height=HEIGHT - 80 if len(drawn) == 1 else 130))
+        datasets |= rows | smooth
+    # The selection is of one panel, so that it exists once however many there are.
+    areas[0]["layer"][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
+    chart = areas[0] if len(areas) == 1 else {"vconcat": areas, "resolve": {"scale": {"x": "shared"}}}
     subtitle = _subtitle(list(series.values()), list(trends.values()))
-    return finish(_drawing(tuple(areas)), title, subtitle, datasets) | {"usermeta": {"readout": read}}
+    return finish(chart, title, subtitle, datasets) | {"usermeta": {"readout": read}}
 
 
-@dataclass(frozen=True)
-class _Area:
-    """Everything that the drawing of a panel depends on, except its points."""
-
-    panel: Panel
-    columns: tuple[str, ...]
-    trended: tuple[str, ...]
-    unit: Unit
-    few_points: bool
-    scale: str
-    levels: tuple[tuple[str, float], ...]
-
-
-@functools.lru_cache(maxsize=256)
-def _drawing(areas: tuple[_Area, ...]) -> Spec:
-    """The specification without its points, cached: to build and validate it takes longer than to read a million steps.
-
-    Callers share the result and must not change it.
-    """
-    height = HEIGHT - 80 if len(areas) == 1 else 130
-    drawn = [_area(each).properties(width=WIDTH, height=height) for each in areas]
-    spec: Spec = (drawn[0] if len(drawn) == 1 else alt.vconcat(*drawn).resolve_scale(x="shared")).to_dict()
-    # The selection comes last, so that it exists once however many panels there are.
-    first = spec["vconcat"][0] if "vconcat" in spec else spec
-    first["layer"][0].setdefault("params", []).append(
-        {"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}
-    )
-    return spec
-
-
-def _area(area: _Area) -> alt.LayerChart:
-    panel, columns, unit = area.panel, area.columns, area.unit
-    suffix = f" ({unit.name})" if unit.name else ""
-    x = alt.X("step:Q").title("Step").axis(labelExpr=_STEP_LABEL, tickMinStep=1, tickCount=8)
-    x = x.scale(zero=False, nice=False)
-    y = alt.Y("value:Q").title(panel.title + suffix).axis(tickCount=5)
-    scales = {"log": {"type": "log", "nice": False}, "symlog": {"type": "symlog", "constant": 0.05}}
+def _lines(
+    panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
+) -> list[Spec]:
+    """A line for each column, and over it its trend."""
+    positive = all(row["value"] > 0 for found in rows.values() for row in found)
+    kind = ("log" if positive else "symlog") if logarithmic else "symlog" if panel.logarithmic else "linear"
+    scales: dict[str, Spec] = {"log": {"type": "log", "nice": False}, "symlog": {"type": "symlog", "constant": 0.05}}
     share = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
-    y = y.scale(**scales.get(area.scale, share))
+    steps = {"labelExpr": _STEP_LABEL, "tickMinStep": 1, "tickCount": 8}
+    x = field("step:Q", title="Step", axis=steps, scale={"zero": False, "nice": False})
+    title = panel.title + (f" ({unit.name})" if unit.name else "")
+    y = field("value:Q", title=title, axis={"tickCount": 5}, scale=scales.get(kind, share))
+    colour: Spec = {"value": PALETTE[0]}
+    if len(rows) > 1:
+        names = list(rows)
+        colour = field("series", scale={"domain": names, "range": list(PALETTE[: len(names)])}, legend=legend(names))
     # Few points stay visible as points; a thousand would draw one thick band.
-    sparse: Any = {"size": 24, "filled": True} if area.few_points else False
-    layers: list[Any] = []
-    for place, column in enumerate(columns):
-        dash = [1, 0] if place == 0 else [6, 3]
-        names = [column, column + _TREND] if column in area.trended else [column]
-        for name in names:
-            base = alt.Chart(alt.NamedData(name)).transform_calculate(series=f"'{column}'")
-            pale = name == column and len(names) > 1
-            mark = base.mark_line(
-                strokeWidth=1 if pale else 2,
-                opacity=0.35 if pale else 1,
-                strokeDash=dash,
-                clip=True,
-                point=sparse,
-                tooltip=None,
-            )
-            if len(columns) == 1:
-                mark = mark.encode(color=alt.value(PALETTE[0]))
-            else:
-                scale = alt.Scale(domain=list(columns), range=list(PALETTE[: len(columns)]))
-                mark = mark.encode(color=alt.Color("series:N", scale=scale).legend(legend(columns)))
-            layers.append(mark.encode(x=x, y=y))
-    for label, level in area.levels:
-        data = alt.Data(values=[{"value": level, "label": label}])
-        layers.append(alt.Chart(data).mark_rule(strokeDash=[5, 4], color=FAINT, strokeWidth=1.5).encode(y="value:Q"))
-        text = alt.Chart(data).encode(y="value:Q", text="label:N")
-        layers += outlined(text, align="left", x=4, dy=-7, fontStyle="italic")
-    return alt.layer(*layers)
+    few = max(map(len, rows.values())) < _FEW
+    look: Spec = {"clip": True, "tooltip": None, "point": {"size": 24, "filled": True} if few else False}
+    layers: list[Spec] = []
+    for place, column in enumerate(rows):
+        look["strokeDash"] = [1, 0] if place == 0 else [6, 3]
+        for name in (column, column + _TREND):
+            if name in rows or name in smooth:
+                pale = name == column and column + _TREND in smooth
+                line = layer(name, "line", {"color": colour, "x": x, "y": y}, strokeWidth=1 if pale else 2, **look)
+                line["mark"]["opacity"] = 0.35 if pale else 1
+                layers.append(line | {"transform": [{"calculate": f"'{column}'", "as": "series"}]})
+    return layers
+
+
+def _level(label: str, value: float) -> list[Spec]:
+    """A dashed line across the panel, with its label."""
+    y = field("value:Q")
+    rule = layer("", "rule", {"y": y}, strokeDash=[5, 4], color=FAINT, strokeWidth=1.5)
+    text = outlined("", {"y": y, "text": field("label")}, align="left", x=4, dy=-7, fontStyle="italic")
+    return [each | {"data": {"values": [{"value": value, "label": label}]}} for each in (rule, *text)]
 
 
 def _levels(panel: Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> tuple[tuple[str, float], ...]:

@@ -4,7 +4,7 @@
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
 
-function later(work, wait_ms) {
+function debounced(work, wait_ms) {
   let timer = 0;
   return (...given) => { clearTimeout(timer); timer = setTimeout(() => work(...given), wait_ms); };
 }
@@ -86,12 +86,15 @@ function dressed(spec, width) {
 }
 
 const drawn = new Map();
+// This script runs before Vega's, so that the first chart is under way while the browser reads that one.
+const vegaRead = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
 
 function shapeOf(spec, width) {
   return JSON.stringify([{ ...spec, datasets: Object.keys(spec.datasets || {}), title: 0, description: 0 }, width, isDark()]);
 }
 
 async function draw(figure) {
+  await vegaRead;
   const box = $(".canvas", figure), known = drawn.get(figure);
   if (!known || !known.spec) return;
   const { spec } = known;
@@ -117,18 +120,32 @@ async function draw(figure) {
     const holder = element("div");
     box.replaceChildren(holder);
     // ast: expressions are interpreted, so that the page's security policy may forbid eval.
-    const made = await vegaEmbed(holder, dressed(spec, box.clientWidth), { actions: false, ast: true, renderer: "svg", defaultStyle: false, logLevel: 1 });
+    const renderer = spec.usermeta?.renderer || "svg";
+    const made = await vegaEmbed(holder, dressed(spec, box.clientWidth), { actions: false, ast: true, renderer, defaultStyle: false, logLevel: 1 });
     known.view = made.view;
     known.shape = shape;
     known.names = new Set(made.vgSpec.data.map((each) => each.name));
     if ("zoom" in figure.dataset) { watchBrush(figure, made.view); watchPointer(figure, made.view); }
-    if ("pick" in figure.dataset) made.view.addEventListener("click", (_event, item) => {
-      if (item?.datum?.nodes) figure.dispatchEvent(new CustomEvent("pick", { bubbles: true, detail: item.datum }));
-    });
+    if ("pick" in figure.dataset) made.view.addEventListener("click", (_event, item) => pick(figure, item?.datum));
   }
-  if ($("svg", box)) $("svg", box).setAttribute("aria-hidden", "true");
+  $(".marks", box)?.setAttribute("aria-hidden", "true");
+  if ("pick" in figure.dataset) listPicks(figure, spec.datasets.candidates);
   figure.dataset.drawn = String(Number(figure.dataset.drawn || 0) + 1);
-  if ("zoom" in figure.dataset) tell(figure, null);
+  if ("zoom" in figure.dataset) showValues(figure, null);
+}
+
+// A point of the frontier that was chosen, with the pointer or from the list, asks the what-if form
+
+function pick(figure, row) {
+  if (row?.asks) figure.dispatchEvent(new CustomEvent("pick", { bubbles: true, detail: row.asks }));
+}
+
+function listPicks(figure, rows) {
+  const list = $(".pick select", figure), at = list.selectedIndex, named = rows.filter((row) => row.crossed).sort((a, b) => a.y - b.y);
+  list.replaceChildren(new Option("a point on the frontier…"), ...named.map((row) => new Option([row.name, row.configuration, row.time.split(" (")[0], row.cost.split(" (")[0]].filter(Boolean).join(", "))));
+  list.disabled = !named.length;
+  list.selectedIndex = Math.max(0, at);
+  list.onchange = () => pick(figure, named[list.selectedIndex - 1]);
 }
 
 async function load(figure) {
@@ -195,7 +212,7 @@ function startZoom() {
 
 // What a chart says at the step under the pointer, in every chart of the run at once; the last values otherwise
 
-function tell(figure, step) {
+function showValues(figure, step) {
   const known = drawn.get(figure), readout = $(".readout", figure);
   if (!known?.spec?.usermeta?.readout || !known.view) { readout.textContent = ""; return; }
   const values = [];
@@ -214,7 +231,7 @@ function tell(figure, step) {
 
 function watchPointer(figure, view) {
   const box = $(".canvas", figure);
-  const everywhere = (step) => { for (const [each, known] of drawn) if (known.view && "zoom" in each.dataset) tell(each, step); };
+  const everywhere = (step) => { for (const [each, known] of drawn) if (known.view && "zoom" in each.dataset) showValues(each, step); };
   view.addEventListener("pointermove", (event, item) => {
     let x = event.clientX - $("svg", box).getBoundingClientRect().left - view.origin()[0];
     for (let at = item; at; at = at.mark?.group) if (at.items) x -= at.x || 0;
@@ -229,7 +246,7 @@ function watchBrush(figure, view) {
   let chosen = null;
   const read = (_name, value) => { chosen = value?.step || null; };
   try { view.addSignalListener("brush", read); } catch { return; }
-  // Vega tells of the last movement only after the button is up.
+  // Vega sends the last movement only after the button is up.
   $(".canvas", figure).onpointerup = () => setTimeout(() => {
     if (!chosen || !(chosen[1] - chosen[0] >= 1)) return;
     show({ ...wanted, first_step: Math.max(0, Math.floor(chosen[0])), last_step: Math.ceil(chosen[1]) });
@@ -249,9 +266,11 @@ const seen = new IntersectionObserver((entries) => {
 }, { rootMargin: "300px" });
 
 function startCharts() {
-  for (const figure of $$("[data-chart]")) seen.observe(figure);
+  const [first, ...others] = $$("[data-chart]");
+  if (first) loading = load(first);  // at once: where it stands, the browser finds out only after Vega is read
+  for (const figure of others) seen.observe(figure);
   let width = innerWidth;
-  addEventListener("resize", later(() => { if (innerWidth !== width) { width = innerWidth; redrawAll(); } }, 200));
+  addEventListener("resize", debounced(() => { if (innerWidth !== width) { width = innerWidth; redrawAll(); } }, 200));
   systemDark.addEventListener("change", redrawAll);
 }
 
@@ -263,7 +282,7 @@ const served = new Map();
 
 let rounds = 0, newestRound = 0;
 
-const refreshParts = later(async () => {
+const refreshParts = debounced(async () => {
   const mine = ++rounds;
   const answer = await fetch(location.href, { headers: { Accept: "text/html" } }).catch(() => null);
   if (!answer?.ok || answer.redirected) return;

@@ -7,7 +7,7 @@ function startWhatIf() {
   const form = $("#whatif"), answer = $("#whatif-answer");
   if (!form) return;
   let turn = 0;
-  const predict = later(async () => {
+  const predict = debounced(async () => {
     const mine = ++turn;
     const asked = new URLSearchParams([...new FormData(form)].filter(([, value]) => value.trim()));
     try {
@@ -20,8 +20,10 @@ function startWhatIf() {
   form.addEventListener("input", predict);
   form.addEventListener("submit", (event) => { event.preventDefault(); predict(); });
   document.addEventListener("pick", ({ detail }) => {
-    form.elements.nodes.value = detail.nodes;
-    form.elements.global_batch.value = detail.batch;
+    // A job with one instance type, no accumulation or no spot price has no such field.
+    for (const [place, name] of ["nodes", "global_batch", "instance_type", "micro_steps", "spot"].entries()) {
+      if (form.elements[name]) form.elements[name].value = String(detail[place]);
+    }
     form.scrollIntoView({ block: "center" });
     predict();
   });
