@@ -590,8 +590,7 @@ class Recorder:
         # The service answers for this policy, or for one that a user set for the job.
         policy = optimizer.scripted_thresholds.policy
         path = f"{routes.JOB_SCALING.format(job_id=job_id)}?policy={policy}"
-        run_id = self.joining.run_id if self.joining else self.config.run_id
-        self._threshold_poller = ThresholdPoller(path, optimizer, run_id)
+        self._threshold_poller = ThresholdPoller(path, optimizer)
 
     def _poll(self, transport: Transport) -> None:
         thresholds = self._threshold_poller  # `finish` clears it on another thread

@@ -344,26 +344,6 @@ class Run:
         """See `tula_agent.checkpoint.resume`; without its first argument."""
         return import_module("tula_agent.checkpoint").resume(self.position, *args, **kwargs)
 
-    def roll_back(self, model: Any, optimizer: Any, **kwargs: Any) -> bool:
-        """See `tula_agent.checkpoint.roll_back`; without its first two arguments."""
-        step = getattr(optimizer, "restore_step", None)
-        if step is None:
-            return False
-        roll_back = import_module("tula_agent.checkpoint").roll_back
-        return bool(roll_back(self._micro_steps_at(step), step, model, optimizer, **kwargs))
-
-    def _micro_steps_at(self, step: int) -> int:
-        """Micro-steps from the start of training at `step`, which counts optimizer steps from the start of this run.
-
-        After a restart by torchrun the service has counted from zero twice; the earlier place is meant then.
-        """
-        resumed_at = self.position.resumed_at
-        if self.recorder is None:
-            return resumed_at + step
-        restarts_by_torchrun = self.recorder.config.restart.rpartition("-")[2]  # the first part is that of `tula run`
-        restarted = restarts_by_torchrun != "0"
-        return (0 if restarted else resumed_at) + step * self.recorder.timer.grad_accum_steps
-
 
 def _many(value: Any) -> list[Any]:
     if value is None:

@@ -29,10 +29,9 @@ THRESHOLDS: Final[dict[str, tuple[float, float]]] = {
     "s_min": (MIN_FACTOR, MAX_FACTOR),
     "s_max": (MIN_FACTOR, MAX_FACTOR),
     "refresh_steps": (1, MAX_COUNT),
-    "restore_step": (0, MAX_NUMBER),
 }
 """Least and greatest value of each number among the thresholds of gradient scaling."""
-WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps", "restore_step"})
+WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps"})
 
 NOISE_WEIGHT: Final = 4.0
 """c of the learning rate's factor (|G|^2 + c S/b) / (|G|^2 + c S/B), see docs/gradient-scaling.md."""

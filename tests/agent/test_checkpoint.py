@@ -13,7 +13,7 @@ import torch
 from tula_agent import init
 from tula_agent.checkpoint import CheckpointError
 from tula_agent.checkpoint.position import capture_randomness, restore_randomness
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+from tula_agent.scaling import TulaOptimizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
 SHARDED = SCRIPT.with_name("resumable_shards.py")
@@ -69,16 +69,6 @@ def small():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def asked_to_restore(inner: torch.optim.Optimizer, step: int) -> TulaOptimizer:
-    """A TulaOptimizer after the service asked for a checkpoint at or before `step`."""
-    optimizer = TulaOptimizer(inner)
-    optimizer.apply_thresholds(ScalingThresholds(version=1, restore_step=step))
-    optimizer.step()  # without gradients: no weight changes
-    optimizer.step()
-    assert optimizer.restore_step == step
-    return optimizer
-
-
 def test_old_checkpoints_are_deleted_and_incomplete_ones_are_not_read(tmp_path):
     model, optimizer = small()
     run = init()
@@ -90,53 +80,17 @@ def test_old_checkpoints_are_deleted_and_incomplete_ones_are_not_read(tmp_path):
     assert init().resume(model, optimizer, directory=tmp_path).step == 3
 
 
-def test_roll_back_counts_the_services_step_from_the_start_of_a_resumed_run(tmp_path):
-    model, inner = small()
-    optimizer = asked_to_restore(inner, 2)
-    run = init()
-    for _ in run.steps([0, 1, 2, 3]):
-        run.checkpoint(model, optimizer, directory=tmp_path)
-    run = init()
-    assert run.resume(model, optimizer, directory=tmp_path).step == 4
-    for number in run.steps([0.0] * 4 + [1.0, 2.0, 3.0]):
-        torch.nn.init.constant_(model.weight, number)
-        run.checkpoint(model, optimizer, directory=tmp_path)
-    assert run.roll_back(model, optimizer, directory=tmp_path)
-    assert model.weight.tolist() == [[2.0, 2.0]]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000006"]  # the later one holds the harm
-    assert not run.roll_back(model, optimizer, directory=tmp_path)  # once
-
-
 def test_a_copy_beside_the_checkpoints_is_neither_read_nor_deleted(tmp_path):
-    model, inner = small()
-    optimizer = asked_to_restore(inner, 4)
+    model, optimizer = small()
     run = init()
     for number in run.steps([1.0, 2.0, 3.0, 4.0]):
-        torch.nn.init.constant_(model.weight, number)
         run.checkpoint(model, optimizer, directory=tmp_path)
         if number == 2.0:
             shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-0000000002-backup")
             shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-best")
-    assert run.roll_back(model, optimizer, directory=tmp_path)
-    assert model.weight.tolist() == [[4.0, 4.0]]
     assert run.resume(model, optimizer, directory=tmp_path).step == 4
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step-0000000002-backup", "step-0000000003", "step-0000000004", "step-best"]
-
-
-def test_no_rank_rolls_back_where_one_cannot_read_the_checkpoint(train, tmp_path):
-    script = SCRIPT.with_name("roll_back_apart.py")
-    lines = train(tmp_path / "unused", str(tmp_path / "a"), str(tmp_path / "b"), ranks=2, script=script).splitlines()
-    refused = sorted(line for line in lines if line.startswith("refused"))
-    assert [line.partition(": ")[0] for line in refused] == [
-        "refused rank 0, weights kept",
-        "refused rank 1, weights kept",
-    ]
-    assert all("rank 1: FileNotFoundError" in line for line in refused)
-    made = {line.split()[1] for line in lines if line.startswith("made")}
-    assert len(made) == 1
-    done = sorted(line for line in lines if line.startswith("done"))
-    assert done == [f"done True {min(made)} rank 0", f"done True {min(made)} rank 1"]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
@@ -337,19 +291,17 @@ def layers(*widths, groups=1):
         ((2, 2, 1), (2, 2, 1), 2, "the optimizer's groups have [4] parameters there and [2, 2] here"),
     ],
 )
-@pytest.mark.parametrize("going_back", [False, True])
-def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, groups, why, going_back):
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, groups, why):
     init().checkpoint(*layers(*then), directory=tmp_path)
     model, inner = layers(*now, groups=groups)
-    optimizer = asked_to_restore(inner, 0)
+    optimizer = TulaOptimizer(inner)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = init()
     sentence = f"does not fit this script (ValueError: {why}): delete it or undo the change"
     with pytest.raises(CheckpointError, match=re.escape(sentence)):
-        (run.roll_back if going_back else run.resume)(model, optimizer, directory=tmp_path)
+        run.resume(model, optimizer, directory=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert inner.state_dict()["state"] == {}
-    assert optimizer.restore_step == 0  # still to be done
 
 
 def test_a_model_that_translates_older_names_is_not_refused(tmp_path):

@@ -18,9 +18,9 @@ from tula_agent.ship.spool import SpooledRequest
 SCRIPT = "lied_to.py"
 TRUTH = {
     "version": 7, "policy": None, "granularity": "tensor", "delta": 0.5, "small_batch_size": 4, "static_scale": 1.5,
-    "s_min": 0.5, "s_max": 2.0, "refresh_steps": 50, "restore_step": 4, "restore_run_id": "run1",
+    "s_min": 0.5, "s_max": 2.0, "refresh_steps": 50,
 }  # fmt: skip
-POSSIBLE = {"version zero", "restore_step zero", *(f"{name} fraction" for name in ("delta", "static_scale", "s_min"))}
+POSSIBLE = {"version zero", *(f"{name} fraction" for name in ("delta", "static_scale", "s_min"))}
 """Lies that a true answer could hold."""
 STEP_S, MEMORY_KIB = 0.3, 64 * 1024
 """What a lie may add to the longest step, and to the most memory."""
@@ -30,7 +30,7 @@ NOWHERE = "http://127.0.0.1:9"
 def impossible() -> list[Lie]:
     """Answers of which a training must take nothing: one nonsense beside values that would change the training."""
     fields = [lie for lie in field_lies(TRUTH) if not lie.name.endswith("missing") and lie.name not in POSSIBLE]
-    lies = [lie for lie in fields if not lie.name.startswith(("restore_run_id", "s_max fraction"))]
+    lies = [lie for lie in fields if not lie.name.startswith("s_max fraction")]
     return [*lies, *deliveries(), Lie("crossing", '{"s_min": 2.0, "s_max": 0.5}')]
 
 

@@ -39,30 +39,24 @@ def test_polling_sends_the_etag_and_never_changes_what_the_script_passed(sink: S
 
     optimizer = Optimizer()
     transport = Transport(sink.url, None, 5.0)
-    poller = ThresholdPoller("/v1/jobs/j/scaling", optimizer, "run_1", every_s=0.0)
+    poller = ThresholdPoller("/v1/jobs/j/scaling", optimizer, every_s=0.0)
     sink.scaling = {"version": 1, "small_batch_size": None, "delta": None}
     poller.poll(transport)
     poller.poll(transport)
     sink.scaling = {"version": 2, "delta": 0.1}
     poller.poll(transport)
-    for version, run_id in ((3, "run_2"), (4, "run_1")):
-        # Two runs of a job poll the same thresholds; only the run that is named restores weights.
-        sink.scaling = {"version": version, "delta": 0.1, "restore_step": 7, "restore_run_id": run_id}
-        poller.poll(transport)
     sink.scaling = {"version": 5, "static_scale": 9.0, "small_batch_size": 8, "delta": 0.1, "granularity": "channel"}
     poller.poll(transport)
     sink.scaling = {"version": 6, "policy": "ags", "delta": 0.9}
     poller.poll(transport)
     transport.close()
-    assert sink.gets == ["", '"1"', '"1"', '"2"', '"3"', '"4"', '"5"']
+    assert sink.gets == ["", '"1"', '"1"', '"2"', '"5"']
     # Values that the service leaves null stay the script's; those that the script passed stay in any case.
     scripted = Optimizer.scripted_thresholds
     tuned = replace(scripted, version=2, delta=0.1)
     assert optimizer.got == [
         replace(scripted, version=1),
         tuned,
-        replace(tuned, version=3),
-        replace(tuned, version=4, restore_step=7),
         replace(tuned, version=5, granularity="tensor"),
         replace(scripted, version=6),
     ]

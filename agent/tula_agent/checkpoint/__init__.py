@@ -13,7 +13,7 @@ one rank, in writing or reading, raises the same `CheckpointError` on all ranks,
 
 from __future__ import annotations
 
-from tula_agent.checkpoint.checkpoint import Resumed, resume, roll_back, save
+from tula_agent.checkpoint.checkpoint import Resumed, resume, save
 from tula_agent.checkpoint.collective import CheckpointError
 
-__all__ = ["CheckpointError", "Resumed", "resume", "roll_back", "save"]
+__all__ = ["CheckpointError", "Resumed", "resume", "save"]

@@ -1,9 +1,9 @@
-"""Save a training, resume it, and roll its weights back to an earlier checkpoint."""
+"""Save a training and resume it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def save(
         }
         folders.write(folder / f"rank-{ranks.rank}.pt", own)
 
-    facts = {"step": position.step, "scaling": _scaling_of(optimizer), **_shape(ranks, position.loader)}
+    facts = {"step": position.step, **_shape(ranks, position.loader)}
     try:
         for part in (write, *parts):
             ranks.on_each(part, failing, remedy)
@@ -85,7 +85,7 @@ def save(
             folders.delete(folder)
         raise
     if ranks.rank == 0:
-        _tidy(folders.superseded, folder)
+        _tidy(folder)
     return folder
 
 
@@ -135,50 +135,6 @@ def resume(
     return resumed
 
 
-def roll_back(
-    not_after: int,
-    step: int,
-    model: torch.nn.Module,
-    optimizer: Any,
-    *,
-    scaler: Any = None,
-    directory: str | os.PathLike[str] | None = None,
-) -> bool:
-    """Load the weights from before a harmful setting of gradient scaling, if the service asks for it; True if done.
-
-    Every rank must call it at the same step, for example once an epoch; without a request it costs nothing. Weights and
-    optimizer come from the newest checkpoint at or before the step that the service named (`step` of the run,
-    micro-step `not_after` of the training); the position in the data, the learning-rate schedule and the random numbers
-    stay. Newer checkpoints were made under that setting and are deleted. Without an old enough checkpoint, or for a
-    sharded model, a warning is logged once and training continues with the restored settings.
-
-    Raises `CheckpointError` without a directory, and on all ranks when the checkpoint does not fit or cannot be read on
-    one of them; `resume` says what may have changed then.
-    """
-    ranks = CollectiveCalls(model)
-    folder = None
-    if not is_sharded(model.parameters(), [model]):
-        folder = _agreed_newest(ranks, directory, not_after=not_after)
-    if folder is None:
-        logger.warning("scaling settings were restored, but no whole checkpoint is from step %d or before", step)
-        optimizer.roll_back(None)
-        return False
-    whole = ranks.on_each(lambda: _load(folder / "training.pt"), *_unreadable(folder))
-    _must_fit(ranks, folder, whole, model, optimizer)
-
-    def load() -> None:
-        _unwrapped(model).load_state_dict(whole["model"])
-        optimizer.roll_back(whole["optimizer"])
-        if scaler is not None and "scaler" in whole:
-            scaler.load_state_dict(whole["scaler"])
-
-    ranks.on_each(load, *_unreadable(folder))  # all ranks have read it, and it fits all
-    if ranks.rank == 0:
-        _tidy(folders.newer_than, folder)
-    logger.warning("scaling settings were restored, and the weights of %s with them", folder.name)
-    return True
-
-
 def _load_whole(whole: dict[str, Any], model: torch.nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
     """Load what `training.pt` holds; a sharded model and its optimizer are not in it."""
     if "model" in whole:
@@ -201,7 +157,7 @@ def _restore_position(
     """Continue where this rank's file (`own`) ends; `shape`: batch and world size now, those of then are in `facts`."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, shape)
-    position.epoch, position.step, position.resumed_at = own["epoch"], own["step"], own["step"]
+    position.epoch, position.step = own["epoch"], own["step"]
     position.epochs_before = float(own["epoch"])
     if exact:
         restore_randomness(own["now"], loader)
@@ -210,15 +166,10 @@ def _restore_position(
     return Resumed(own["epoch"], own["step"], consumed, exact, True, extra)
 
 
-def _scaling_of(optimizer: Any) -> list[Any] | None:
-    thresholds = getattr(optimizer, "thresholds", None)
-    return None if thresholds is None else [thresholds.policy, thresholds.delta, thresholds.small_batch_size]
-
-
-def _tidy(find: Callable[[Path], list[Path]], kept: Path) -> None:
-    """Delete what is no longer needed besides `kept`; a failure of that must not end the training."""
+def _tidy(kept: Path) -> None:
+    """Delete what `kept` supersedes; a failure of that must not end the training."""
     try:
-        for folder in find(kept):
+        for folder in folders.superseded(kept):
             folders.delete(folder)
     except Exception as error:
         logger.warning("old checkpoints besides %s were not deleted: %r", kept, error)
@@ -240,14 +191,12 @@ def _root(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> P
     return ranks.on_each(named, "no checkpoint directory", "set TULA_CHECKPOINT_DIR or pass directory=")
 
 
-def _agreed_newest(
-    ranks: CollectiveCalls, directory: str | os.PathLike[str] | None, *, not_after: int | None = None
-) -> Path | None:
+def _agreed_newest(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> Path | None:
     """The newest that the first rank sees, on all ranks: they may look at different moments."""
     root = _root(ranks, directory)
 
     def look() -> str | None:
-        found = folders.newest(root, not_after=not_after)
+        found = folders.newest(root)
         return None if found is None else found.name
 
     name = ranks.on_first(look, f"checkpoints below {root} cannot be listed", "let all ranks read that directory")

@@ -13,13 +13,9 @@ from typing import Any, Final
 import torch
 
 KEEP: Final = 2
-"""Complete checkpoints that are kept; older ones are deleted once a newer one is complete.
-
-One more is kept: the newest under other settings of gradient scaling, which `roll_back` loads.
-"""
+"""Complete checkpoints that are kept; older ones are deleted once a newer one is complete."""
 
 _COMPLETE: Final = "complete.json"
-_UNKNOWN: Final = object()
 _NAME: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 
 
@@ -47,27 +43,16 @@ def facts_of(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def newest(root: Path, *, not_after: int | None = None) -> Path | None:
-    """The newest complete checkpoint below `root`, of step `not_after` at the latest."""
-    return next((path for path in reversed(_complete(root)) if not_after is None or _age(path)[0] <= not_after), None)
-
-
-def newer_than(folder: Path) -> list[Path]:
-    """Complete checkpoints in the same directory that were made after `folder`."""
-    return [path for path in _complete(folder.parent) if _age(path) > _age(folder)]
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint below `root`."""
+    return next(reversed(_complete(root)), None)
 
 
 def superseded(folder: Path) -> list[Path]:
-    """Folders to delete now that `folder` is complete.
-
-    All but the newest of the last KEEP steps and the newest under other scaling settings than `folder`'s; also older
-    unfinished ones.
-    """
+    """To delete now that `folder` is complete: all but the newest of the last KEEP steps, and older unfinished ones."""
     found = _complete(folder.parent)
     last_of_step = list({_age(path)[0]: path for path in found}.values())
-    current = _settings(folder)
-    other = [path for path in last_of_step if _settings(path) not in (current, _UNKNOWN)]
-    kept = {folder, *last_of_step[-KEEP:], *other[-1:]}
+    kept = {folder, *last_of_step[-KEEP:]}
     unfinished = [path for path in _all(folder.parent) if path not in found and _age(path) < _age(folder)]
     return [*(path for path in found if path not in kept), *unfinished]
 
@@ -102,14 +87,6 @@ def _all(root: Path) -> list[Path]:
 
 def _complete(root: Path) -> list[Path]:
     return [path for path in _all(root) if (path / _COMPLETE).exists()]
-
-
-def _settings(folder: Path) -> Any:
-    """The settings of gradient scaling; _UNKNOWN where they cannot be read, since training can continue without."""
-    try:
-        return facts_of(folder).get("scaling")
-    except (OSError, ValueError):
-        return _UNKNOWN
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -51,15 +51,14 @@ def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
 class Position:
     """Epochs that are complete, and batches consumed of the one under way.
 
-    `step` counts micro-steps from the start of training; the first `resumed_at` of them were made by an earlier
-    process. `epochs_before` is its progress in epochs, which do not depend on the batch size; `known` is True once the
-    script or `resume` has set it. `at_epoch_start`: the random state when the epoch under way began.
+    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
+    epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
+    `at_epoch_start`: the random state when the epoch under way began.
     """
 
     epoch: int = 0
     consumed: int = 0
     step: int = 0
-    resumed_at: int = 0
     epochs_before: float = 0.0
     known: bool = False
     at_epoch_start: dict[str, Any] = field(default_factory=dict)

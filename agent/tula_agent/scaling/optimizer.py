@@ -97,7 +97,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._synced = SyncedThresholds(ranks)
         self._gain = GainPolicy(self._meter, rule or GainRule())
         self._ags = AgsPolicy(self._meter, steps_per_epoch)
-        self._restored: int | None = None
         self._steps = 0
         self._closed = self._size_known = False
         self._prepare()
@@ -126,12 +125,6 @@ class TulaOptimizer(torch.optim.Optimizer):
     def scripted_names(self) -> frozenset[str]:
         """The thresholds that were passed explicitly: the service never changes them."""
         return frozenset(self._scripted)
-
-    @property
-    def restore_step(self) -> int | None:
-        """A step while the service asks to restore a checkpoint at or before it, else None; the same on all ranks."""
-        wanted = self.thresholds.restore_step
-        return None if wanted == self._restored else wanted
 
     def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
         """Ask for new thresholds: the first rank's take effect on all ranks at one step, at most 17 steps from now."""
@@ -259,7 +252,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         own = {
             "steps": self._steps,
             "thresholds": self._thresholds.to_vector(),
-            "restored": self._restored,
             "agreement": self._synced.state(),
             "gain": self._gain.state(),
             "gated": self._ags.state(),
@@ -274,26 +266,9 @@ class TulaOptimizer(torch.optim.Optimizer):
         if own is not None:
             self._steps = int(own["steps"])
             self._thresholds = ScalingThresholds.from_vector(own["thresholds"])
-            self._restored = own.get("restored")
             self._synced.load(own["agreement"])
             self._gain.load(own["gain"])
             self._ags.load(own["gated"])
-        self._prepare()
-
-    def roll_back(self, state_dict: dict[str, Any] | None) -> None:
-        """Load an older `state_dict` on every rank, but keep the current thresholds and learning rates.
-
-        None: no checkpoint is old enough; this only completes the request of `restore_step`.
-        """
-        thresholds, rates = self.thresholds, [group["lr"] for group in self.param_groups]
-        in_flight = self._synced.state()
-        if state_dict is not None:
-            self.load_state_dict(state_dict)
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate  # schedules continue and multiply the rate that they find
-        self._synced.load(in_flight)
-        self._switch(thresholds)
-        self._restored = thresholds.restore_step
         self._prepare()
 
     def close(self) -> None:

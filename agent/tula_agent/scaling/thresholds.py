@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
@@ -20,7 +20,6 @@ from tula_agent.ship.answers import thresholds_of
 from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS
 
 if TYPE_CHECKING:
-    from tula_agent.scaling.optimizer import TulaOptimizer
     from tula_agent.ship.transport import Transport
 
 PolicyName = Literal["gain", "ags", "static", "none", "measure"]
@@ -47,8 +46,7 @@ class ScalingThresholds:
     `small_batch_size`: b_small in examples; None: the batch of one rank or micro-step.
     `static_scale`: the factor of equation 8, which `static` needs. `s_min`, `s_max`: bounds of every factor; `s_max`
     None: sqrt(B / b_small) for `ags` (Algorithm 1), B / b_small for `gain`. `refresh_steps`: optimizer steps between
-    two factors of `ags`; None: once an epoch. `restore_step`: the service took a setting back and asks for the weights
-    of a checkpoint at or before this step (`run.roll_back`).
+    two factors of `ags`; None: once an epoch.
 
     Raises ValueError naming the field when a value makes no sense.
     """
@@ -62,7 +60,6 @@ class ScalingThresholds:
     s_min: float = 1e-3
     s_max: float | None = None
     refresh_steps: int | None = None
-    restore_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in _POLICIES:
@@ -103,7 +100,7 @@ class ScalingThresholds:
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
-        """Inverse of `to_vector`; a vector from an older checkpoint may lack the last slots."""
+        """Inverse of `to_vector`; a vector from another version's checkpoint may lack the last slots or have more."""
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
         values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
@@ -178,17 +175,26 @@ def _received(slots: Sequence[float]) -> ScalingThresholds | None:
         return None
 
 
+class Scaled(Protocol):
+    """What a poller needs of an optimizer."""
+
+    @property
+    def scripted_thresholds(self) -> ScalingThresholds:
+        """By the script's arguments."""
+
+    @property
+    def scripted_names(self) -> Collection[str]:
+        """Which of them the script passed explicitly."""
+
+    def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
+        """Ask for new thresholds on all ranks."""
+
+
 class ThresholdPoller:
-    """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header.
+    """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header."""
 
-    `path`: the route; `run_id`: this run, since a request to restore weights names the run that it is for.
-    """
-
-    def __init__(
-        self, path: str, optimizer: TulaOptimizer, run_id: str | None = None, *, every_s: float | None = None
-    ) -> None:
+    def __init__(self, path: str, optimizer: Scaled, *, every_s: float | None = None) -> None:
         self._path = path
-        self._run_id = run_id
         self._start, self._scripted = optimizer.scripted_thresholds, optimizer.scripted_names
         self._apply = weakref.WeakMethod(optimizer.apply_thresholds)
         self._every_s = POLL_EVERY_S if every_s is None else every_s
@@ -217,8 +223,6 @@ class ThresholdPoller:
                 logger.warning("the service's thresholds of gradient scaling are ignored: %s", error)
             self._warned = True
             return
-        if reply.body.get("restore_run_id", self._run_id) != self._run_id:
-            thresholds = replace(thresholds, restore_step=None)
         self._etag = reply.etag
         apply = self._apply()
         if apply is not None:

@@ -4,9 +4,9 @@ A *body* is one stored version of a job's thresholds:
 
     policy      the policy that a user chose, None: the script's
     set         by policy, the numbers that users set
-    tuned       what tuning found for policies with a sensitivity gate: `delta`, `small_batch_size`, and what the next
-                look needs: `run_id`, `version` and `from_step` in which it was published, `before` (the numbers before)
-    rolled_back, restore    the run whose tuned thresholds were rolled back, and the checkpoint that it is to restore
+    tuned       what tuning found for policies with a sensitivity gate: `delta`, and what the next look needs:
+                `run_id`, `version` and `from_step` in which it was published, `before` (delta before)
+    rolled_back the run whose tuned delta was rolled back
     gradient_noise_scale, gradient_noise_scale_error, reason
 
 The value in force is the script's where it passed one, else the user's, else the tuned one, else the agent's default.
@@ -15,7 +15,7 @@ The value in force is the script's where it passed one, else the user's, else th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -36,8 +36,6 @@ _SENSITIVE_SHARE = 0.10  # of steps that the gate should hold back
 _DELTA_BOUNDS = (0.05, 2.0)
 _HYSTERESIS = 1.25  # a published number moves only by more than this factor
 _MIN_STEPS = 32
-_CALM, _ROUGH = 0.25, 1.0  # 90th percentile of variability below and above which b_small moves
-_MAX_BATCH_RATIO = 64.0  # s_max = sqrt(B / b_small) stays within 8
 _MIN_DROP, _EVALUATIONS = 0.01, 2
 
 
@@ -45,21 +43,19 @@ _MIN_DROP, _EVALUATIONS = 0.01, 2
 class ScalingTelemetry:
     """What the newest training run has reported up to `last_step`; `*_steps` are the steps of the column after them.
 
-    `reported` holds the newest values of `delta` and `small_batch_size` in force at the agent, `scripted` the names
-    that its script passed explicitly. `versions` are the thresholds versions that its ranks took up.
+    `reported_delta` is in force at the agent, `scripted` the names that its script passed explicitly. `versions` are
+    the thresholds versions that its ranks took up.
     """
 
     run_id: str
     last_step: int
-    local_batch_size: int
-    global_batch_size: int
     noise_scale: FloatArray
     variability: FloatArray
     accuracy_steps: IntArray
     accuracy: FloatArray
     version_steps: IntArray
     versions: FloatArray
-    reported: Mapping[str, float]
+    reported_delta: float | None
     scripted: Collection[str]
 
 
@@ -69,12 +65,9 @@ def first_body() -> Body:
 
 
 def in_force(body: Body, policy: str) -> dict[str, Any]:
-    """The numbers served for a policy: the tuned ones of a gated policy, overridden by those that a user set."""
-    return {**(_numbers(body) if policy in GATED_POLICIES else {}), **body["set"].get(policy, {})}
-
-
-def _numbers(body: Body) -> dict[str, Any]:
-    return {name: body["tuned"].get(name) for name in ("delta", "small_batch_size")}
+    """The numbers served for a policy: the tuned delta of a gated policy, overridden by what a user set."""
+    tuned = {"delta": body["tuned"].get("delta")} if policy in GATED_POLICIES else {}
+    return {**tuned, **body["set"].get(policy, {})}
 
 
 def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
@@ -82,14 +75,15 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
     body, reasons = {**body}, []
     drop = _accuracy_drop(body, seen)
     if drop is not None:
-        body |= _rolled_back(body, seen)
-        reasons.append(f"rolled back, from a checkpoint at step {body['restore']['step']} or before: {drop}")
+        before = body["tuned"]["before"].get("delta")
+        body |= {"tuned": {} if before is None else {"delta": before}, "rolled_back": seen.run_id}
+        reasons.append(f"rolled back: {drop}")
     elif body.get("rolled_back") != seen.run_id:  # after a roll-back, tuning would only return to the same place
-        tuned, reason = _tuned(body, seen)
-        if tuned:
+        delta = _tuned(body, seen)
+        if delta is not None:
             mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step}
-            body["tuned"] = {**body["tuned"], **tuned, **mark, "before": _numbers(body)}
-            reasons.append(reason)
+            body["tuned"] = {"delta": delta, **mark, "before": {"delta": body["tuned"].get("delta")}}
+            reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
     noise = estimate_noise_scale(seen.noise_scale) if seen.noise_scale.size else None
     if noise is not None and _noise_moved(body.get("gradient_noise_scale"), noise):
         body |= {"gradient_noise_scale": noise.value, "gradient_noise_scale_error": noise.error}
@@ -99,40 +93,23 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
     return body | {"reason": "; ".join(reasons)} if reasons else None
 
 
-def _tuned(body: Body, seen: ScalingTelemetry) -> tuple[dict[str, float], str]:
-    """The numbers to publish, and why: none that the script passed, and none that a user's value hides.
+def _tuned(body: Body, seen: ScalingTelemetry) -> float | None:
+    """The delta to publish, if any: not where the script passed one, nor where a user's value hides it.
 
     A later drop in accuracy would be blamed on a hidden number, although it never was in force.
     """
-    tuned, largest = body["tuned"], seen.global_batch_size
     policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
-    fixed = {*seen.scripted}.union(set.intersection(*(set(body["set"].get(policy, {})) for policy in policies)))
-    delta = tuned.get("delta") or seen.reported.get("delta") or _DEFAULT_DELTA
-    small = tuned.get("small_batch_size") or seen.reported.get("small_batch_size") or seen.local_batch_size
-    found = tune_thresholds(
-        seen.variability,
-        delta=float(delta),
-        small_batch_size=max(1, min(int(small), largest)),
-        global_batch_size=largest,
-    )
-    if found is None:
-        return {}, ""
-    new_delta, new_small, high = found
-    moved = {"delta": new_delta} if new_delta != delta else {}
-    moved |= {"small_batch_size": new_small} if new_small != small else {}
-    kept = {name: value for name, value in moved.items() if name not in fixed and tuned.get(name) != value}
-    return kept, f"{', '.join(kept)}: 90 % of recent steps vary by less than {high:.2g}"
+    if "delta" in seen.scripted or all("delta" in body["set"].get(policy, {}) for policy in policies):
+        return None
+    return tuned_delta(seen.variability, float(body["tuned"].get("delta") or seen.reported_delta or _DEFAULT_DELTA))
 
 
-def tune_thresholds(
-    variability: FloatArray, *, delta: float, small_batch_size: int, global_batch_size: int
-) -> tuple[float, int, float] | None:
-    """(delta, b_small, 90th percentile) from the column `gradient_variability` (equation 5), of shape (steps,).
+def tuned_delta(variability: FloatArray, delta: float) -> float | None:
+    """delta from the column `gradient_variability` (equation 5), of shape (steps,); None where `delta` may stay.
 
-    delta becomes the 90th percentile of the later half, within [0.05, 2]: a fixed 0.5 let 79-99 % of steps through in
-    our runs, so it held back nothing. b_small acts as a learning-rate knob: it is doubled (milder scaling) where the
-    90th percentile exceeds 1, halved where it stays below 0.25, and kept between B/64 and B/2. delta moves only by more
-    than a quarter. These are heuristics; the roll-back protects from them. None with fewer than 32 usable steps.
+    The 90th percentile of the later half, within [0.05, 2]: a fixed 0.5 let 79-99 % of steps through in our runs, so it
+    held back nothing. It moves only by more than a quarter, and not with fewer than 32 usable steps. This is a
+    heuristic; the roll-back protects from it.
     """
     usable = variability[np.isfinite(variability) & (variability >= 0.0)]
     usable = usable[usable.size // 2 :]
@@ -140,16 +117,7 @@ def tune_thresholds(
         return None
     high = float(np.quantile(usable, 1.0 - _SENSITIVE_SHARE))
     wanted = min(max(high, _DELTA_BOUNDS[0]), _DELTA_BOUNDS[1])
-    moved = max(wanted, delta) / min(wanted, delta) > _HYSTERESIS
-    small = 2 * small_batch_size if high > _ROUGH else small_batch_size // 2 if high < _CALM else small_batch_size
-    lowest = max(1, math.ceil(global_batch_size / _MAX_BATCH_RATIO))
-    return wanted if moved else delta, int(min(max(small, lowest), max(global_batch_size // 2, lowest))), high
-
-
-def _taken_up(tuned: Body, seen: ScalingTelemetry) -> int | None:
-    """The step at which the run's ranks took up the tuned thresholds, as far as the agent has reported it."""
-    known = seen.version_steps[np.isfinite(seen.versions) & (seen.versions >= tuned["version"])]
-    return int(known[0]) if known.size else None
+    return wanted if max(wanted, delta) / min(wanted, delta) > _HYSTERESIS else None
 
 
 def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
@@ -161,10 +129,10 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
     tuned = body["tuned"]
     if tuned.get("run_id") != seen.run_id or body.get("rolled_back") == seen.run_id:
         return None
-    taken_up = _taken_up(tuned, seen)
+    taken_up = seen.version_steps[np.isfinite(seen.versions) & (seen.versions >= tuned["version"])]
     known = np.isfinite(seen.accuracy)
     steps, accuracy = seen.accuracy_steps[known], seen.accuracy[known]
-    under = steps >= (tuned["from_step"] if taken_up is None else taken_up)
+    under = steps >= (taken_up[0] if taken_up.size else tuned["from_step"])
     before, after = accuracy[~under], accuracy[under]
     if not before.size or after.size < _EVALUATIONS:
         return None
@@ -176,17 +144,6 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
         f"accuracy fell from {before[best]:.4g} at step {steps[~under][best]} to {after[-1]:.4g} "
         f"under thresholds version {tuned['version']}, by more than {tolerance:.2g}"
     )
-
-
-def _rolled_back(body: Body, seen: ScalingTelemetry) -> Body:
-    """Restore the numbers before the newest tuning, and the weights from before the ranks took it up."""
-    tuned = body["tuned"]
-    step = _taken_up(tuned, seen)
-    if step is None:
-        known = seen.accuracy_steps[np.isfinite(seen.accuracy) & (seen.accuracy_steps < tuned["from_step"])]
-        step = int(known[-1])
-    before = {name: value for name, value in tuned["before"].items() if value is not None}
-    return {"tuned": before, "rolled_back": seen.run_id, "restore": {"run_id": seen.run_id, "step": step}}
 
 
 def _noise_moved(old: float | None, noise: NoiseScale) -> bool:

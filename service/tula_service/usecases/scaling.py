@@ -45,7 +45,7 @@ def current(
         seen = None if run is None else _due_telemetry(tx, run)
     if run is not None and seen is not None:
         version, body = _look(store, run, version, body, seen)
-    thresholds = _view(version, body, policy, run)
+    thresholds = _view(version, body, policy)
     tag = f'"{thresholds.version}-{thresholds.policy}"'
     known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
     return Served(tag, None if tag in known or "*" in known else thresholds.model_dump_json())
@@ -68,7 +68,7 @@ def change(
         if changed:
             body["reason"] = "set by a user: " + ", ".join(changed)
             _publish(tx, job_id, body, after=version)
-        return _view(*_latest(tx, job_id), policy or patch.policy, None)
+        return _view(*_latest(tx, job_id), policy or patch.policy)
 
 
 def _latest(tx: Transaction, job_id: str) -> tuple[int, scaling.Body]:
@@ -115,19 +115,16 @@ def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry 
     first = max(0, last_step - _LOOK_BACK_STEPS)
     accuracy_steps, accuracy = tx.telemetry.read(run.key, "validation_accuracy")
     version_steps, versions = tx.telemetry.read(run.key, "thresholds_version")
-    reported = {name: _newest(tx, run, name) for name in ("delta", "small_batch_size")}
     return scaling.ScalingTelemetry(
         run_id=run.id,
         last_step=last_step,
-        local_batch_size=run.configuration.local_batch_size,
-        global_batch_size=run.configuration.global_batch_size,
         noise_scale=tx.telemetry.read(run.key, "gradient_noise_scale", first_step=first)[1],
         variability=tx.telemetry.read(run.key, "gradient_variability", first_step=first)[1],
         accuracy_steps=accuracy_steps,
         accuracy=accuracy,
         version_steps=version_steps,
         versions=versions,
-        reported={name: value for name, value in reported.items() if value is not None},
+        reported_delta=_newest(tx, run, "delta"),
         scripted=frozenset(_scripted(tx, run)),
     )
 
@@ -145,15 +142,12 @@ def _newest(tx: Transaction, run: RunRecord, column: str) -> float | None:
     return float(known[-1]) if known.size else None
 
 
-def _view(version: int, body: scaling.Body, policy: str | None, run: RunRecord | None) -> wire.ScalingThresholds:
-    """The thresholds for an agent whose script runs `policy`; `run` is the job's newest training run."""
+def _view(version: int, body: scaling.Body, policy: str | None) -> wire.ScalingThresholds:
+    """The thresholds for an agent whose script runs `policy`."""
     wanted = body["policy"] or policy or _DEFAULT_POLICY
     fields = {**body, **scaling.in_force(body, wanted), "version": version, "policy": wanted}
     # The critical batch is the noise scale (McCandlish et al. 2018).
     fields["critical_batch_size"] = body.get("gradient_noise_scale")
-    restore = body.get("restore") or {}
-    if run is not None and restore.get("run_id") == run.id:
-        fields |= {"restore_step": restore["step"], "restore_run_id": run.id}
     return wire.read(wire.ScalingThresholds, fields)
 
 

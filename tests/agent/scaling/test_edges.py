@@ -276,19 +276,6 @@ def test_a_policy_that_is_chosen_again_starts_from_nothing():
     assert scales[-1] > 1.0
 
 
-def test_a_roll_back_under_another_policy_restores_no_averages_of_the_old_one():
-    model = network()
-    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    data = batches()
-    train(optimizer, model, data, 6)
-    kept = optimizer.state_dict()
-    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", refresh_steps=2))
-    train(optimizer, model, data, 4)
-    optimizer.roll_back(kept)
-    switch(optimizer, model, data, ScalingThresholds(version=3))
-    assert optimizer.telemetry()["scale"] == 1.0
-
-
 def test_new_bounds_hold_from_the_step_at_which_they_take_effect():
     model = network()
     optimizer = TulaOptimizer(

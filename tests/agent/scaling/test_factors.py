@@ -136,7 +136,6 @@ def test_noise_moments_and_gain_equal_the_reference_on_parts():
         s_min=st.floats(1e-6, 1.0),
         s_max=st.none() | st.floats(1.0, 1e3),
         refresh_steps=st.none() | st.integers(1, 10**6),
-        restore_step=st.none() | st.integers(0, 2**40),
     )
 )
 def test_thresholds_are_the_same_after_a_round_trip_through_a_vector(thresholds):
@@ -160,7 +159,6 @@ def test_thresholds_are_the_same_after_a_round_trip_through_a_vector(thresholds)
         ("version", math.nan),
         ("small_batch_size", 0),
         ("refresh_steps", -1),
-        ("restore_step", -1),
     ],
 )
 def test_invalid_thresholds_are_refused_with_the_name_of_the_field(field, value):

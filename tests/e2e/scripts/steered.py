@@ -1,9 +1,8 @@
 """Two ranks whose scaling the service changes; accuracy falls as soon as the service has tuned a threshold.
 
-Each rank prints thresholds when they take effect, digests of checkpoints, and the digest after a roll-back.
+Each rank prints thresholds when they take effect.
 """
 
-import hashlib
 import os
 import sys
 import time
@@ -16,10 +15,6 @@ import tula_agent
 from tula_agent.scaling import thresholds
 
 LAST_STEP = 4000
-
-
-def digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 def say(*words: object) -> None:
@@ -40,7 +35,7 @@ def main() -> None:
     draw = torch.Generator().manual_seed(10 + dist.get_rank())
     inputs = torch.randn(LAST_STEP * 8, 16, generator=draw)
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
-    known, version, accuracy = optimizer.thresholds, 0, 0.70
+    known, version, accuracy, harmed = optimizer.thresholds, 0, 0.70, False
     for step, (x, y) in enumerate(run.steps(torch.utils.data.DataLoader(data, batch_size=8))):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -53,16 +48,13 @@ def main() -> None:
             )
             if ends_with == known.policy:
                 break
-        if run.roll_back(model, optimizer):
-            say("rolled back to", digest(model), "asked for", now.restore_step, "at", step)
+        if ends_with == "roll-back" and harmed and now.delta == 0.5:
             break
+        harmed = harmed or now.delta != 0.5
         if step % 20 == 0:
             # Accuracy rises under the script's settings and is low under tuned ones.
             accuracy += 0.001
             run.log(validation_accuracy=accuracy if now.delta == 0.5 else 0.3)
-            if ends_with == "roll-back":
-                run.checkpoint(model, optimizer)
-                say("checkpoint", digest(model), "of", run.position.step)
         time.sleep(0.002)
     run.finish()
     time.sleep(0.05)  # until gloo's threads release the last reduction: see docs/limits.md

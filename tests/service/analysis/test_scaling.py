@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tula_service.analysis.scaling import Body, ScalingTelemetry, first_body, in_force, next_body, tune_thresholds
+from tula_service.analysis.scaling import Body, ScalingTelemetry, first_body, in_force, next_body, tuned_delta
 
 NOTHING = np.zeros(0)
 NO_STEPS = np.zeros(0, np.int64)
-SEEN = ScalingTelemetry("run", 400, 64, 1024, NOTHING, NOTHING, NO_STEPS, NOTHING, NO_STEPS, NOTHING, {}, ())
+SEEN = ScalingTelemetry("run", 400, NOTHING, NOTHING, NO_STEPS, NOTHING, NO_STEPS, NOTHING, None, ())
 
 
-def tuned(**numbers: float) -> Body:
-    """A body whose numbers were tuned in the run, as version 2, from step 400 on."""
-    mark = {"run_id": "run", "version": 2, "from_step": 400, "before": {"delta": 0.5, "small_batch_size": None}}
-    return first_body() | {"tuned": {**numbers, **mark}}
+def tuned(delta: float) -> Body:
+    """A body whose delta was tuned in the run, as version 2, from step 400 on."""
+    mark = {"run_id": "run", "version": 2, "from_step": 400, "before": {"delta": 0.5}}
+    return first_body() | {"tuned": {"delta": delta, **mark}}
 
 
 def seen(*accuracy: float, before: int) -> ScalingTelemetry:
@@ -30,9 +30,9 @@ def seen(*accuracy: float, before: int) -> ScalingTelemetry:
 
 def test_delta_moves_to_where_one_step_in_ten_is_sensitive() -> None:
     column = np.random.default_rng(0).uniform(0.0, 0.8, 4000)
-    found = tune_thresholds(column, delta=0.5, small_batch_size=64, global_batch_size=1024)
+    found = tuned_delta(column, 0.5)
     assert found is not None
-    assert np.mean(column >= found[0]) == pytest.approx(0.10, abs=0.02)
+    assert np.mean(column >= found) == pytest.approx(0.10, abs=0.02)
 
 
 def test_thresholds_that_fit_the_variability_are_not_published_again() -> None:
@@ -40,24 +40,6 @@ def test_thresholds_that_fit_the_variability_are_not_published_again() -> None:
     body = next_body(first_body(), 1, telemetry)
     assert body is not None
     assert next_body(body, 2, telemetry) is None
-
-
-@pytest.mark.parametrize(("level", "expected"), [(0.1, 32), (0.6, 64), (3.0, 128)])
-def test_rough_gradients_ask_for_milder_scaling_and_calm_ones_for_more(level: float, expected: int) -> None:
-    found = tune_thresholds(np.full(200, level), delta=level, small_batch_size=64, global_batch_size=2048)
-    assert found is not None
-    assert found[1] == expected
-
-
-def test_b_small_stays_between_a_64th_and_half_of_the_global_batch() -> None:
-    small = large = 64
-    for _ in range(12):
-        calm = tune_thresholds(np.full(200, 0.01), delta=0.5, small_batch_size=small, global_batch_size=2048)
-        rough = tune_thresholds(np.full(200, 50.0), delta=0.5, small_batch_size=large, global_batch_size=2048)
-        assert calm is not None
-        assert rough is not None
-        small, large = calm[1], rough[1]
-    assert (small, large) == (32, 1024)
 
 
 def test_a_short_or_empty_column_changes_nothing() -> None:
@@ -68,9 +50,7 @@ def test_a_short_or_empty_column_changes_nothing() -> None:
 def test_numbers_that_the_script_passed_are_not_tuned() -> None:
     calm = replace(SEEN, variability=np.full(200, 0.1))
     body = next_body(first_body(), 1, replace(calm, scripted=("delta",)))
-    assert body is not None
-    assert in_force(body, "ags") == {"delta": None, "small_batch_size": 32}
-    assert next_body(first_body(), 1, replace(calm, scripted=("delta", "small_batch_size"))) is None
+    assert body is None
 
 
 def test_a_number_that_a_user_set_overrides_the_tuned_one_of_its_policy_only() -> None:
@@ -83,19 +63,15 @@ def test_a_number_that_a_user_set_overrides_the_tuned_one_of_its_policy_only() -
 def test_a_number_that_a_users_value_hides_is_not_tuned() -> None:
     calm = replace(SEEN, variability=np.full(200, 0.1))
     by_user = {"ags": {"delta": 0.7}}
-    body = next_body(first_body() | {"policy": "ags", "set": by_user}, 1, calm)
-    assert body is not None
-    assert body["tuned"].get("delta") is None
-    both = next_body(first_body() | {"set": by_user | {"static": {"delta": 0.7}}}, 1, calm)
-    assert both is not None
-    assert both["tuned"].get("delta") is None
+    assert next_body(first_body() | {"policy": "ags", "set": by_user}, 1, calm) is None
+    assert next_body(first_body() | {"set": by_user | {"static": {"delta": 0.7}}}, 1, calm) is None
+    assert next_body(first_body() | {"set": by_user}, 1, calm) is not None
 
 
-def test_a_lasting_drop_restores_the_numbers_before_and_the_step_where_the_ranks_switched() -> None:
+def test_a_lasting_drop_restores_the_delta_before() -> None:
     body = next_body(tuned(delta=0.1), 2, seen(0.70, 0.72, 0.73, 0.74, 0.60, 0.61, before=4))
     assert body is not None
     assert body["tuned"] == {"delta": 0.5}
-    assert body["restore"] == {"run_id": "run", "step": 450}
     assert "accuracy fell from 0.74 at step 400" in body["reason"]
 
 

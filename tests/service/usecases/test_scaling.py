@@ -60,9 +60,8 @@ def test_delta_follows_the_observed_variability_of_the_gated_policies_only(
     tuned = current(cluster, job_id, "ags")
     assert tuned.version == 2
     assert tuned.delta == pytest.approx(0.15, rel=0.15)
-    assert "vary by less than" in tuned.reason
+    assert "the 90th percentile of recent gradient variability" in tuned.reason
     assert current(cluster, job_id, "gain").delta is None
-    assert current(cluster, job_id, "gain").small_batch_size is None
 
 
 def test_polling_between_looks_changes_nothing(training: tuple[Cluster, str, wire.Run]) -> None:
@@ -101,11 +100,9 @@ def test_a_setting_that_hurts_validation_accuracy_is_rolled_back_for_good(
     cluster.report(run, first_step=400, gradient_variability=rough(200, 0.1, 2), validation_accuracy=fallen.tolist())
     after = current(cluster, job_id, "ags")
     assert after.version > harmful.version
-    assert (after.delta, after.small_batch_size) == (before.delta, before.small_batch_size)
+    assert after.delta == before.delta
     assert "rolled back" in after.reason
     assert "accuracy fell" in after.reason
-    assert (before.restore_step, after.restore_step) == (None, 180)  # the last evaluation before the harm
-    assert (before.restore_run_id, after.restore_run_id) == (None, run.id)
     cluster.report(run, first_step=600, gradient_variability=rough(300, 0.1, 3))
     assert current(cluster, job_id, "ags") == after  # and said once
 
@@ -128,18 +125,15 @@ def test_accuracy_counts_for_the_settings_that_the_ranks_had_taken_up(training: 
     )
     after = current(cluster, job_id, "ags")
     assert "accuracy fell from 0.77 at step 220" in after.reason
-    assert after.restore_step == 250
 
 
 def test_tuning_starts_from_the_numbers_in_force_at_the_agent(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
-    fixed = {"delta": [0.4, *[np.nan] * 399], "small_batch_size": [64.0, *[np.nan] * 399]}
-    cluster.report(run, gradient_variability=rough(400, 0.4), **fixed)
-    assert current(cluster, job_id, "ags").version == 1  # 0.4 is what the variability asks for, 64 what it can bear
+    cluster.report(run, gradient_variability=rough(400, 0.4), delta=[0.4, *[np.nan] * 399])
+    assert current(cluster, job_id, "ags").version == 1  # 0.4 is what the variability asks for
     cluster.report(run, first_step=400, gradient_variability=rough(800, 0.1))
     tuned = current(cluster, job_id, "ags")
     assert tuned.delta == pytest.approx(0.1, rel=0.15)
-    assert tuned.small_batch_size == 32
 
 
 def test_nonsense_that_an_agent_reports_of_its_settings_costs_nothing(
@@ -204,7 +198,6 @@ def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.
     cluster.report(run, gradient_variability=rough(400, 0.15))
     tuned = current(cluster, job_id, "ags")
     assert tuned.delta == 0.7
-    assert tuned.small_batch_size == 64  # half of a rank's batch: calm gradients bear more scaling
     assert current(cluster, job_id, "static").delta == pytest.approx(0.15, rel=0.15)
     change(cluster, job_id, "ags", delta=None)
     cluster.report(run, first_step=400, gradient_variability=rough(400, 0.15))
@@ -220,9 +213,7 @@ def test_granularity_channel_is_accepted_and_read_as_tensor(training: tuple[Clus
 def test_numbers_that_the_script_passed_are_never_tuned(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
     cluster.report(run, gradient_variability=rough(400, 0.15), scripted_delta=[0.9, *[np.nan] * 399])
-    tuned = current(cluster, job_id, "ags")
-    assert tuned.delta is None
-    assert tuned.small_batch_size == 64
+    assert current(cluster, job_id, "ags").delta is None
     changed = change(cluster, job_id, "ags", delta=0.3)
     assert "the training script passes 0.9, which stays" in changed.reason
 
