@@ -60,6 +60,7 @@ def test_the_points_that_one_chooses_among_are_named() -> None:
     drawn = compiles(spec)
     for name in ("recommended", "least cost", "90 % intervals"):
         assert name in drawn
+    assert drawn.count(">4 nodes<") == 1, "one legend for colour, shape and fill"
 
 
 def test_node_hours_stand_for_the_cost_of_a_job_without_prices() -> None:

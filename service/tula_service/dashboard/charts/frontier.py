@@ -50,13 +50,14 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     x = field("x:Q", title="Cost (USD)" if priced else "Node-hours", **axis_between(ends_x))
     y = field("y:Q", title=f"Time ({hours.name})", **axis_between(ends_y))
     marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
+    marked.sort(key=lambda row: list(named.values()).index(row["label"]))
     # The points come last: what is drawn over them would keep the pointer from them.
     chart = {
         "layer": [
             rings(marked, x, y),
             {"layer": [*_lines(recommendation, x, y), *_points(recommendation, x, y)]},
         ],
-        "resolve": {"scale": {"shape": "independent", "color": "independent"}},
+        "resolve": {"scale": dict.fromkeys(("shape", "color", "fill"), "independent")},
         "width": WIDTH,
         "height": HEIGHT,
     }
