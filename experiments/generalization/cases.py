@@ -134,6 +134,10 @@ MODES = {
             Case("shapes", "residual", 1024, 8),
             Case("shapes", "residual", 2048, 8),
             Case("shapes", "depthwise", 1024, 8),
+            # Of 2026-11-24, after the test cases had shown a default too fast with few steps and under AdamW.
+            Case("shapes", "resnet20", 512, 4, num_train=2048),
+            Case("numpy", "transformer", 64, 4, num_train=1024),
+            Case("numpy", "transformer", 256, 8, num_train=1024),
         ),
         3,
         30,
@@ -145,9 +149,9 @@ MODES = {
     "gpu": Mode(
         "gpu",
         (
-            Case("shapes32", "resnet18", 512, 4),
-            Case("shapes32", "resnet18", 2048, 8),
-            Case("shapes32", "resnet50", 1024, 8),
+            Case("glyphs32", "resnet18", 512, 4),
+            Case("glyphs32", "resnet18", 2048, 8),
+            Case("glyphs32", "resnet50", 1024, 8),
             Case("stdlib", "transformer", 512, 8, num_train=16384),
         ),
         5,

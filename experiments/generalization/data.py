@@ -1,9 +1,10 @@
 """Data sets that need no download: scikit-learn's digits, glyphs drawn with Pillow, textured shapes, and the sources of
-Python's standard library, byte by byte."""
+Python's standard library and of numpy, byte by byte."""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"  # the 47 balanced classes of EMNIST
-DATASETS = ("digits", "glyphs", "shapes", "shapes32", "stdlib")
+DATASETS = ("digits", "glyphs", "glyphs32", "shapes", "stdlib", "numpy")
 WINDOW = 32  # bytes that the transformer sees
 
 
@@ -56,10 +57,12 @@ def load(name: str, *, num_train: int = 4096) -> ImageSet:
         return _split(name, *_glyphs(num_train + 1024 + 2048), num_train)
     if name == "shapes":
         return _split(name, *_shapes(num_train + 1024 + 2048, side=16), num_train)
-    if name == "shapes32":
-        return _split(name, *_shapes(num_train + 2048 + 4096, side=32), num_train)
+    if name == "glyphs32":
+        return _split(name, *_glyphs(num_train + 2048 + 4096, side=32), num_train)
     if name == "stdlib":
-        return _stdlib(num_train)
+        return _sources(name, sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), num_train)
+    if name == "numpy":
+        return _sources(name, sorted(Path(np.__file__).parent.rglob("*.py")), num_train)
     raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join(DATASETS)}")
 
 
@@ -72,9 +75,8 @@ def _split(name: str, images: torch.Tensor, labels: torch.Tensor, num_train: int
     return ImageSet(name, int(labels.max()) + 1, int(images.shape[-1]), *parts)
 
 
-def _stdlib(num_train: int) -> ImageSet:
-    """Windows of the sources of this Python's standard library; training, validation and test in different modules."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+def _sources(name: str, paths: Sequence[Path], num_train: int) -> ImageSet:
+    """Windows of sources; training, validation and test in different modules."""
     parts = []
     for offset, (count, quarters) in enumerate(((num_train, (0, 3)), (512, (1,)), (1024, (2,)))):
         chosen = [path for index, path in enumerate(paths) if index % 4 in quarters]
@@ -83,7 +85,7 @@ def _stdlib(num_train: int) -> ImageSet:
         starts = np.random.default_rng(offset).integers(0, len(windows), count)
         drawn = torch.from_numpy(windows[starts].astype(np.int64))
         parts.append(Split(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()))
-    return ImageSet("stdlib", 256, WINDOW, *parts)
+    return ImageSet(name, 256, WINDOW, *parts)
 
 
 def _digits() -> ImageSet:

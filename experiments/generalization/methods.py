@@ -62,6 +62,7 @@ _TULA = (
     Method("Tula default", "tula", "default", {"policy": "gain"}),
     Method("gain c=1", "tula", "ablation", {"rule": GainRule(noise_weight=1.0)}),
     Method("gain c=2", "tula", "ablation", {"rule": GainRule(noise_weight=2.0)}),
+    Method("gain, growth 1.4", "tula", "ablation", {"rule": GainRule(growth=1.4)}),
     Method("gain, spikes", "tula", "ablation", {"rule": GainRule(spike_limit=None)}),
     Method("AdaScale gain", "tula", "ablation", {"rule": GainRule(noise_weight=1.0, growth=None, spike_limit=None)}),
 )

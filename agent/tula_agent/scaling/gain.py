@@ -26,6 +26,9 @@ MEASURE_DENSE_STEPS = 64  # of the policy `measure`: as many as a profiling run 
 PROBED_STEPS = 8  # the same for probes, each of which costs a second backward
 SPARSE_EVERY = 8
 
+PLAIN = (torch.optim.SGD, torch.optim.ASGD)
+"""Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
+
 _KEEP = 0.9  # weight of the past in the average norm, per step
 _WHOLE = 2**14  # elements up to which all of a tensor is read
 _SHARE = 64
@@ -37,20 +40,22 @@ cost percents of a step."""
 class GainRule:
     """The constants of the `gain` policy, which experiments vary; the defaults are the product's.
 
-    The factor is r = (|G|^2 + c S/b) / (|G|^2 + c S/B) with c = `noise_weight`, at most B/b, and at most `growth` times
-    the factor of the step before; it may fall at once. AdaScale's factor is c = 1 with `growth` and `spike_limit` None
-    (its count of progress, by which it stretches schedules, is not kept). Near the
-    edge of stability most of |G|^2 is oscillation rather than progress, so c = 1 scales too little; c = 4 breaks
-    fragile networks unless gradients longer than `spike_limit` times the usual are clipped. The constants were chosen
-    on validation data of cases that are not reported (experiments/generalization, docs/gradient-scaling.md).
+    The factor is r = (|G|^2 + c S/b) / (|G|^2 + c S/B) with c = `noise_weight`, at most B/b, to the power 1 for SGD and
+    `adaptive_power` for optimizers that divide by the gradient's own size, and at most `growth` times the factor of the
+    step before; it may fall at once. AdaScale's factor is c = 1 with `growth` and `spike_limit` None. Near the edge of
+    stability most of |G|^2 is oscillation rather than progress, so c = 1 scales too little; c = 4 breaks fragile
+    networks unless gradients longer than `spike_limit` times the usual are clipped, and a factor that grows faster than
+    by a tenth a step those with batch normalization. The constants were chosen on validation data of cases that are not
+    reported (experiments/generalization/README.md).
 
     `measure_every`: steps between measurements; None: each of the first 512 (8 by a probe), then every eighth.
     Raises ValueError for a `spike_limit` that would clip every gradient.
     """
 
     noise_weight: float = NOISE_WEIGHT
-    growth: float | None = 1.4
+    growth: float | None = 1.1
     spike_limit: float | None = 2.0
+    adaptive_power: float = 0.5
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,12 +78,14 @@ class GainState:
     variability: float = math.nan
 
 
-def factors(state: GainState, rule: GainRule, thresholds: ScalingThresholds, batch_ratio: float | None) -> float:
-    """min(max(r, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
+def factors(
+    state: GainState, rule: GainRule, thresholds: ScalingThresholds, batch_ratio: float | None, power: float = 1.0
+) -> float:
+    """min(max(r^power, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
     if thresholds.policy == "measure" or not state.noise.count:
         return 1.0
     ratio = batch_ratio or state.samples
-    gain = state.noise.gain(ratio, rule.noise_weight)
+    gain = state.noise.gain(ratio, rule.noise_weight) ** power
     if rule.growth is not None:
         gain = min(gain, state.factor * rule.growth)
     return min(max(gain, thresholds.s_min), ratio if thresholds.s_max is None else thresholds.s_max)
@@ -114,7 +121,8 @@ class GainPolicy:
         self._receive()
         measurement = self._measure(step, thresholds)
         ratio = self._meter.batch_ratio(thresholds.small_batch_size)
-        factor = self._state.factor = factors(self._state, self._rule, thresholds, ratio)
+        power = 1.0 if isinstance(self._meter.inner, PLAIN) else self._rule.adaptive_power
+        factor = self._state.factor = factors(self._state, self._rule, thresholds, ratio, power)
         scales = thresholds.policy != "measure"
         if self._clip is not None and scales and (measurement is not None or self._state.noise.count):
             self._clip(self._meter.gradients(), clip=factor > 1.0)

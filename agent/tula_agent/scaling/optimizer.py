@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tula_agent.scaling.ags import AgsPolicy, GatedFactors
-from tula_agent.scaling.gain import GainPolicy, GainRule
+from tula_agent.scaling.gain import PLAIN, GainPolicy, GainRule
 from tula_agent.scaling.meter import LossFunction, Meter, Source
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds, SyncedThresholds
@@ -33,9 +33,10 @@ class TulaOptimizer(torch.optim.Optimizer):
     It wraps `step` rather than hooking into it: it restores the learning rate even when the step raises, a GradScaler
     always unscales first (also for fused optimizers), and its state is part of `state_dict`.
 
-    policy: `gain` (the default) multiplies the learning rate by the noise gain; `ags` is Algorithm 1 and `static`
-    equation 8, both on the gradient of plain SGD and on the update of any other optimizer; `measure` changes nothing
-    and measures the gradient noise scale at the first 64 steps and then every eighth; `none` does nothing.
+    policy: `gain` (the default) multiplies the learning rate by the noise gain for SGD, else by its root;
+    `ags` is Algorithm 1 and `static` equation 8, both on the gradient of plain SGD and on the update of any other
+    optimizer; `measure` changes nothing and measures the gradient noise scale at the first 64 steps and then every
+    eighth; `none` does nothing.
     granularity: of `ags`, one factor per `element` (the default, as printed) or per `tensor`.
     global_batch_size, small_batch_size: examples per step over all ranks, and b_small; without them b_small is the
     batch of one rank or micro-step.
@@ -97,7 +98,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._synced = SyncedThresholds(ranks)
         self._gain = GainPolicy(self._meter, rule or GainRule())
         self._ags = AgsPolicy(self._meter, steps_per_epoch)
-        self._steps = 0
+        self._steps, self._progress = 0, 0.0
         self._closed = self._size_known = False
         self._prepare()
 
@@ -125,6 +126,15 @@ class TulaOptimizer(torch.optim.Optimizer):
     def scripted_names(self) -> frozenset[str]:
         """The thresholds that were passed explicitly: the service never changes them."""
         return frozenset(self._scripted)
+
+    @property
+    def progress(self) -> float:
+        """Steps so far, each counted by its `gain` factor (AdaScale's progress), else as 1; equal on all ranks.
+
+        Where a step is as good as r steps at the small batch, a schedule in steps of the small batch continues at this
+        position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
+        """
+        return self._progress
 
     def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
         """Ask for new thresholds: the first rank's take effect on all ranks at one step, at most 17 steps from now."""
@@ -163,8 +173,10 @@ class TulaOptimizer(torch.optim.Optimizer):
         if not (self._closed or meter.tap.watch(meter.parameters())):
             meter.tap.armed = False  # its sums were of other parameters
         policy = self._policy
-        self._apply(1.0 if policy is None else policy.factors(self._steps, self._thresholds))
+        factors = 1.0 if policy is None else policy.factors(self._steps, self._thresholds)
+        self._apply(factors)
         self._steps += 1
+        self._progress += factors if isinstance(factors, float) else 1.0
         meter.forget_batch()
         self._prepare()
         return loss
@@ -190,7 +202,7 @@ class TulaOptimizer(torch.optim.Optimizer):
             for parameter, factor in zip(self._meter.parameters(), factors.by_parameter, strict=True)
             if factor is not None and parameter.grad is not None and not parameter.grad.is_sparse
         ]
-        if isinstance(self._inner, (torch.optim.SGD, torch.optim.ASGD)):
+        if isinstance(self._inner, PLAIN):
             for parameter, factor in scaled:
                 if parameter.grad is not None:
                     parameter.grad.mul_(_gated(factor, factors.gate).to(parameter.device, parameter.grad.dtype))
@@ -251,6 +263,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's state and, under `tula`, all that decides the next factors; equal on all ranks."""
         own = {
             "steps": self._steps,
+            "progress": self._progress,
             "thresholds": self._thresholds.to_vector(),
             "agreement": self._synced.state(),
             "gain": self._gain.state(),
@@ -265,6 +278,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         own = state_dict.get(_STATE_KEY)
         if own is not None:
             self._steps = int(own["steps"])
+            self._progress = float(own.get("progress", self._steps))
             self._thresholds = ScalingThresholds.from_vector(own["thresholds"])
             self._synced.load(own["agreement"])
             self._gain.load(own["gain"])

@@ -121,6 +121,35 @@ def test_the_growth_limit_bounds_how_fast_the_gain_rises():
     assert max(seen) > 1.25
 
 
+def test_optimizers_that_divide_by_the_gradients_size_take_the_root_of_the_gain():
+    """With a rate of zero both see the same gradients."""
+    seen = []
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = network()
+        optimizer = TulaOptimizer(kind(model.parameters(), lr=0.0), rule=GainRule(growth=None))
+        train(optimizer, model, batches(6))
+        seen.append(optimizer.telemetry()["scale"])
+    assert seen[0] > 1.05
+    assert seen[1] == pytest.approx(seen[0] ** 0.5, rel=1e-9)
+
+
+def test_progress_is_the_sum_of_the_factors_and_continues_after_a_checkpoint():
+    model = network()
+    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=None))
+    factors = []
+    for batch in batches(10):
+        train(optimizer, model, [batch])
+        factors.append(optimizer.telemetry()["scale"])
+    assert optimizer.progress == pytest.approx(sum(factors))
+    assert optimizer.progress > 10.5
+    resumed = TulaOptimizer(sgd(model))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.progress == optimizer.progress
+    unscaled = TulaOptimizer(sgd(model), policy="none")
+    train(unscaled, model, batches(3))
+    assert unscaled.progress == 3.0
+
+
 def test_a_sensitive_step_is_not_scaled():
     model, plain = network(), network()
     tula, bare = TulaOptimizer(sgd(model), policy="static", static_scale=3.0, delta=1e-12), sgd(plain)
