@@ -6,6 +6,7 @@ Without TULA_URL those lines do nothing, and without those lines it is an ordina
 """
 
 import argparse
+import os  # tula
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,10 @@ def main() -> None:
     optimizer = tula_agent.TulaOptimizer(optimizer, policy=args.policy, global_batch_size=global_batch_size)  # tula
     run.watch(model, optimizer)  # tula
 
-    for epoch in range(args.epochs):
+    first_epoch = 0
+    if "TULA_CHECKPOINT_DIR" in os.environ:  # tula
+        first_epoch = run.resume(model, optimizer, loader=loader).epoch  # tula
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
         model.train()
         batches = loader
@@ -77,9 +81,11 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             run.log(loss=loss)  # tula
+        optimizer.next_epoch()  # tula
+        if "TULA_CHECKPOINT_DIR" in os.environ:  # tula
+            run.checkpoint(model, optimizer)  # tula
         if run.stopping:  # tula
             break  # tula
-        optimizer.next_epoch()  # tula
 
         model.eval()
         with torch.no_grad():

@@ -14,8 +14,9 @@ from tests.support.forked_commands import launchers
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def train(folder: Path, script: Path, *arguments: str, block: str = "") -> str:
-    """Run a script as the only rank; its output. `block` names a module that must not be importable."""
+def train(folder: Path, script: Path, *arguments: str, block: str = "", **variables: str) -> str:
+    """Run a script as the only rank; its output. `block` names a module that must not be importable, `variables` are
+    environment variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,7 +32,7 @@ def train(folder: Path, script: Path, *arguments: str, block: str = "") -> str:
         [str(launchers() / "python"), str(program), *arguments],
         capture_output=True,
         text=True,
-        env=kept | ranks | {"OMP_NUM_THREADS": "1"},
+        env=kept | ranks | {"OMP_NUM_THREADS": "1"} | variables,
         timeout=120,
         check=False,
     )
@@ -50,6 +51,15 @@ def test_without_its_marked_lines_the_example_is_an_ordinary_script_that_learns_
     with_tula = train(tmp_path, example, *arguments, "--policy", "none")
     assert without == with_tula
     assert float(without.split()[-1]) > 0.5
+
+
+def test_the_example_continues_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    example, arguments = EXAMPLES / "digits_ddp.py", ["--batch-size", "64", "--epochs"]
+    whole = train(tmp_path, example, *arguments, "2").splitlines()
+    saved = {"TULA_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    first = train(tmp_path, example, *arguments, "1", **saved)
+    second = train(tmp_path, example, *arguments, "2", **saved)
+    assert [first.strip(), second.strip()] == whole
 
 
 @pytest.mark.parametrize("name", ["accumulation.py", "amp.py"])
