@@ -85,7 +85,7 @@ def factors(
     if thresholds.policy == "measure" or not state.noise.count:
         return 1.0
     ratio = batch_ratio or state.samples
-    gain = state.noise.gain(ratio, rule.noise_weight) ** power
+    gain: float = state.noise.gain(ratio, rule.noise_weight) ** power
     if rule.growth is not None:
         gain = min(gain, state.factor * rule.growth)
     return min(max(gain, thresholds.s_min), ratio if thresholds.s_max is None else thresholds.s_max)
