@@ -38,7 +38,7 @@ def main() -> None:
 
     run = tula_agent.init(dataset_size=len(train))  # tula
     optimizer = tula_agent.TulaOptimizer(optimizer, global_batch_size=args.batch_size * dist.get_world_size())  # tula
-    run.watch(model, optimizer, scaler)  # tula
+    run.watch(model, optimizer)  # tula
 
     for epoch in range(args.epochs):
         batches = loader

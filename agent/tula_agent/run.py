@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
-from tula_agent.guard import Guard, logger
+from tula_agent.guard import Guard
 from tula_agent.other_loggers import columns, copy_wandb_logs, log_to_wandb
 from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
 
@@ -265,16 +265,14 @@ class Run:
             with self.guard("timing"):
                 self.recorder.end_epoch()
 
-    def watch(self, model: Any, optimizer: Any = None, scaler: Any = None, *, comm_hook: bool | None = None) -> None:
+    def watch(self, model: Any, optimizer: Any = None) -> None:
         """Measure `model` (a module or several, DDP or not) and `optimizer` (one or several) more closely.
 
         Adds memory by component, the gradient norm, and compute apart from communication. Call it once everything is
-        built, after DDP wraps the model. `scaler` is not needed and accepted for older scripts, as is `comm_hook`:
-        the gradient noise scale is that of a `TulaOptimizer` given as `optimizer` (docs/embed.md says why).
+        built, after DDP wraps the model. The gradient noise scale is that of a `TulaOptimizer` given as `optimizer`
+        (docs/embed.md says why). A GradScaler is not needed: it unscales before an optimizer's step hooks run, and a
+        step that it skips ends by counting.
         """
-        del scaler  # it unscales before an optimizer's step hooks run, and a step that it skips ends by counting
-        if comm_hook:
-            logger.warning("run.watch(comm_hook=True) has no effect: TulaOptimizer measures the gradient noise scale")
         if self.recorder is not None:
             with self.guard("watching the model"):
                 self.recorder.watch(_many(model), _many(optimizer))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
 
-from pydantic import ConfigDict, Field, TypeAdapter
-from typing_extensions import deprecated
+from pydantic import ConfigDict, Field
 
 from tula_wire._base import Count, Name
 
@@ -40,19 +39,3 @@ class Configuration:
     def global_batch_size(self) -> int:
         """Examples per optimizer step."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
-
-    @deprecated("use dataclasses.asdict(configuration)")
-    def model_dump(self) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return asdict(self)
-
-    @deprecated("use dataclasses.replace(configuration, ...)")
-    def model_copy(self, *, update: dict[str, Any] | None = None) -> Configuration:
-        """A copy with the fields in `update` changed."""
-        return replace(self, **(update or {}))
-
-    @classmethod
-    @deprecated("use pydantic.TypeAdapter(Configuration).validate_python(fields)")
-    def model_validate(cls, fields: Any) -> Configuration:
-        """Check `fields` and create a configuration. Raises `pydantic.ValidationError`."""
-        return TypeAdapter(cls).validate_python(fields)

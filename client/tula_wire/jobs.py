@@ -18,7 +18,6 @@ JOBS_COUNTED: Final = 1000
 Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
 Search = Literal["full", "partial", "adaptive", "paper"]
 StepTimeModel = Literal["overlap", "ring", "parameter_server"]
-Collective = Literal["ring", "tree", "parameter_server", "hierarchical"]
 Optimizer = Literal["sgd", "momentum", "adam", "other"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -212,9 +211,6 @@ class JobSpec(WireModel):
     step_time_model: StepTimeModel = Field(
         "overlap",
         description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
-    )
-    collective: Collective | None = Field(
-        None, deprecated=True, description="Ignored, and refused from the next release on; see step_time_model."
     )
     limits: Limits = Field(Limits(), description="What a recommendation must keep within.")
     profiling: ProfilingSpec = Field(ProfilingSpec(), description="How runs are measured, and how many.")

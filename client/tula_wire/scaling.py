@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from tula_wire._base import Count, WireModel
 from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR, ScalingPolicy
 
 Delta = Annotated[float, Field(ge=MIN_DELTA, le=MAX_DELTA)]
 Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
-Granularity = Literal["tensor", "channel", "element"]
-OneGranularity = Annotated[Granularity, AfterValidator(lambda value: "tensor" if value == "channel" else value)]
-"""`channel` is deprecated and means `tensor`."""
+Granularity = Literal["tensor", "element"]
 
 
 class ScalingThresholds(WireModel):
@@ -21,10 +19,7 @@ class ScalingThresholds(WireModel):
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
-    granularity: OneGranularity | None = Field(
-        None,
-        description="Of `ags`: one factor per `element` or per `tensor`; `channel` is deprecated.",
-    )
+    granularity: Granularity | None = Field(None, description="Of `ags`: one factor per `element` or per `tensor`.")
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
     static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
@@ -51,10 +46,7 @@ class ScalingPatch(WireModel):
     """
 
     policy: ScalingPolicy | None = Field(None, description="The job's policy.")
-    granularity: OneGranularity | None = Field(
-        None,
-        description="Of `ags`: one factor per `element` or per `tensor`; `channel` is deprecated.",
-    )
+    granularity: Granularity | None = Field(None, description="Of `ags`: one factor per `element` or per `tensor`.")
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
     static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")

@@ -45,7 +45,7 @@ def test_polling_sends_the_etag_and_never_changes_what_the_script_passed(sink: S
     poller.poll(transport)
     sink.scaling = {"version": 2, "delta": 0.1}
     poller.poll(transport)
-    sink.scaling = {"version": 5, "static_scale": 9.0, "small_batch_size": 8, "delta": 0.1, "granularity": "channel"}
+    sink.scaling = {"version": 5, "static_scale": 9.0, "small_batch_size": 8, "delta": 0.1, "granularity": "tensor"}
     poller.poll(transport)
     sink.scaling = {"version": 6, "policy": "ags", "delta": 0.9}
     poller.poll(transport)

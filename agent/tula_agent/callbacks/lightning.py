@@ -29,12 +29,11 @@ class TulaCallback(Callback):
     At a training's limit it stops too, and saves `stopped.ckpt` beside the checkpoints, if the trainer keeps any.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
-    become telemetry. `run` is the agent's run, None before `fit`. `epochs` is accepted for older scripts.
+    become telemetry. `run` is the agent's run, None before `fit`.
     """
 
-    def __init__(self, dataset_size: int | None = None, epochs: float | None = None) -> None:
+    def __init__(self, dataset_size: int | None = None) -> None:
         self.run: Run | None = None
-        del epochs
         self._dataset_size = dataset_size
         self._pause = ExitStack()
 

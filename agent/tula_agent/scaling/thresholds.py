@@ -31,7 +31,7 @@ POLL_EVERY_S = 10.0
 
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 _GRANULARITIES: dict[Granularity, int] = {"tensor": 0, "element": 2}
-"""By name their number in vectors and checkpoints; 1 stood for granularity by channel, which is by tensor now."""
+"""By name their number in vectors and checkpoints."""
 _INTEGERS = WHOLE_THRESHOLDS | {"policy", "granularity"}
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""

@@ -10,7 +10,7 @@ from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS, ScalingPolicy
 
 _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "policy": get_args(ScalingPolicy),
-    "granularity": ("tensor", "element", "channel"),  # `channel` from an older service
+    "granularity": ("tensor", "element"),
 }
 _ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')
 

@@ -186,7 +186,7 @@ def main() -> None:
     used_scaler = scaler if arguments.amp else None
 
     run = tula_agent.init(dataset_size=len(loader.dataset), grad_accum_steps=None)
-    run.watch(model, optimizer, scaler)
+    run.watch(model, optimizer)
     seen = 0
     for _epoch in range(arguments.epochs):
         for batch in run.steps(loader):

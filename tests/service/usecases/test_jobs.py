@@ -66,12 +66,6 @@ def test_the_papers_search_profiles_two_points_and_answers_by_its_equation(clust
         spec(search="paper")
 
 
-def test_the_deprecated_collective_is_accepted_and_changes_nothing(cluster: Cluster) -> None:
-    plain, old = cluster.register(spec(name="plain")), cluster.register(spec(name="old", collective="tree"))
-    assert [run.configuration for run in old.runs] == [run.configuration for run in plain.runs]
-    assert old.recommendation.chosen == plain.recommendation.chosen
-
-
 def test_a_job_registered_before_its_newest_fields_existed_is_found_again() -> None:
     body = spec().model_dump(mode="json")
     before = {**body, "collective": "ring", "model": {**body["model"]}}

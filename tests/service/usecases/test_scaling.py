@@ -157,7 +157,7 @@ def change(cluster: Cluster, job_id: str, of: str | None = None, **body: object)
 
 def test_a_users_policy_goes_before_the_scripts_until_it_is_given_back(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, _ = training
-    chosen = change(cluster, job_id, policy="ags", granularity="channel", s_max=3.0)
+    chosen = change(cluster, job_id, policy="ags", granularity="tensor", s_max=3.0)
     assert (chosen.version, chosen.policy, chosen.granularity, chosen.s_max) == (2, "ags", "tensor", 3.0)
     assert current(cluster, job_id, "gain") == chosen
     assert "policy = ags" in chosen.reason
@@ -202,12 +202,6 @@ def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.
     change(cluster, job_id, "ags", delta=None)
     cluster.report(run, first_step=400, gradient_variability=rough(400, 0.15))
     assert current(cluster, job_id, "ags").delta == pytest.approx(0.15, rel=0.15)
-
-
-def test_granularity_channel_is_accepted_and_read_as_tensor(training: tuple[Cluster, str, wire.Run]) -> None:
-    cluster, job_id, _ = training
-    assert change(cluster, job_id, "ags", granularity="channel").granularity == "tensor"
-    assert change(cluster, job_id, "ags", granularity="tensor").version == 2, "that is no change"
 
 
 def test_numbers_that_the_script_passed_are_never_tuned(training: tuple[Cluster, str, wire.Run]) -> None:
