@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.generalization import campaign, static_factors
+from experiments.generalization import campaign, ramp, static_factors
 from experiments.generalization.__main__ import main
 from experiments.generalization.campaign import Campaign, run_mode, tune_base_rate
 from experiments.generalization.cases import MODES, Case
@@ -208,6 +208,20 @@ def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(t
     text = (tmp_path / "quick.md").read_text()
     assert f"| {sgd['case']} (" in text
     assert "± half of the 95 % interval" in text
+
+
+def test_a_ramp_begins_at_the_base_batch_and_takes_more_steps_than_the_large_one(tmp_path):
+    mode = replace(TINY, epochs=8)
+    ramped, fixed = (
+        ramp.train(TINY.cases[0], mode, seed=0, learning_rate=0.05, ramp=ramped) for ramped in (True, False)
+    )
+    assert (ramped.batches[0], fixed.batches) == (64, (256,))
+    assert ramped.batches in ((64,), (64, 128), (64, 128, 256))
+    assert ramped.steps > fixed.steps == 8 * 4
+    assert fixed.time == pytest.approx(32 * (1.0 + ramp.COMMUNICATION))
+    assert fixed.rank_time == pytest.approx(4 * fixed.time)
+    ramp.main(["--smoke", "--seeds", "1", "--json", str(tmp_path / "ramp.json")])
+    assert json.loads((tmp_path / "ramp.json").read_text())["glyphs/vgg/128.ramp.steps"] > 0
 
 
 def test_static_factors_and_one_run_over_its_steps_are_reported(tmp_path):
