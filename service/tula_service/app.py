@@ -31,6 +31,7 @@ from tula_service.api import (
     telemetry,
     tracing,
 )
+from tula_service.api.admission import Admission
 from tula_service.api.deps import Services, authenticate
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
@@ -63,6 +64,8 @@ _PARTS: Final = (
 )
 """Modules whose `router` requires authentication."""
 
+LOOKUPS: Final = 2
+"""Threads that look up tokens: a flood of wrong ones waits for these, and takes none that works for others."""
 TOKEN_CACHE_S: Final = 1.0
 """How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
 
@@ -71,7 +74,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     """The service on a migrated database. Raises SchemaMismatch when the schema is not that of this version."""
     # Half of the threads are reserved for measurements of agents, so that slow requests of others cannot delay those.
     intake = anyio.CapacityLimiter(settings.threads // 2)
-    store = Store.open(settings.database, connections=settings.threads + 1)  # one more for the writer of telemetry
+    store = Store.open(settings.database, connections=settings.threads + LOOKUPS + 1)  # one for the telemetry writer
     check_schema(store.engine)
     counters = Metrics()
     known_runs, background = KnownRuns(store), BackgroundQueue()
@@ -84,6 +87,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         samples=SampleIngest(store, known_runs, background),
         telemetry=TelemetryIngest(store, known_runs, threads=intake),
         intake=intake,
+        lookups=anyio.CapacityLimiter(LOOKUPS),
         drawers=anyio.CapacityLimiter(2),
     )
 
@@ -119,8 +123,9 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     )
     app.state.services = services
     errors.install(app)
+    app.add_middleware(Admission, services=services)
     app.add_middleware(dashboard.BrowserSession)
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=counters)
+    app.add_middleware(RequestMiddleware, metrics=counters)  # outermost
     for part in _PARTS:
         app.include_router(part.router, dependencies=[Depends(authenticate)])
     app.include_router(operations.open_router)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.store import ProjectRecord, TokenRecord
 from tula_service.usecases import access
@@ -14,8 +16,10 @@ from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, T
 router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.TOKENS, status_code=201)
-def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
+@router.post(routes.TOKENS, status_code=201, openapi_extra=request_body(TokenCreate))
+def create_token(
+    wanted: Annotated[TokenCreate, json_of(TokenCreate)], caller: Caller, services: AppServices
+) -> TokenCreated:
     """Make a token; its secret is in this answer and nowhere else."""
     issued = access.issue_token(services.store, caller, **dict(wanted))
     services.access.forget()
@@ -36,8 +40,10 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
     return _wire(revoked)
 
 
-@router.post(routes.PROJECTS, status_code=201, response_model=Project)
-def create_project(wanted: ProjectCreate, caller: Caller, services: AppServices) -> ProjectRecord:
+@router.post(routes.PROJECTS, status_code=201, response_model=Project, openapi_extra=request_body(ProjectCreate))
+def create_project(
+    wanted: Annotated[ProjectCreate, json_of(ProjectCreate)], caller: Caller, services: AppServices
+) -> ProjectRecord:
     """Make a project; administrators only."""
     return access.create_project(services.store, caller, wanted.name)
 

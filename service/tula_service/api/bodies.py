@@ -9,24 +9,35 @@ from typing import Any, Final, TypeVar
 
 import msgpack
 import zstandard
-from fastapi import Request
+from anyio import to_thread
+from fastapi import Depends, Request
 from pydantic import BaseModel
 
+from tula_service.api.deps import Services
+from tula_service.api.scopes import is_of_agents
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
-from tula_service.settings import Settings
-from tula_wire import MAX_STEPS
+from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 
-MAX_DECOMPRESSED_BYTES: Final = 32 * 2**20
-MAX_VALUES: Final = 66 * MAX_STEPS
-"""Numbers and strings in one body: the steps and 64 columns of a full chunk. A parsed value takes many times its
-encoded bytes: with a limit on bytes alone, a small body of many small values would take gigabytes."""
+MAX_VALUES: Final[dict[type[BaseModel], int]] = {SampleBatch: 11 * MAX_STEPS, TelemetryChunk: 66 * MAX_STEPS}
+"""Numbers and strings in one body of measurements: 9 full columns with a timeline; the steps and 64 full columns. A
+parsed value takes many times its encoded bytes: with a limit on bytes alone, a small body of many small values would
+take gigabytes."""
+MAX_LIST: Final = 2 * MAX_STEPS
+"""Values in one list, twice what a column may have: one a little too long is refused by its name."""
+VALUE_BYTES: Final = 26
+"""Of the longest number in JSON, with its comma. A body has at most these for each value after decompression."""
 MAX_MEMBERS: Final = 500
 """Named members in one body, and lists and maps: no model has a fifth of it. Each unknown member is an error that names
 it, and each list an object, so that these cost far more than a number in a column."""
+MAX_TEXT_BYTES: Final = 64 * 1024
+"""Of one text; the longest that a model takes has 200 characters."""
+ORDINARY_BYTES: Final = 256 * 1024
+ORDINARY_MEMBERS: Final = 2_000
+"""Limits of bodies other than measurements: people write those, in a few hundred bytes."""
 
 _ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: the most that an encoder may ask for; a decoder reserves it
 
@@ -41,25 +52,24 @@ class Body:
     encoding: str
     sent: bytes
 
-    def plain(self) -> bytes:
-        """The body without compression; never holds more than the limit. Raises TooLarge or InvalidInput."""
+    def plain(self, limit: int) -> bytes:
+        """The body without compression; never holds more than `limit` bytes. Raises TooLarge or InvalidInput."""
         try:
-            plain, is_whole = _DECOMPRESSORS[self.encoding](self.sent)
+            plain, is_whole = _DECOMPRESSORS[self.encoding](self.sent, limit + 1)
         except (zlib.error, zstandard.ZstdError):
             plain, is_whole = b"", False
-        if len(plain) > MAX_DECOMPRESSED_BYTES:
-            raise _too_large(MAX_DECOMPRESSED_BYTES, "after decompression")
+        if len(plain) > limit:
+            raise too_large(limit, "after decompression")
         if not is_whole:
             raise InvalidInput(f"The body is not one whole {self.encoding} stream: compress it again.", field="body")
         return plain
 
 
 async def read_body(request: Request) -> Body:
-    """Read the body up to the limit, after a check of media type and encoding.
+    """The body, which has arrived, after a check of media type and encoding.
 
     Does not decompress or parse it: the endpoint does both in a thread, because they take time.
     """
-    settings: Settings = request.app.state.services.settings
     headers = request.headers
     content_type = headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if content_type in _MSGPACK_NAMES:
@@ -69,31 +79,76 @@ async def read_body(request: Request) -> Body:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in _DECOMPRESSORS:
         raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported: send gzip, zstd or none.")
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > settings.max_body_bytes:
-        raise _too_large(settings.max_body_bytes, "as sent")
-    return Body(content_type, encoding, await request.body())  # `RequestMiddleware` stops one that declares no length
+    return Body(content_type, encoding, await request.body())
+
+
+def json_of(model: type[M]) -> Any:
+    """The body as this model, as an endpoint's parameter: `Annotated[Model, json_of(Model)]`.
+
+    A thread parses it: of agents' requests one of theirs. Raises pydantic.ValidationError, UnsupportedMedia.
+    """
+
+    async def read(request: Request) -> M:
+        services: Services = request.app.state.services
+        threads = services.intake if is_of_agents(request.method, request.scope["path"]) else None
+        body = await read_body(request)
+        if (body.content_type, body.encoding) != (JSON, "identity"):
+            raise UnsupportedMedia(f"Only samples and telemetry may be packed or compressed: send plain {JSON}.")
+        return await to_thread.run_sync(model.model_validate_json, body.sent, limiter=threads)
+
+    return Depends(read)
+
+
+def check_ordinary(sent: bytes) -> None:
+    """Raise TooLarge for more members and values than people write, before anything is built of them."""
+    if max(sent.count(mark) for mark in (b":", b",", b".", b"[", b"{", b"=")) > ORDINARY_MEMBERS:
+        raise _too_many(ORDINARY_MEMBERS, "members")
 
 
 def parse(model: type[M], body: Body) -> M:
-    """The body as a wire model. Raises pydantic.ValidationError and what `Body.plain` raises."""
-    plain = body.plain()
-    if body.content_type == JSON:
-        check_members(plain)
-        if plain.count(b",") > MAX_VALUES:
-            raise _too_many(MAX_VALUES, "values")
-        return model.model_validate_json(plain)
-    return model.model_validate(unpack(plain))
+    """The measurements in a body. Raises pydantic.ValidationError, InvalidInput and TooLarge."""
+    if body.content_type == MSGPACK:
+        return model.model_validate(unpack(model, body))
+    plain = body.plain(VALUE_BYTES * MAX_VALUES[model])
+    _check_json(plain, MAX_VALUES[model])
+    return model.model_validate_json(plain)
 
 
-def check_members(plain: bytes) -> None:
-    """Raise TooLarge for JSON with more members, lists or maps than any model has, before anything is built of it."""
-    if max(plain.count(mark) for mark in (b":", b"[", b"{")) > MAX_MEMBERS:
+def _check_json(plain: bytes, max_values: int) -> None:
+    """Raise TooLarge for more members, lists, maps or values than the model has, before anything is built of them."""
+    if max(plain.count(mark) for mark in (b":", b"[", b"]", b"{")) > MAX_MEMBERS or plain.count(b'"') > 4 * MAX_MEMBERS:
         raise _too_many(MAX_MEMBERS, "members")
+    _check_texts(plain)
+    values = begin = 0
+    while begin <= len(plain):
+        end = plain.find(b"]", begin) % (len(plain) + 1)  # of the last part: the end of all, which -1 becomes
+        in_list = plain.count(b",", begin, end)
+        if in_list > MAX_LIST:
+            raise _too_many(MAX_LIST, "values in one list")
+        values, begin = values + in_list, end + 1
+    if values > max_values:
+        raise _too_many(max_values, "values")
 
 
-def unpack(plain: bytes, *, max_values: int = MAX_VALUES) -> Any:
-    """MessagePack as Python objects; byte strings stay bytes. Raises InvalidInput, TooLarge."""
+def _check_texts(plain: bytes) -> None:
+    """Raise TooLarge for a long text in JSON: Pydantic copies it five times before it refuses it."""
+    begin = end = plain.find(b'"')
+    while end >= 0:
+        end = plain.find(b'"', end + 1)
+        if (end if end >= 0 else len(plain)) - begin > MAX_TEXT_BYTES:
+            raise _too_many(MAX_TEXT_BYTES, "bytes in one text")
+        text = plain[begin + 1 : end]
+        if (len(text) - len(text.rstrip(b"\\"))) % 2 == 0:  # else the mark is escaped, and the text not at its end
+            begin = end = plain.find(b'"', end + 1) if end >= 0 else -1
+
+
+def unpack(model: type[BaseModel], body: Body, *, most: int | None = None) -> Any:
+    """MessagePack as Python objects, of at most as many values as the model has, or `most`; byte strings stay bytes.
+
+    Raises InvalidInput, TooLarge.
+    """
+    max_values = MAX_VALUES[model] if most is None else most
+    plain = body.plain(VALUE_BYTES * MAX_VALUES[model])
     values = containers = 0
 
     def counted(container: Any) -> Any:
@@ -111,15 +166,16 @@ def unpack(plain: bytes, *, max_values: int = MAX_VALUES) -> Any:
             raw=False,
             strict_map_key=True,
             max_ext_len=0,
-            max_array_len=max_values,
+            max_str_len=MAX_TEXT_BYTES,
+            max_array_len=MAX_LIST,
             max_map_len=MAX_MEMBERS,
             list_hook=counted,
             object_hook=counted,
         )
     except (ValueError, TypeError, RecursionError) as error:
-        for limit, kind in (("max_array_len", "values"), ("max_map_len", "members")):
-            if f"exceeds {limit}" in str(error):
-                raise _too_many(MAX_MEMBERS if kind == "members" else max_values, kind) from None
+        for name, limit, kind in (("array", MAX_LIST, "values in one list"), ("map", MAX_MEMBERS, "members")):
+            if f"exceeds max_{name}_len" in str(error):
+                raise _too_many(limit, kind) from None
         raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
 
 
@@ -129,27 +185,28 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _gzip(sent: bytes) -> tuple[bytes, bool]:
+def _gzip(sent: bytes, most: int) -> tuple[bytes, bool]:
     stream = zlib.decompressobj(wbits=31)
-    plain = stream.decompress(sent, MAX_DECOMPRESSED_BYTES + 1)
+    plain = stream.decompress(sent, most)
     return plain, stream.eof and not stream.unused_data
 
 
-def _zstd(sent: bytes) -> tuple[bytes, bool]:
+def _zstd(sent: bytes, most: int) -> tuple[bytes, bool]:
     stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(sent)
-    plain = bytes(stream.read(MAX_DECOMPRESSED_BYTES + 1))
+    plain = bytes(stream.read(most))
     return plain, bool(plain) or not sent
 
 
-_DECOMPRESSORS: Final[dict[str, Callable[[bytes], tuple[bytes, bool]]]] = {
-    "identity": lambda sent: (sent, True),
+_DECOMPRESSORS: Final[dict[str, Callable[[bytes, int], tuple[bytes, bool]]]] = {
+    "identity": lambda sent, _most: (sent, True),
     "gzip": _gzip,
     "zstd": _zstd,
 }
-"""At most a byte more than the limit of what was sent, and whether that is a whole stream."""
+"""The first `most` bytes of what was sent, and whether that is a whole stream."""
 
 
-def _too_large(limit: int, when: str) -> TooLarge:
+def too_large(limit: int, when: str) -> TooLarge:
+    """The refusal of a body beyond this many bytes."""
     return TooLarge(f"The body is larger than {limit} bytes {when}: send smaller batches.")
 
 

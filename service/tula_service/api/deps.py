@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 
 from tula_service.api.instruments import Metrics
 from tula_service.api.limiter import Limiter
-from tula_service.api.scopes import PUBLIC_MAY, is_ingest, is_of_agents, required_scopes
+from tula_service.api.scopes import PUBLIC_MAY, is_ingest, required_scopes
 from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
@@ -31,8 +31,9 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 class Services:
     """Everything that a request may need, built once in `create_app`.
 
-    `intake` limits the threads reserved for requests of agents. `streams` holds the sender of each open event stream;
-    streams end when `stopping` is set. `drawings` are the senders of images that are drawn or wait for that.
+    `intake` limits the threads reserved for requests of agents, `lookups` those that look up a token. `streams` holds
+    the sender of each open event stream; streams end when `stopping` is set. `drawings` are the senders of images that
+    are drawn or wait for that.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Services:
     samples: SampleIngest
     telemetry: TelemetryIngest
     intake: CapacityLimiter
+    lookups: CapacityLimiter
     drawers: CapacityLimiter
     streams: list[str] = field(default_factory=list)
     drawings: list[str] = field(default_factory=list)
@@ -56,52 +58,58 @@ async def _services(request: Request) -> Services:
 
 
 async def authenticate(request: Request) -> Principal:
-    """Who is calling; every route but the probes stands behind this.
+    """Who is calling, if they may call this route now; every route but the probes stands behind this.
 
-    Takes `Authorization: Bearer TOKEN`, and for reading also `Basic` with the token as password, which is what a
-    browser or a scraper sends. Raises Unauthenticated, Forbidden, or Busy.
+    Raises Unauthenticated, Forbidden, or Busy.
     """
     services: Services = request.app.state.services
     route = getattr(request.scope.get("route"), "path", "")
-    ingest = is_ingest(request.method, route)
-    threads = services.intake if is_of_agents(request.method, request.url.path) else None
-    secret = _secret(request)
-    principal = services.access.cached(secret) if secret is not None else None
-    if secret is None:
-        principal = await _without_token(request, services, threads, route)
-    elif principal is None:
-        try:
-            principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=threads)
-        except Unauthenticated:
-            services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
-            raise
-    request.scope["tula.principal"] = principal
+    changes = request.method not in _SAFE
+    is_public = services.settings.read_only and not changes and ("GET", route) in PUBLIC_MAY
+    if is_public and "authorization" not in request.headers:
+        principal = request.scope["tula.principal"] = PUBLIC
+    else:
+        principal = await identify(request)
     if principal.scope not in required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
-    if services.settings.read_only and request.method not in _SAFE:
+    if services.settings.read_only and changes:
         raise Forbidden("This service only reads (--read-only): send changes to one that was started without it.")
     try:
-        services.limiter.admit(principal, ingest=ingest)
+        services.limiter.admit(principal, ingest=is_ingest(request.method, request.scope["path"]))
     except Busy:
         services.metrics.limited.inc()
         raise
     return principal
 
 
-async def _without_token(
-    request: Request, services: Services, threads: CapacityLimiter | None, route: str
-) -> Principal:
-    """The user of this machine, or the public of a service that only reads. Raises Unauthenticated."""
-    if services.settings.read_only and request.method in _SAFE and ("GET", route) in PUBLIC_MAY:
-        return PUBLIC
-    principal = services.access.tokenless_now()
-    if principal is None:
-        principal = await to_thread.run_sync(services.access.tokenless, limiter=threads)
+async def identify(request: Request) -> Principal:
+    """Who is calling; looked up once for a request, before its body is read.
+
+    Takes `Authorization: Bearer TOKEN`, and for reading also `Basic` with the token as password, which is what a
+    browser or a scraper sends. Without a token, the user of this machine. Raises Unauthenticated, or Busy after too
+    many wrong tokens.
+    """
+    known: Principal | None = request.scope.get("tula.principal")
+    if known is not None:
+        return known
+    services: Services = request.app.state.services
+    secret = _secret(request)
+    principal = services.access.cached(secret) if secret is not None else services.access.tokenless_now()
+    if principal is None and secret is not None:
+        try:
+            principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.lookups)
+        except Unauthenticated:
+            services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+            raise
+    elif principal is None and services.access.tokenless_allowed:
+        principal = await to_thread.run_sync(services.access.tokenless, limiter=services.lookups)
     if principal is None:
         raise Unauthenticated(
             "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
         )
-    _refuse_foreign(request)
+    if secret is None:
+        _refuse_foreign(request)
+    request.scope["tula.principal"] = principal
     return principal
 
 

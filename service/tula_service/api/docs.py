@@ -12,11 +12,20 @@ from fastapi.responses import HTMLResponse
 from tula_service.api.scopes import OPEN
 from tula_wire import (
     MEDIA_TYPE,
+    ClaimRequest,
     Event,
+    FabricProbe,
+    JobPatch,
+    JobSpec,
     Problem,
     ProblemType,
+    ProjectCreate,
+    RunCreate,
+    RunPatch,
     SampleBatch,
+    ScalingPatch,
     TelemetryChunk,
+    TokenCreate,
     access,
     bounds,
     fabrics,
@@ -29,7 +38,21 @@ from tula_wire import (
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
-_SCHEMAS = (Problem, Event, SampleBatch, TelemetryChunk)
+_SCHEMAS = (
+    Problem,
+    Event,
+    SampleBatch,
+    TelemetryChunk,
+    JobSpec,
+    JobPatch,
+    ClaimRequest,
+    RunCreate,
+    RunPatch,
+    ScalingPatch,
+    FabricProbe,
+    TokenCreate,
+    ProjectCreate,
+)
 _REFERENCE = "#/components/schemas/{model}"
 _CHOICES: Final = {
     get_args(kind): name

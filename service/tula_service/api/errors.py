@@ -39,26 +39,20 @@ _HTTP: Mapping[int, tuple[str, str, str]] = {
     404: (ProblemType.NOT_FOUND, "Not found", "This path does not exist: see /docs for the routes."),
     405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
     408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
-    413: (ProblemType.TOO_LARGE, "Too large", "The body is too large: send smaller batches."),
-    503: (
-        ProblemType.UNAVAILABLE,
-        "Unavailable",
-        "Too many bodies of this sender are on their way: send it again.",
-    ),
 }
 
 
 def install(app: FastAPI) -> None:
     """Register one handler for each family of exceptions."""
-    app.add_exception_handler(errors.ServiceError, _on_service_error)
+    app.add_exception_handler(errors.ServiceError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ValidationError, _on_validation_error)
     app.add_exception_handler(ObservationError, _on_observation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
-def problem_response(
+def _problem(
     scope: Scope,
     status: int,
     kind: str,
@@ -81,10 +75,12 @@ def problem_response(
     return Response(problem.model_dump_json(), status, headers, media_type=MEDIA_TYPE)
 
 
-def http_problem(scope: Scope, error: HTTPException) -> Response:
-    """The problem document of a status that a router or the middleware raises."""
+def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
+    """The problem document of an error of this service, or of a status that a router or `Admission` raises."""
+    if isinstance(error, errors.ServiceError):
+        return _service_problem(scope, error)
     kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
-    return problem_response(scope, error.status_code, kind, title, detail, headers=error.headers)
+    return _problem(scope, error.status_code, kind, title, detail, headers=error.headers)
 
 
 def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
@@ -94,8 +90,7 @@ def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
     ]
 
 
-def _on_service_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, errors.ServiceError)
+def _service_problem(scope: Scope, error: errors.ServiceError) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, errors.Busy) and error.limited:
         status, kind, title = 429, ProblemType.TOO_MANY_REQUESTS, "Too many requests"
@@ -106,7 +101,7 @@ def _on_service_error(request: Request, error: Exception) -> Response:
     if status == 401:
         headers["WWW-Authenticate"] = CHALLENGE
     faults = [] if error.field is None else [FieldError(field=error.field, message=error.message)]
-    return problem_response(request.scope, status, kind, title, error.message, faults=faults, headers=headers)
+    return _problem(scope, status, kind, title, error.message, faults=faults, headers=headers)
 
 
 def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -115,22 +110,22 @@ def _on_validation_error(request: Request, error: Exception) -> Response:
     first = faults[0]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     detail = f"{first.field}: {first.message}{more}"
-    return problem_response(request.scope, 422, ProblemType.INVALID, "Invalid input", detail, faults=faults)
+    return _problem(request.scope, 422, ProblemType.INVALID, "Invalid input", detail, faults=faults)
 
 
 def _on_observation_error(request: Request, error: Exception) -> Response:
-    return problem_response(request.scope, 422, ProblemType.INVALID, "Invalid input", str(error))
+    return _problem(request.scope, 422, ProblemType.INVALID, "Invalid input", str(error))
 
 
-def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return http_problem(request.scope, error)
+def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, (HTTPException, errors.ServiceError))
+    return problem_of(request.scope, error)
 
 
 def _on_bug(request: Request, error: Exception) -> Response:
     _LOG.error("unhandled error", exc_info=error, extra={"request_id": request.scope.get("tula.request_id")})
     detail = "The service failed on this request and stored nothing. Report the request id."
-    return problem_response(request.scope, 500, ProblemType.INTERNAL, "Internal error", detail)
+    return _problem(request.scope, 500, ProblemType.INTERNAL, "Internal error", detail)
 
 
 def _dotted(location: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
+from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
@@ -13,9 +14,9 @@ from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, rou
 router = APIRouter(tags=["jobs"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.JOBS, status_code=201)
+@router.post(routes.JOBS, status_code=201, openapi_extra=request_body(JobSpec))
 def create_job(
-    spec: JobSpec,
+    spec: Annotated[JobSpec, json_of(JobSpec)],
     caller: Caller,
     services: AppServices,
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
@@ -49,8 +50,10 @@ def get_job(job_id: str, caller: Caller, services: AppServices) -> Job:
     return jobs.get(services.store, caller, job_id)
 
 
-@router.patch(routes.JOB)
-def update_job(job_id: str, patch: JobPatch, caller: Caller, services: AppServices) -> Job:
+@router.patch(routes.JOB, openapi_extra=request_body(JobPatch))
+def update_job(
+    job_id: str, patch: Annotated[JobPatch, json_of(JobPatch)], caller: Caller, services: AppServices
+) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
     return jobs.change(services.store, caller, job_id, patch)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 
+from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
@@ -15,14 +16,18 @@ from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList
 router = APIRouter(tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.JOB_CLAIM)
-def claim_run(job_id: str, request: ClaimRequest, caller: Caller, services: AppServices) -> RunClaimed:
+@router.post(routes.JOB_CLAIM, openapi_extra=request_body(ClaimRequest))
+def claim_run(
+    job_id: str, request: Annotated[ClaimRequest, json_of(ClaimRequest)], caller: Caller, services: AppServices
+) -> RunClaimed:
     """Lease the next profiling run; a lease that is not renewed goes back into the plan."""
     return runs.claim(services.store, caller, job_id, request)
 
 
-@router.post(routes.JOB_RUNS, status_code=201)
-def create_run(job_id: str, request: RunCreate, caller: Caller, services: AppServices) -> Run:
+@router.post(routes.JOB_RUNS, status_code=201, openapi_extra=request_body(RunCreate))
+def create_run(
+    job_id: str, request: Annotated[RunCreate, json_of(RunCreate)], caller: Caller, services: AppServices
+) -> Run:
     """Register a run outside the plan: training, or a measurement of your own choice."""
     return runs.create(services.store, caller, job_id, request)
 
@@ -49,8 +54,10 @@ async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.intake)
 
 
-@router.patch(routes.RUN)
-async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
+@router.patch(routes.RUN, openapi_extra=request_body(RunPatch))
+async def update_run(
+    run_id: str, patch: Annotated[RunPatch, json_of(RunPatch)], caller: Caller, services: AppServices
+) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
 
     def ended(run: Run) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Query, Response
 
+from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
@@ -36,10 +37,10 @@ async def get_scaling(
     return Response(served.body, headers=headers, media_type="application/json")
 
 
-@router.patch(routes.JOB_SCALING)
+@router.patch(routes.JOB_SCALING, openapi_extra=request_body(ScalingPatch))
 def update_scaling(
     job_id: str,
-    patch: ScalingPatch,
+    patch: Annotated[ScalingPatch, json_of(ScalingPatch)],
     caller: Caller,
     services: AppServices,
     policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,

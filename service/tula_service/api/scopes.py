@@ -11,6 +11,8 @@ from tula_wire import routes
 
 OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 """Probes alone are answered without authentication; they reveal only yes or no."""
+OPEN_FORMS: Final = frozenset({"/login", "/logout"})
+"""Paths of forms that are read without authentication."""
 
 AGENT_MAY: Final = frozenset(
     {
@@ -23,10 +25,11 @@ AGENT_MAY: Final = frozenset(
 )
 PUBLIC_MAY: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
 """What anyone may see of a service that only reads."""
-_AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
 _ADMIN_ONLY: Final = frozenset({("POST", routes.PROJECTS)})
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
+_AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
+_INGEST_PATHS: Final = [(method, compile_path(route)[0]) for method, route in _INGEST]
 
 
 def required_scopes(method: str, route: str) -> frozenset[str]:
@@ -46,6 +49,6 @@ def is_of_agents(method: str, path: str) -> bool:
     return any(method == known and pattern.match(path) for known, pattern in _AGENTS_PATHS)
 
 
-def is_ingest(method: str, route: str) -> bool:
-    """True for the two routes that agents call constantly, which have a separate limit."""
-    return (method, route) in _INGEST
+def is_ingest(method: str, path: str) -> bool:
+    """True for the two paths that agents call constantly: larger bodies, and a separate limit of requests."""
+    return any(method == known and pattern.match(path) for known, pattern in _INGEST_PATHS)

@@ -49,7 +49,7 @@ def _small_chunk(body: Body) -> NewChunk | None:
     if body.content_type != MSGPACK or body.encoding != "identity" or len(body.sent) > _SMALL_BYTES:
         return None
     try:
-        members = unpack(body.sent, max_values=_FEW_VALUES)
+        members = unpack(TelemetryChunk, body, most=_FEW_VALUES)
     except TooLarge:
         return None
     return chunk_from_packed(members)
@@ -57,7 +57,7 @@ def _small_chunk(body: Body) -> NewChunk | None:
 
 def _chunk(body: Body) -> NewChunk:
     if body.content_type == MSGPACK:
-        return chunk_from_packed(unpack(body.plain()))
+        return chunk_from_packed(unpack(TelemetryChunk, body))
     return chunk_from_wire(parse(TelemetryChunk, body))
 
 

@@ -140,13 +140,17 @@ def new_job_page(user: CurrentUser) -> HTMLResponse:
 async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
     """Register the job that the body, a job.toml, describes, and answer its id: the page's script sends the text and
     lists what is wrong beside it. Raises InvalidInput, pydantic.ValidationError."""
+    sent = await request.body()
+    made = await run_in_threadpool(lambda: jobs.register(user.store, user.principal, _specification(sent)))
+    return JSONResponse({"id": made.job.id}, 201)
+
+
+def _specification(sent: bytes) -> JobSpec:
     try:
-        document = tomllib.loads((await request.body()).decode())
+        document = tomllib.loads(sent.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"This is not valid TOML: {error}. Correct that line.", field="specification") from error
-    spec = JobSpec.model_validate(document)
-    made = await run_in_threadpool(jobs.register, user.store, user.principal, spec)
-    return JSONResponse({"id": made.job.id}, 201)
+    return JobSpec.model_validate(document)
 
 
 @router.get("/jobs/{job_id}")

@@ -293,7 +293,7 @@ class Access:
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
         self._store = store
         self.cache_s = cache_s
-        self._tokenless_allowed = tokenless_allowed
+        self.tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
         self._principals: BoundedDict[str, tuple[float, Principal]] = BoundedDict(CACHED_TOKENS)
         self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
@@ -347,10 +347,11 @@ class Access:
 
     def tokenless(self) -> Principal | None:
         """The anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
-        if not self._tokenless_allowed:
+        if not self.tokenless_allowed:
             return None
         with self._store.reading() as tx:
             if tx.tokens.ever_made():
+                self.tokenless_allowed = False  # for good: no later request has to ask
                 return None
         self._tokenless_until = time.monotonic() + self.cache_s
         return ANONYMOUS

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
 from starlette.types import Message, Scope
 
-from tests.service.api.conftest import HOST, Service
+from tests.service.api.conftest import HOST, Service, Tenant
 from tests.service.api.test_ingest import batch
-from tula_service.api import errors
-from tula_service.api.instruments import Metrics
-from tula_service.api.middleware import RequestMiddleware
+from tula_service.api import admission
 from tula_service.dashboard import charts
-from tula_service.settings import Settings
 from tula_wire import routes
 
 
@@ -28,58 +25,167 @@ def as_(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-class Caller:
-    """Sends requests to the middleware alone; a body that is not complete stays on its way."""
+class Flood:
+    """Requests whose bodies never complete, in tasks on the application's event loop."""
 
-    def __init__(self, settings: Settings) -> None:
-        app = FastAPI()
-        errors.install(app)
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.waiting: list[asyncio.Task[int | None]] = []
 
-        @app.post("/{path:path}")
-        async def read(request: Request) -> dict[str, int]:
-            return {"bytes": len(await request.body())}
+    async def send(self, number: int, method: str, path: str, headers: dict[str, str], piece: bytes = b"{") -> None:
+        """Begin this many requests, each with one piece of its body, and wait until all wait or are answered."""
+        self.begun = 0
+        for _ in range(number):
+            self.waiting.append(asyncio.create_task(self._one(method, path, headers, piece)))
+        while self.begun + sum(one.done() for one in self.waiting[-number:]) < number:
+            await asyncio.sleep(0.001)
 
-        self.app = RequestMiddleware(app, settings=settings, metrics=Metrics())
-
-    async def post(self, path: str, sender: str, body: bytes | None) -> int:
-        """The status; None as the body never completes."""
+    async def _one(self, method: str, path: str, headers: dict[str, str], piece: bytes) -> int | None:
         sent: list[Message] = []
+        pieces: list[Message] = [{"type": "http.request", "body": piece, "more_body": True}]
+        stuck = False
 
         async def receive() -> Message:
-            if body is None:
+            nonlocal stuck
+            if not pieces:
+                stuck, self.begun = True, self.begun + 1
                 await asyncio.Event().wait()
-            return {"type": "http.request", "body": body, "more_body": False}
+            return pieces.pop()
 
         async def send(message: Message) -> None:
             sent.append(message)
 
         scope: Scope = {
-            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": [], "client": (sender, 1), "http_version": "1.1", "scheme": "http", "root_path": "",
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "client": ("192.0.2.1", 1), "http_version": "1.1", "scheme": "http", "root_path": "",
         }  # fmt: skip
-        await self.app(scope, receive, send)
+        try:
+            await self._service.app(scope, receive, send)
+        finally:
+            self.begun -= stuck
         return int(sent[0]["status"])
 
+    @property
+    def answers(self) -> Counter[int | None]:
+        """The statuses of those that were answered."""
+        return Counter(one.result() for one in self.waiting if one.done())
 
-def test_slow_bodies_of_one_sender_take_no_room_of_others() -> None:
-    """They are read before anyone can be asked for a token."""
-
-    async def flood() -> None:
-        caller = Caller(Settings(max_in_flight=16))
-        slow = [asyncio.create_task(caller.post("/v1/jobs", "192.0.2.1", None)) for _ in range(100)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        refused = [one.result() for one in slow if one.done()]
-        assert refused == [503] * 97, "all but a quarter of the room of other requests"
-        for _ in range(20):
-            assert await caller.post("/v1/jobs", "192.0.2.2", b"{}") == 200
-        assert await caller.post("/v1/jobs", "192.0.2.1", b"{}") == 503
-        for one in slow:
+    async def end(self) -> None:
+        """Break off all that wait."""
+        for one in self.waiting:
             one.cancel()
-        await asyncio.gather(*slow, return_exceptions=True)
-        assert await caller.post("/v1/jobs", "192.0.2.1", b"{}") == 200, "what went away is not counted"
+        await asyncio.gather(*self.waiting, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(flood(), 30))
+
+async def served(service: Service, tenant: Tenant) -> list[int]:
+    """The statuses of what one tenant's agent and user ask."""
+    run = routes.RUN.format(run_id=tenant.run_id)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url=HOST) as client:
+        agent, user = as_(tenant.agent), as_(tenant.user)
+        answers = [
+            await client.post(routes.RUN_SAMPLES.format(run_id=tenant.run_id), json=batch(), headers=agent),
+            await client.get(run, headers=agent),
+            await client.patch(run, json={"state": "running"}, headers=agent),
+            await client.get(routes.JOB_SCALING.format(job_id=tenant.job_id), headers=agent),
+            await client.get(routes.JOBS, headers=user),
+            await client.patch(routes.JOB.format(job_id=tenant.job_id), json={"archived": False}, headers=user),
+        ]
+    return [answer.status_code for answer in answers]
+
+
+ALL_SERVED = [202, 200, 200, 200, 200, 200]
+SLOW = {
+    "a run's change": ("PATCH", routes.RUN),
+    "samples": ("POST", routes.RUN_SAMPLES),
+    "telemetry": ("POST", routes.RUN_TELEMETRY),
+    "a job": ("POST", routes.JOBS),
+    "a job's change": ("PATCH", routes.JOB),
+}
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: str) -> None:
+    """Without a token, or with a wrong one: each of more requests than there is room for is answered at once."""
+    red, (method, route) = service.tenant("red"), SLOW[slow]
+    path = route.format(run_id=red.run_id, job_id=red.job_id)
+
+    async def attack() -> None:
+        flood = Flood(service)
+        await flood.send(300, method, path, {})
+        await flood.send(50, method, path, as_("tula_wrong"))
+        assert flood.answers == {401: 350}
+        assert await served(service, red) == ALL_SERVED
+
+    service.transport.run(asyncio.wait_for(attack(), 60))
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_slow_bodies_of_one_token_take_no_room_of_others(
+    sqlite_url: str, start: Callable[..., Service], slow: str
+) -> None:
+    """They count against their sender alone, of whom as many as all requests of agents may be on their way."""
+    service = start(sqlite_url, max_in_flight=16)
+    red, blue, (method, route) = service.tenant("red"), service.tenant("blue"), SLOW[slow]
+    path = route.format(run_id=red.run_id, job_id=red.job_id)
+    sender = as_(red.agent if red.run_id in path else red.user)
+
+    async def attack() -> None:
+        flood = Flood(service)
+        await flood.send(100, method, path, sender)
+        assert flood.answers == {503: 84}
+        assert await served(service, blue) == ALL_SERVED
+        await flood.end()
+        assert await served(service, red) == ALL_SERVED, "what went away is not counted"
+
+    service.transport.run(asyncio.wait_for(attack(), 60))
+
+
+def test_slow_bodies_of_one_token_hold_a_bounded_memory(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ARRIVING_BYTES", 100_000)
+    red = service.tenant("red")
+
+    async def attack() -> None:
+        flood = Flood(service)
+        await flood.send(20, "POST", routes.RUN_SAMPLES.format(run_id=red.run_id), as_(red.agent), bytes(10_000))
+        assert flood.answers == {503: 10}
+        await flood.end()
+        assert await served(service, red) == ALL_SERVED
+
+    service.transport.run(asyncio.wait_for(attack(), 60))
+
+
+def test_a_slow_form_of_an_address_leaves_room_for_other_addresses(
+    sqlite_url: str, start: Callable[..., Service]
+) -> None:
+    """The form that takes a token is read without one."""
+    service = start(sqlite_url, max_in_flight=16)
+    red = service.tenant("red")
+
+    async def attack() -> int:
+        flood = Flood(service)
+        await flood.send(100, "POST", "/login", {})
+        assert flood.answers == {503: 84}
+        assert await served(service, red) == ALL_SERVED
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url=HOST) as client:
+            answer = await client.post("/login", content=f"token={red.user}")
+        await flood.end()
+        return answer.status_code
+
+    assert service.transport.run(asyncio.wait_for(attack(), 60)) == 303
+
+
+def test_a_slow_body_is_answered_408(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "BODY_TIMEOUT_S", 0.05)
+    red = service.tenant("red")
+
+    async def slow() -> Counter[int | None]:
+        flood = Flood(service)
+        await flood.send(3, "PATCH", routes.RUN.format(run_id=red.run_id), as_(red.agent))
+        await asyncio.gather(*flood.waiting)
+        return flood.answers
+
+    assert service.transport.run(asyncio.wait_for(slow(), 30)) == {408: 3}
 
 
 def test_requests_of_agents_and_others_do_not_take_each_others_room(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -13,16 +11,11 @@ from contextlib import ExitStack
 import httpx
 import psutil
 import pytest
-from fastapi import FastAPI, Request
-from starlette.types import Message
 
 from benchmarks.support.forked import Server
 from benchmarks.support.prepared import Prepared, prepare
 from benchmarks.support.server import migrate
-from tula_service.api import errors
-from tula_service.api.instruments import Metrics
-from tula_service.api.middleware import BODY_TIMEOUT_S, RequestMiddleware
-from tula_service.settings import Settings
+from tula_service.api.admission import BODY_TIMEOUT_S
 from tula_wire import routes
 
 
@@ -33,32 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
     migrate(database)
     with Server(database) as server:
         yield server, prepare(database)
-
-
-def test_a_slow_body_is_answered_408() -> None:
-    app = FastAPI()
-    errors.install(app)
-
-    @app.post("/")
-    async def read(request: Request) -> None:
-        await request.body()
-
-    bounded = RequestMiddleware(app, settings=Settings(), metrics=Metrics(), body_timeout_s=0.05)
-    pieces: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if not pieces:
-            await asyncio.Event().wait()
-        return pieces.pop()
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
-    asyncio.run(asyncio.wait_for(bounded(scope, receive, send), 30))
-    assert sent[0]["status"] == 408
-    assert json.loads(sent[1]["body"])["detail"] == "The body came too slowly: send it again in one piece."
 
 
 class TestHostileBodies:

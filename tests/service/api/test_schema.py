@@ -21,13 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.core.parameters import ParameterLocation
-from schemathesis.specs.openapi.checks import positive_data_acceptance
+from schemathesis.specs.openapi.checks import ignored_auth, negative_data_rejection, positive_data_acceptance
 
 from benchmarks.support.forked import Server
 from benchmarks.support.server import make_token, migrate
 from tests.service.api.conftest import SPEC
 from tula_wire import routes
 
+MANY = "TULA_SCHEMA_EXAMPLES" in os.environ
 STORED = (
     "projects",
     "jobs",
@@ -53,9 +54,14 @@ class Api:
     def call(self, case: schemathesis.Case[Any]) -> None:
         """Send it, check the answer against the document, and a refusal against the database."""
         excused = [positive_data_acceptance] if case.operation.label in BETWEEN_FIELDS else []
+        if MANY:
+            excused.append(ignored_auth)  # sends a wrong token each time, of which an address has 600 a minute
         self._name_what_exists(case)
         before = self.stored()
-        answer = case.call_and_validate(headers=self.headers, timeout=30, excluded_checks=excused)
+        answer = case.call(headers=self.headers, timeout=30)
+        if answer.status_code == 413:
+            excused.append(negative_data_rejection)  # which does not know this status
+        case.validate_response(answer, headers=self.headers, excluded_checks=excused)
         if answer.status_code >= 400:
             assert self.stored() == before, f"{case.method} {case.path} was refused and changed something"
 
@@ -113,7 +119,7 @@ BETWEEN_FIELDS = {
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
-@pytest.mark.timeout(0 if "TULA_SCHEMA_EXAMPLES" in os.environ else 300)
+@pytest.mark.timeout(0 if MANY else 300)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_every_operation_keeps_to_the_document(api: Api, mode: GenerationMode) -> None:
     """All checks; where a rule between fields is more than a schema can say, valid data may still be refused."""

@@ -1,0 +1,146 @@
+"""Admits requests: the sender is known before a body is read, and a request takes room once its body has arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tula_service.api.bodies import ORDINARY_BYTES, check_ordinary, too_large
+from tula_service.api.deps import Services, identify
+from tula_service.api.errors import problem_of
+from tula_service.api.scopes import OPEN, OPEN_FORMS, is_ingest, is_of_agents
+from tula_service.errors import Busy, ServiceError, Unauthenticated
+
+_WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
+BODY_TIMEOUT_S: Final = 20.0
+"""Longest time that a client may take to send a body."""
+ARRIVING_BYTES: Final = 64 * 2**20
+"""Most bytes of one sender's incomplete bodies: eight of the largest chunks, or one small one of each of 200 agents."""
+
+
+@dataclass
+class _Room:
+    """How many requests of one kind are answered at once; another kind takes none of it."""
+
+    limit: int
+    taken: int = 0
+
+
+class Admission:
+    """Pure ASGI inside `BrowserSession`, whose cookie says who sends.
+
+    A body on its way takes no room of others: it holds memory, which counts against its sender alone. After
+    that, requests of agents and all others are counted separately.
+    """
+
+    def __init__(self, app: ASGIApp, *, services: Services) -> None:
+        self._app = app
+        self._services = services
+        self._agents = _Room(services.settings.max_in_flight)
+        self._others = _Room(services.settings.max_ordinary_in_flight)
+        self._arriving: Counter[str] = Counter()
+        self._arriving_bytes: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward the request with its whole body, or answer why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        metrics = self._services.metrics
+        try:
+            if scope["method"] in _WITH_BODY:
+                receive = await self._arrived(scope, receive)
+        except (HTTPException, ServiceError) as refusal:
+            response = problem_of(scope, refusal)
+            if not isinstance(refusal, Unauthenticated):  # which a client that is still sending has to read
+                response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        room = self._agents if is_of_agents(scope["method"], scope["path"]) else self._others
+        if room.taken >= room.limit and (scope["method"], scope["path"]) not in OPEN:
+            metrics.refused.inc()
+            await problem_of(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
+            return
+        room.taken += 1
+        try:
+            with metrics.in_flight.track_inprogress():
+                await self._app(scope, receive, send)
+        finally:
+            room.taken -= 1
+
+    async def _arrived(self, scope: Scope, receive: Receive) -> Receive:
+        """A `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy, and what `identify` raises."""
+        sender = await _sender(scope)
+        limit, ordinary = self._services.settings.max_body_bytes, not is_ingest(scope["method"], scope["path"])
+        if ordinary:
+            limit = min(limit, ORDINARY_BYTES)
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large(limit, "as sent")
+        with self._on_its_way(sender):
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await self._read(receive, sender, limit)
+            except TimeoutError:
+                raise HTTPException(408) from None
+        if ordinary:
+            check_ordinary(body)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def whole() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return whole
+
+    @contextmanager
+    def _on_its_way(self, sender: str) -> Iterator[None]:
+        self._arriving[sender] += 1
+        try:
+            if self._arriving[sender] > self._services.settings.max_in_flight:
+                raise _busy("Too many bodies of this sender are on their way")
+            yield
+        finally:
+            self._arriving[sender] -= 1
+            if not self._arriving[sender]:
+                del self._arriving[sender]
+
+    async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HTTPException(408)
+                piece = message.get("body", b"")
+                body += piece
+                self._arriving_bytes[sender] += len(piece)
+                if len(body) > limit:
+                    raise too_large(limit, "as sent")
+                if self._arriving_bytes[sender] > ARRIVING_BYTES:
+                    raise _busy("Too many bodies of this sender are on their way")
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self._arriving_bytes[sender] -= len(body)
+            if not self._arriving_bytes[sender]:
+                del self._arriving_bytes[sender]
+
+
+async def _sender(scope: Scope) -> str:
+    """Whom a body counts against: the token, and on the form that takes one, the address."""
+    if scope["path"] in OPEN_FORMS:
+        return f"address {scope['client'][0]}" if scope.get("client") else "address"
+    return (await identify(Request(scope))).sender
+
+
+def _busy(what: str) -> Busy:
+    return Busy(f"{what}: send this one again after Retry-After seconds.", retry_after_s=1.0)
