@@ -236,15 +236,20 @@ class Run:
             self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
             self.position.known = True
 
-    def begin_loop(self, loader: Any = None) -> None:
-        """For a loop that a framework runs: it is about to iterate over `loader`."""
+    def begin_loop(self, loader: Any = None, *, cuts: bool = False) -> None:
+        """For a loop that a framework runs: it is about to iterate over `loader`. cuts: `cut` sees each batch first."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
-            recorder.measure_whole_batches("the framework hands the script its batches")
+            if not cuts:
+                recorder.measure_whole_batches("the framework hands the script its batches")
             self._start_measuring(recorder, loader)
             with self.guard("timing"):
                 recorder.want_batch()
+
+    def cut(self, batch: Any) -> Any:
+        """The examples of `batch` to work on: the first ones where a smaller batch is to be measured."""
+        return batch if self.recorder is None or self.recorder.cut_to is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
         """The framework starts to work on a batch, or on `micro_steps` of them before its next report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +18,8 @@ from tula_agent.rank_channel import current_group
 from tula_agent.run import GLOO_RELEASE_S, Run, init
 from tula_agent.torch_private import loader_iterator_class
 
+_AHEAD = ("accelerate", "lightning", "pytorch_lightning")
+"""Frameworks whose loaders fetch a batch ahead of the one that is trained on; the Trainer uses accelerate's."""
 _SAY_AFTER = 3
 """Steps after which it is known what can't be seen."""
 
@@ -30,7 +33,8 @@ class UneditedLoop:
     end of a profiling run could not end the script from there.
 
     Some frameworks (accelerate, and with it the Hugging Face Trainer) fetch a batch while the one before it is trained
-    on. Such a loader's last step comes after its end, and the first batch of its next epoch is one too many.
+    on. Such a loader's last step comes after its end, and the first batch of its next epoch is one too many. A launch
+    that is to measure several batches cuts them as the loader hands them out, but not where such a framework is loaded.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,8 @@ class UneditedLoop:
         if self._steps == _SAY_AFTER:
             self._say_what_is_not_seen(self.run)
         if not self._fetched:
+            if self.run.recorder is not None:
+                self.run.recorder.measure_whole_batches("no batch comes from a DataLoader")
             self._boundary(self.run)
             self.run.batch_arrived(torch.empty(self._local_batch_size(self.run), 0))
         elif self._ended:
@@ -83,19 +89,25 @@ class UneditedLoop:
             if not self._is_training(iterator):
                 run.end_loop()
 
-    def has_batch(self, iterator: Any, batch: Any) -> None:
-        """`iterator` has delivered."""
+    def has_batch(self, iterator: Any, batch: Any) -> Any:
+        """`iterator` has delivered; returns what the script gets of `batch`."""
         run = self._measured()
-        if run is not None:
-            self._last = _key(iterator)
-            if not self._is_training(iterator):
-                return
-            self._batch_size = batch_size_of(batch) or self._batch_size
-            if self._withheld:
-                self._withheld = False
-            else:
-                self._micro_steps += 1
-                run.batch_arrived(batch)
+        if run is None:
+            return batch
+        self._last = _key(iterator)
+        if not self._is_training(iterator):
+            return batch
+        assert run.recorder is not None
+        if run.recorder.cut_to is not None and _is_fetched_ahead():
+            run.recorder.measure_whole_batches("the framework fetches a batch ahead of the one that is trained on")
+        batch = run.cut(batch)
+        self._batch_size = batch_size_of(batch) or self._batch_size
+        if self._withheld:
+            self._withheld = False
+        else:
+            self._micro_steps += 1
+            run.batch_arrived(batch)
+        return batch
 
     def ended(self, iterator: Any) -> None:
         """`iterator` has no more batches."""
@@ -113,7 +125,7 @@ class UneditedLoop:
         models = _ddp_models_of(optimizer)
         self._models = len(models)
         run.watch(models, optimizer)
-        run.begin_loop()
+        run.begin_loop(cuts=True)
         _see_batches(self)
 
     def _stepped_after_the_end(self, run: Run) -> None:
@@ -165,6 +177,12 @@ def _key(iterator: Any) -> int:
     return id(getattr(iterator, "_dataset", iterator))
 
 
+def _is_fetched_ahead() -> bool:
+    """True where one of those frameworks, and not the script, has asked the iterator for this batch."""
+    caller = sys._getframe(3)  # of `has_batch`, of the iterator's `__next__`, of who called that
+    return str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD
+
+
 def _ddp_models_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The DDP models that hold the optimizer's parameters; once, some tens of milliseconds."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -190,7 +208,7 @@ def _see_batches(loop: UneditedLoop) -> None:
             loop.ended(iterator)
             raise
         with guard("seeing batches"):
-            loop.has_batch(iterator, batch)
-        return batch
+            return loop.has_batch(iterator, batch)
+        return batch  # of an exception, which the guard has logged
 
     kind.__next__ = seen

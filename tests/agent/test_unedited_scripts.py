@@ -14,6 +14,7 @@ from tests.agent.sink import Sink
 SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts" / "unedited"
 PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20", "TULA_LOCAL_BATCH_SIZE": "8"}
 ACCUMULATING = {"accumulation.py", "hf_trainer.py"}
+CUT = ("plain_ddp.py", "amp_autocast.py", "accumulation.py")
 FORKED = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "mp_spawn.py")
 
 
@@ -46,6 +47,26 @@ def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: La
     assert sink.steps()[-1] == 21
     assert ("not seen" in done.stderr) == (script == "fsdp.py")
     assert "failed" not in done.stderr
+
+
+@pytest.mark.parametrize("script", [*CUT, "accelerate_loop.py", "lightning_trainer.py"])
+def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script: str) -> None:
+    """Cut as the loader hands them out; a framework that fetches ahead gets the whole batch, and a warning."""
+    column = {"TULA_COLUMN": "2=small,4=middle"}
+    done = launch("with_hook.py", str(SCRIPTS / script), "--batch-size=8", ranks=2, **PROFILE, **column)
+    assert "complete" not in done.stdout
+    assert not sink.invalid
+    measured = {path.split("/")[3]: body for _, path, body in sink.requests if path.endswith("/samples")}
+    batches = {run: (body["local_batch_size"], body["grad_accum_steps"]) for run, body in measured.items()}
+    accumulated = 2 if script in ACCUMULATING else 1
+    if script not in CUT:
+        assert batches == {"run1": (8, 1)}
+        assert "measures one batch instead of several" in done.stderr
+    else:
+        assert batches == {"small": (2, accumulated), "middle": (4, accumulated), "run1": (8, accumulated)}
+        ended = [path.split("/")[3] for _, path, body in sink.requests if body.get("state") == "succeeded"]
+        assert ended == ["small", "middle", "run1"]
+        assert "tula:" not in done.stderr
 
 
 def test_ranks_that_the_script_spawns_are_measured(sink: Sink, launch: Launch) -> None:
