@@ -30,6 +30,11 @@ def _any_file(folder: Path, errors: list[OSError]) -> bool:
     return any(files for _, _, files in os.walk(folder, onerror=errors.append))
 
 
+def _private(path: str, flags: int) -> int:
+    """An opener of files that only the user can read."""
+    return os.open(path, flags, 0o600)
+
+
 class WorkDir:
     """One folder per job. Its content survives `tula`, so that the same command continues where it stopped."""
 
@@ -44,8 +49,8 @@ class WorkDir:
         an orphan. Raises `LaunchError` if another process has the lock, `UsageError` if the folder cannot be used.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("a")
+            self._make()
+            lock = open(self.path / "lock", "a", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
             raise UsageError(
                 f"the folder {self.path} cannot be used ({error.strerror}): give another --work-dir"
@@ -83,8 +88,7 @@ class WorkDir:
         """Write the run's variables to a file that only the user can read, as they may contain a token."""
         path = self.path / "env" / f"{run_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with open(path, "w", opener=_private) as file:
             json.dump({"env_vars": {**_FOR_RAY, **variables}}, file)
         return path
 
@@ -98,9 +102,9 @@ class WorkDir:
 
     def save(self, name: str, state: dict[str, Any]) -> None:
         """Replace a saved state atomically: a crash leaves the old or the new one."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         new = self.path / f".{name}.json.new"
-        with new.open("w") as file:
+        with open(new, "w", opener=_private) as file:
             json.dump(state, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -114,8 +118,16 @@ class WorkDir:
         """Delete a saved state, if it exists."""
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
+    def _make(self) -> None:
+        """Logs and states may hold what others must not read: the folder, and one that has to be made for it, is the
+        user's alone."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+        self.path.chmod(0o700)
+
     def _holder(self) -> str:
         path = self.path / "holder"
         if not path.exists():
-            path.write_text(f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}")
+            with open(path, "w", opener=_private) as file:
+                file.write(f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}")
         return path.read_text()

@@ -198,8 +198,8 @@ def _acquired(lock: threading.BoundedSemaphore | threading.Lock) -> Iterator[Non
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     """An engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
 
-    Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a Postgres
-    database that cannot hold every text.
+    Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a file of
+    another kind, and for a Postgres database that cannot hold every text.
     """
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
@@ -281,7 +281,12 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
         "temp_store=MEMORY",
         "secure_delete=OFF",
     ):
-        connection.execute(f"PRAGMA {pragma}").close()
+        try:
+            connection.execute(f"PRAGMA {pragma}").close()
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+                raise
+            raise InvalidInput(f"The file of --database is no SQLite database: give another path ({error}).") from None
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

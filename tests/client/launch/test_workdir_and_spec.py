@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -124,3 +128,22 @@ def test_only_the_same_specification_has_the_same_key(tmp_path):
     assert idempotency_key(load_spec(path)) == idempotency_key(first)
     path.write_text(SPEC.replace("10", "11"))
     assert idempotency_key(load_spec(path)) != idempotency_key(first)
+
+
+def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
+    """Logs and states may hold tokens and what a training printed. A folder of an earlier version is closed as well."""
+    (tmp_path / ".tula" / "old").mkdir(parents=True, mode=0o755)
+    umask = os.umask(0o022)
+    try:
+        for root, job in ((tmp_path / "new" / ".tula", "job-1"), (tmp_path / ".tula", "old")):
+            work = WorkDir(root, job)
+            with work.locked():
+                work.save("state", {"a": 1})
+                work.env_file("run-1", {})
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (work.path, *work.path.iterdir())}
+            assert modes.pop(job) == 0o700
+            assert modes.pop("env") == 0o755, "inside of the closed folder"
+            assert modes == dict.fromkeys(("lock", "holder", "state.json"), 0o600)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "new" / ".tula").stat().st_mode) == 0o700

@@ -81,6 +81,19 @@ def test_a_database_that_cannot_hold_every_text_is_refused_with_the_remedy(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("arguments", [["migrate"], ["serve"], ["token", "list"], ["prune"]], ids=" ".join)
+def test_a_file_that_is_no_database_is_refused_in_one_sentence(
+    tula: Callable[..., Result], tmp_path: Path, arguments: list[str]
+) -> None:
+    junk = tmp_path / "notes.db"
+    junk.write_text("meeting at nine, bring the figures\n" * 100)
+    done = tula(*arguments, "--database", str(junk))
+    assert done.exit_code == 2
+    assert "is no SQLite database: give another path" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert junk.read_text().startswith("meeting"), "untouched"
+
+
 def test_a_database_created_by_the_remedy_is_accepted(
     tula: Callable[..., Result], postgres_server: PostgresServer
 ) -> None:
