@@ -9,9 +9,19 @@ UNPRINTABLE: Final = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 """Control characters (C0, C1), line separators and bidirectional controls, for a class of a regular expression."""
 
 _SPACES = re.compile(r"[\t\n\r]+")
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """`text` on one line: a space for tabs and line breaks, U+FFFD for every other character that is not printable."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
+
+
+def printable_lines(text: str) -> str:
+    """`text` in its lines, each as `printable` makes it, without the colours of a terminal.
+
+    Of a line that was written over, as progress bars do, what stood there last.
+    """
+    lines = _COLOURS.sub("", text).split("\n")
+    return "\n".join(printable(line.rstrip("\r").rpartition("\r")[2]) for line in lines)

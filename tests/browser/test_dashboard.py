@@ -174,6 +174,21 @@ def test_a_run_is_live_and_zoom_asks_for_more(visit: Visit, seeded: Seeded) -> N
         page.get_by_role("button", name="All steps").click()
 
 
+def test_the_output_of_a_run_stands_on_its_page_as_text(visit: Visit, seeded: Seeded) -> None:
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 16}, "holder": "seed"}
+    run_id = str(seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"])
+    page = visit(f"/runs/{run_id}", scheme="dark", width=390)
+    expect(page.locator("#live")).to_have_text("live")
+    hostile = "<img src=x onerror=\"document.title='run'\"></pre><script>document.title='run'</script>"
+    lines = [f"epoch {at} loss {3 * 0.97**at:.4f} " + "=" * 60 for at in range(200)]
+    seeded.patch(run_id, state="running", output="\n".join([*lines, hostile]))
+    output = page.get_by_role("region", name="Output of the first rank")
+    expect(output).to_contain_text("epoch 199 loss")
+    expect(output).to_contain_text("</pre><script>")
+    assert page.title() == f"{run_id} · Tula"
+    check(page, "output-dark-390")
+
+
 def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_runs(
     visit: Visit, seeded: Seeded
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import tula_wire as wire
-from tula_wire.text import printable
+from tula_wire.text import printable, printable_lines
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,8 @@ def test_a_message_is_kept_on_one_printable_line() -> None:
     patch = wire.RunPatch(state="failed", message="RuntimeError: a\n\tb \x1b[31mred\x1b[0m \u202e")
     assert patch.message == "RuntimeError: a b \ufffd[31mred\ufffd[0m \ufffd"
     assert printable("é 日本 \U0001f600") == "é 日本 \U0001f600"
+
+
+def test_an_output_keeps_its_lines_and_nothing_that_steers_a_terminal_or_reorders_text() -> None:
+    written = "\x1b[1;31mloss\x1b[0m 1.5\r\n10%\r50%\r100%\nend\u202e\x00\ud800\tx"
+    assert printable_lines(written) == "loss 1.5\n100%\nend\ufffd\ufffd\ufffd x"

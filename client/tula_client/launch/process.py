@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tula_client._errors import UsageError
@@ -20,6 +20,11 @@ _READ_BYTES = 262_144
 _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
+
+
+def of_first_rank(lines: Iterable[str]) -> list[str]:
+    """Those that are not marked as another rank's than the first."""
+    return [line for line in lines if not _OF_ANOTHER_RANK.match(line)]
 
 
 class LogLines:
@@ -49,7 +54,7 @@ class LogLines:
             lines.append(self._unfinished)
         # A progress bar returns to the start of its line.
         texts = (line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines)
-        return [text for text in texts if not _OF_ANOTHER_RANK.match(text)]
+        return of_first_rank(texts)
 
 
 class Process:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
@@ -22,7 +23,7 @@ from tula_client._errors import (
 )
 from tula_client.launch.environment import command_environment, run_variables
 from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
-from tula_client.launch.process import Process, start
+from tula_client.launch.process import Process, of_first_rank, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Job, Run, RunPatch, TokenCreate
@@ -42,6 +43,7 @@ _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooMany
 """Errors after which the service is expected to answer again."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
+_MOST_OUTPUT: Final = 65_536
 _UPLOAD_TIMEOUT_S: Final = 120.0
 _STOP_COMMAND_TIMEOUT_S: Final = 30.0
 _STACKS_BEFORE_S: Final = 5.0
@@ -103,6 +105,7 @@ class ActiveRun:
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     cancelled: bool = False
+    sent_output: str = ""
     silence_checked: bool = False
     smaller: tuple[Run, ...] = ()
 
@@ -245,6 +248,7 @@ class Runner:
             self.reporter.note(f"Run {run.id}: {warning}")
         if outcome.state == "succeeded" and outcome.message:
             self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
+        self._send_output(active, run)
         self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
@@ -263,6 +267,7 @@ class Runner:
                 continue
             complete = run.state in ("succeeded", "cancelled")
             ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
+            self._send_output(active, ended)
             self.reporter.finished(ended, outcome, active.log, _took_s(ended))
             found.append((ended, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)
@@ -372,10 +377,26 @@ class Runner:
                 f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), {EMBED}"
             )
 
+    def _output(self, active: ActiveRun) -> str | None:
+        """The end of what rank 0 has written; None if all of it has been sent, or the user does not want that."""
+        if self.options.inherited.get("TULA_SEND_OUTPUT") == "0":
+            return None
+        text = "\n".join(of_first_rank(tail(active.log)))[-_MOST_OUTPUT:]
+        return None if text == active.sent_output else text
+
+    def _send_output(self, active: ActiveRun, run: Run) -> None:
+        """Send the output of a run that has ended; what the service does not take stays in the log."""
+        text = self._output(active)
+        if text is not None:
+            with suppress(TulaError):
+                self.service.patch_run(run.id, RunPatch(state=run.state, holder=self.holder, output=text))
+
     def _renew_lease(self, active: ActiveRun) -> None:
-        patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S)
+        text = self._output(active)
+        patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S, output=text)
         try:
             self.service.patch_run(active.run.id, patch)
+            active.sent_output = text or active.sent_output
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
             try:
                 active.cancelled = self.service.run(active.run.id).state == "cancelled"

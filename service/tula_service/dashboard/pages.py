@@ -265,8 +265,16 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     drawn = {column for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
     logged = [name for name in telemetry.columns_of(user.store, user.principal, run_id) if name not in drawn]
     names = {name: charts.columns_of(name)[0] for name in (*charts.RUN_CHARTS, *logged[:MAX_LOGGED])}
-    left_out = max(0, len(logged) - MAX_LOGGED)
-    return _page(user, "run.html", run=run, job=job, names=names, left_out=left_out, activities=activities(listed))
+    return _page(
+        user,
+        "run.html",
+        run=run,
+        job=job,
+        names=names,
+        left_out=max(0, len(logged) - MAX_LOGGED),
+        activities=activities(listed),
+        output=runs.output(user.store, user.principal, run_id),
+    )
 
 
 @router.get("/admin")

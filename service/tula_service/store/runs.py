@@ -13,7 +13,7 @@ from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
 from tula_service.store.records import NewRun, RunRecord
-from tula_service.store.tables import jobs, run_summaries, runs
+from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
 
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 SELECT_RUNS = sa.select(
@@ -119,6 +119,16 @@ class Runs(Repository):
             raise NotFound.of("run", run_id)
         if bump:
             self._bump(changed[0])
+
+    def put_output(self, run_key: int, text: str) -> None:
+        """Replace what is stored of a run's output."""
+        new = self._insert(run_outputs).values(run_key=run_key, text=text)
+        self._connection.execute(new.on_conflict_do_update(index_elements=["run_key"], set_={"text": text}))
+
+    def output(self, run_key: int) -> str | None:
+        """What is stored of a run's output."""
+        found: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
+        return found
 
     def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> None:
         """Cancel those of these runs that are still pending."""

@@ -156,6 +156,13 @@ runs = sa.Table(
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )
 
+run_outputs = sa.Table(
+    "run_outputs",
+    METADATA,
+    _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("text", sa.Text, nullable=False),
+)
+
 run_summaries = sa.Table(
     "run_summaries",
     METADATA,

@@ -258,6 +258,8 @@ def patch(
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
+        if request.output is not None:
+            tx.runs.put_output(run.key, request.output)
         due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
     if run.state.is_final and run.state is not before:  # true also of a vanished run that reports its end
         on_end(view(run))
@@ -265,6 +267,12 @@ def patch(
         # Lists of jobs and readers of events get the new recommendation without a request for it.
         replan(store, job.id)
     return view(run)
+
+
+def output(store: Store, principal: Principal, run_id: str) -> str | None:
+    """The end of what the run has written, as far as it was sent. Raises NotFound."""
+    with store.reading() as tx:
+        return tx.runs.output(visible_run(tx, principal, run_id).key)
 
 
 def view(record: RunRecord) -> wire.Run:

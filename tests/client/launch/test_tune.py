@@ -347,6 +347,29 @@ def test_the_lease_is_renewed_while_a_run_lasts(tmp_path):
     assert 5 <= service.calls.count(("patch_run", "r0", "running")) <= 6  # every third of LEASE_S
 
 
+@pytest.mark.parametrize(("inherited", "sent"), [({}, True), ({"TULA_SEND_OUTPUT": "0"}, False)])
+def test_the_end_of_what_the_first_rank_writes_is_sent_unless_the_user_keeps_it(tmp_path, inherited, sent):
+    service, seen = FakeService(THREE[:1]), []
+
+    def fate(command, environment, log):
+        log.write_text("x" * 70_000 + "\n[rank1]: other\nfirst\n")
+        process = measured(service)(command, environment, log)
+        process.left, ended = 800, process.during
+
+        def end():
+            seen.append(service.output.get("r0"))
+            log.write_text("last\n")
+            ended()
+
+        process.during = end
+        return process
+
+    bench = Bench(tmp_path, service, fate, Notes(), inherited=inherited)
+    tune(bench, service)
+    assert seen == ["x" * 65_530 + "\nfirst" if sent else None]
+    assert service.output.get("r0") == ("last" if sent else None)
+
+
 def test_a_run_cancelled_at_the_service_is_stopped(tmp_path):
     service, notes = FakeService(THREE[:1]), Notes()
 

@@ -271,6 +271,20 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
     assert ">lbt<" not in rows
 
 
+def test_the_output_of_a_run_is_text_whatever_it_holds(browser: Browser) -> None:
+    run_id = train(browser, register(browser))
+    assert "Nothing was sent" in browser.page(f"/runs/{run_id}")
+    hostile = "<script>alert(1)</script></pre>\n\x1b[31mred\x1b[0m \u202egnp\x00 {{ 7 * 7 }}"
+    path = wire.routes.RUN.format(run_id=run_id)
+    assert browser("PATCH", path, json={"state": "running", "output": hostile}).is_success
+    page = browser("GET", f"/runs/{run_id}", headers=HTML).text
+    stored = page.split('<pre class="output"')[1].split(">", 1)[1].split("</pre>")[0]
+    assert stored == "&lt;script&gt;alert(1)&lt;/script&gt;&lt;/pre&gt;\nred \ufffdgnp\ufffd {{ 7 * 7 }}"
+    longer = browser("PATCH", path, json={"state": "running", "output": "x" * 65_537})
+    assert (longer.status_code, longer.json()["field"]) == (422, "output")
+    assert "output" not in browser("GET", path).json(), "no list of runs carries it"
+
+
 def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id, "", ("eval_loss", "tokens_per_s"))

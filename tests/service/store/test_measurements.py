@@ -126,6 +126,18 @@ class TestSamples:
         assert summary.step_time_s is None
 
 
+def test_the_output_of_a_run_is_replaced_and_goes_with_the_run(store: Store) -> None:
+    job = a_job(store)
+    run = a_run(store, job.id)
+    with store.transaction() as tx:
+        assert tx.runs.output(run.key) is None
+        for text in ("first", "second"):
+            tx.runs.put_output(run.key, text)
+        assert tx.runs.output(run.key) == "second"
+        tx.jobs.delete(job.id)
+        assert tx.runs.output(run.key) is None
+
+
 class TestChunks:
     """Telemetry."""
 
