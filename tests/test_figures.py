@@ -15,7 +15,7 @@ from benchmarks import cold_start
 from experiments.generalization.cases import MODES
 from experiments.generalization.data import load
 from experiments.generalization.networks import build
-from tula_service.analysis.learning_rate import scaling_rule
+from tula_service.analysis.scaling import scaling_rule
 from tula_wire import ModelSpec
 
 ROOT = Path(__file__).parents[1]

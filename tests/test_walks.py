@@ -108,6 +108,27 @@ def test_every_walk_follows_the_code() -> None:
     assert [problem for steps in WALKS.values() for problem in problems(steps)] == []
 
 
+def test_a_change_of_a_runs_state_reaches_its_recommendation_in_few_files() -> None:
+    steps = WALKS["sample to recommendation"]
+    modules = [step.module for step in steps[[str(step) for step in steps].index("tula_service.usecases.runs:patch") :]]
+    visits = [module for before, module in zip(["", *modules], modules, strict=False) if module != before]
+    assert len(modules) <= 25
+    assert len(set(modules)) <= 8
+    assert len(visits) - len(set(modules)) <= 6
+
+
+def test_each_package_is_described_in_six_sentences() -> None:
+    paragraphs = DOCUMENT.read_text(encoding="utf-8").split("## Packages")[1].split("## ")[0].strip().split("\n\n")
+    sentences = {text.split("`")[1]: len(re.findall(r"[.](?=\s|$)", text)) for text in paragraphs}
+    assert sentences == dict.fromkeys(ROOTS, 6)
+
+
+def test_what_is_known_of_a_job_and_done_with_it_is_in_at_most_22_files() -> None:
+    service = ROOT / "service" / "tula_service"
+    files = [*(service / "usecases").glob("[!_]*.py"), *(service / "analysis").glob("[!_]*.py")]
+    assert len(files) <= 22
+
+
 EXAMPLE = """
 # Title
 ## Walk: a retry

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import tula_wire as wire
-from tula_service.analysis import job_data, learning_rate, priors
+from tula_service.analysis import job_data, priors, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
 from tula_service.domain import Basis, Objective
@@ -199,7 +199,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
-        learning_rate_factor=learning_rate.factor(
+        learning_rate_factor=scaling.learning_rate_factor(
             answer.spec.model, c.global_batch_size / base, _by_noise_scale(answer, c)
         ),
         measured_step_time_s=evidence.measured.get(c),
@@ -299,7 +299,7 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
 def _learning_rate(answer: Answer, c: Configuration) -> str:
     """What becomes of the learning rate of the smallest batch; nothing at that batch."""
     base = _base_batch_size(answer)
-    return learning_rate.advice(answer.spec.model, base, c.global_batch_size / base, _by_noise_scale(answer, c))
+    return scaling.learning_rate_advice(answer.spec.model, base, c.global_batch_size / base, _by_noise_scale(answer, c))
 
 
 def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
@@ -310,7 +310,7 @@ def _scaling_rule(answer: Answer, chosen: Estimate | None) -> ScalingRule | None
     if chosen is None:
         return None
     times = chosen.configuration.global_batch_size / _base_batch_size(answer)
-    return learning_rate.scaling_rule(answer.spec.model, times)
+    return scaling.scaling_rule(answer.spec.model, times)
 
 
 def _base_batch_size(answer: Answer) -> int:

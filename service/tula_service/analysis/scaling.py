@@ -1,4 +1,4 @@
-"""Thresholds of gradient scaling: what to tune after a run's telemetry, and when to roll that back. Pure.
+"""Gradient scaling: what to tune after a run's telemetry, when to roll that back, and which rule a batch needs. Pure.
 
 A *body* is one stored version of a job's thresholds:
 
@@ -10,6 +10,9 @@ A *body* is one stored version of a job's thresholds:
     gradient_noise_scale, gradient_noise_scale_error, reason
 
 The value in force is the script's where it passed one, else the user's, else the tuned one, else the agent's default.
+
+The rule for the learning rate of a larger batch is the best of our experiments on such networks. The evidence is
+`experiments/generalization/results/quick.json`; `tests/test_figures.py` compares these rules with it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+import tula_wire as wire
 from tula_service.perfmodel.noise_scale import NoiseScale, estimate_noise_scale
+from tula_wire.recommendations import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -31,6 +36,9 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
 
+MANY_TIMES = 8.0
+"""The least ratio of batches at which batch normalization made a difference between rules."""
+_MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _DEFAULT_DELTA = 0.5  # of Algorithm 1
 _SENSITIVE_SHARE = 0.10  # of steps that the gate should hold back
 _DELTA_BOUNDS = (0.05, 2.0)
@@ -148,3 +156,53 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
 
 def _noise_moved(old: float | None, noise: NoiseScale) -> bool:
     return old is None or abs(math.log(noise.value / old)) >= math.log(_HYSTERESIS)
+
+
+def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:
+    """The rule at `times` the base batch; None at the base batch, and for optimizers that no experiment used."""
+    if times <= 1.0 or model.optimizer not in _MEASURED_OPTIMIZERS:
+        return None
+    if model.optimizer == "adam":
+        return "unscaled"
+    return "linear" if model.batch_normalization and times >= MANY_TIMES else "gain"
+
+
+def learning_rate_factor(model: wire.ModelSpec, times: float, by_noise_scale: float | None) -> float | None:
+    """The learning rate over that of the base batch, by the rule; None where the unknown noise scale decides it.
+
+    by_noise_scale: the factor that the gradient noise scale gives; None where that is unknown.
+    """
+    rule = scaling_rule(model, times)
+    if rule == "unscaled" or times == 1.0:
+        return 1.0
+    return times if rule == "linear" else by_noise_scale
+
+
+def learning_rate_advice(
+    model: wire.ModelSpec, base_batch_size: int, times: float, by_noise_scale: float | None
+) -> str:
+    """What to do with the learning rate of the base batch, in words; nothing at that batch.
+
+    by_noise_scale: as of `learning_rate_factor`, which is the number in the sentence.
+    """
+    rule = scaling_rule(model, times)
+    start = f"The learning rate is that of a batch of {base_batch_size} times"
+    if times <= 1.0:
+        return ""
+    if rule == "unscaled":
+        return (
+            f"Keep the learning rate of a batch of {base_batch_size} at first: under Adam no rule was better in our "
+            "experiment, at 16 times the batch."
+        )
+    if rule == "linear":
+        return (
+            f"{start} {times:.3g}, reached in a warm-up: with batch normalization, at {MANY_TIMES:g} times the batch, "
+            "linear scaling was better than `TulaOptimizer` in our experiment."
+        )
+    if by_noise_scale is not None:
+        found = f"{start} {by_noise_scale:.2g}, by the gradient noise scale; `TulaOptimizer` applies it."
+    else:
+        found = f"{start} 1 to {times:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
+    if rule == "gain" and model.batch_normalization is None and times >= MANY_TIMES:
+        found += " With batch normalization another rule may be better: say `model.batch_normalization`."
+    return found

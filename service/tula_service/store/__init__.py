@@ -13,7 +13,7 @@ return the frozen records of `store/records.py`, and raise `errors.NotFound` and
 changing its state and storing a sample increment the job's `data_version`, which keys every cached answer.
 """
 
-from tula_service.store.auth import DEFAULT_PROJECT_ID
+from tula_service.store.access import DEFAULT_PROJECT_ID
 from tula_service.store.database import Store, Transaction, open_engine, utc_now
 from tula_service.store.records import (
     AuditRecord,

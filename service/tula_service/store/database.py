@@ -38,14 +38,14 @@ import sqlalchemy as sa
 
 from tula_service.errors import Busy, InvalidInput, StoreUnavailable
 from tula_service.store._base import Clock
-from tula_service.store.answers import AnswerCache
-from tula_service.store.auth import Audit, Projects, Sessions, Tokens
+from tula_service.store.access import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
 from tula_service.store.fabrics import Fabrics
 from tula_service.store.jobs import Jobs
 from tula_service.store.leases import Leases
 from tula_service.store.ledger import Ledger
 from tula_service.store.lessons import Lessons
+from tula_service.store.recommendations import AnswerCache
 from tula_service.store.runs import Runs
 from tula_service.store.sample_reader import SampleReader
 from tula_service.store.samples import Samples

@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, ProjectRecord, RunRecord, Store, TokenRecord, Transaction
-from tula_service.store.auth import MADE
+from tula_service.store.access import MADE
 
 SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"

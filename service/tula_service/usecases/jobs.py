@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.devices import contradiction
 from tula_service.analysis.evidence import state_beyond_memory
+from tula_service.analysis.priors import contradiction
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError

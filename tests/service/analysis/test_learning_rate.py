@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tula_service.analysis.learning_rate import advice, factor, scaling_rule
+from tula_service.analysis.scaling import learning_rate_advice, learning_rate_factor, scaling_rule
 from tula_wire import ModelSpec
 
 
@@ -31,12 +31,12 @@ from tula_wire import ModelSpec
 def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: str | None, said: str) -> None:
     model = ModelSpec.model_validate({"name": "net", **facts})
     assert scaling_rule(model, times) == rule
-    assert said in advice(model, 64, times, 3.2)
-    assert bool(advice(model, 64, times, 3.2)) == (times > 1.0)
+    assert said in learning_rate_advice(model, 64, times, 3.2)
+    assert bool(learning_rate_advice(model, 64, times, 3.2)) == (times > 1.0)
 
 
 def test_without_a_noise_scale_the_range_is_said() -> None:
-    assert "64 times 1 to 4:" in advice(ModelSpec(name="net"), 64, 4.0, None)
+    assert "64 times 1 to 4:" in learning_rate_advice(ModelSpec(name="net"), 64, 4.0, None)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "other"])
@@ -47,8 +47,8 @@ def test_the_factor_is_the_number_of_the_sentence_and_of_the_rule(
     optimizer: str, normalization: bool | None, times: float, by_noise_scale: float | None
 ) -> None:
     model = ModelSpec.model_validate({"name": "net", "optimizer": optimizer, "batch_normalization": normalization})
-    rule, said = scaling_rule(model, times), advice(model, 64, times, by_noise_scale)
-    found = factor(model, times, by_noise_scale)
+    rule, said = scaling_rule(model, times), learning_rate_advice(model, 64, times, by_noise_scale)
+    found = learning_rate_factor(model, times, by_noise_scale)
     if times == 1.0:
         assert (rule, found, said) == (None, 1.0, "")
     elif rule == "unscaled":

@@ -18,7 +18,7 @@ from tests.service.api.conftest import SPEC, Service, Tenant
 from tula_service.__main__ import app
 from tula_service.api.scopes import AGENT_MAY, OPEN
 from tula_service.store import Store
-from tula_service.store.auth import Tokens
+from tula_service.store.access import Tokens
 from tula_service.usecases.access import ANONYMOUS, digest, issue_token, revoke_token
 from tula_wire import MEDIA_TYPE, ProblemType, routes
 
