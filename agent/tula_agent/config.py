@@ -68,7 +68,6 @@ class AgentConfig:
     local_batch_size: int | None
     grad_accum_steps: int | None
     planned_ranks: int | None = None
-    stacks_at_s: float | None = None
     time_limit_s: float | None = None
     job: WantedJob | None = None
     exit_deadline_s: float = 5.0
@@ -114,7 +113,6 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
         grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
         planned_ranks=_planned_ranks(environ),
-        stacks_at_s=_number(environ, "TULA_STACKS_AT", float, math.isfinite, "seconds since 1970"),
         time_limit_s=_number(environ, "TULA_TIME_LIMIT_S", float, lambda s: 0 < s < math.inf, "seconds above 0"),
         job=wanted,
     )

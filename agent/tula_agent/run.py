@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard
 from tula_agent.other_loggers import columns, copy_wandb_logs, log_to_wandb
-from tula_agent.process_exit import dump_stacks_at, on_exit, on_failure
+from tula_agent.process_exit import on_exit, on_failure
 
 if TYPE_CHECKING:
     from tula_agent.checkpoint.position import Position
@@ -95,10 +95,7 @@ class Run:
             from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
 
             self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps, model_parallel_size)
-            self.config = config = self.recorder.config
-        if config.stacks_at_s is not None:
-            with self.guard("dumping stacks at the time limit"):
-                dump_stacks_at(config.stacks_at_s, config.rank)
+            self.config = self.recorder.config
 
     @property
     def active(self) -> bool:

@@ -11,7 +11,7 @@ from tula_agent.config import ProfilePlan, is_launched, read_config
 BASE = {"TULA_URL": "http://service:8321/", "TULA_RUN_ID": "r1"}
 NAMES = [
     "TULA_URL", "TULA_RUN_ID", "TULA_JOB_ID", "TULA_DISABLED", "TULA_KIND", "TULA_MEASURE_STEPS", "TULA_WARMUP_STEPS",
-    "TULA_PRECISION", "TULA_PROBE_S", "TULA_LOCAL_BATCH_SIZE", "TULA_STACKS_AT", "RANK", "WORLD_SIZE", "SLURM_PROCID",
+    "TULA_PRECISION", "TULA_PROBE_S", "TULA_LOCAL_BATCH_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID",
 ]  # fmt: skip
 
 

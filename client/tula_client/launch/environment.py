@@ -19,7 +19,6 @@ def run_variables(
     spool: Path,
     checkpoints: Path,
     restart: int,
-    stacks_at_s: float | None = None,
     smaller: Sequence[Run] = (),
 ) -> dict[str, str]:
     """The `TULA_*` variables of `run`, listed in `docs/launchers.md`; `smaller`: the other runs of its launch."""
@@ -37,8 +36,6 @@ def run_variables(
         "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),
         "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
     }
-    if stacks_at_s is not None:
-        variables["TULA_STACKS_AT"] = f"{stacks_at_s:.1f}"
     if run.time_limit_s is not None:
         variables["TULA_TIME_LIMIT_S"] = f"{run.time_limit_s:.1f}"
     if smaller:

@@ -15,8 +15,6 @@ AGENT_PREFIX: Final = "tula:"
 
 EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
 """The remedy where no measurement arrives."""
-STACK_OF_RANK: Final = "stack of rank "
-"""Follows the prefix, with a number, above the stacks that a run prints at its time limit; it is no warning."""
 
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -72,7 +70,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
         return Outcome(
             "failed",
             f"The run did not end within its time limit of {timed_out_after_s:g} s and was stopped: its log holds the "
-            "stack of each rank. Raise --time-limit if the run was only slow.",
+            "stack of each rank on this machine. Raise --time-limit if the run was only slow.",
         )
     if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
         return Outcome(
@@ -129,4 +127,4 @@ def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
 def agent_warnings(lines: list[str]) -> list[str]:
     """The agent's messages for the user, without prefix and repetitions."""
     texts = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
-    return list(dict.fromkeys(text for text in texts if text and not text.startswith(STACK_OF_RANK)))
+    return list(dict.fromkeys(text for text in texts if text))

@@ -46,8 +46,6 @@ _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT: Final = 65_536
 _UPLOAD_TIMEOUT_S: Final = 120.0
 _STOP_COMMAND_TIMEOUT_S: Final = 30.0
-_STACKS_BEFORE_S: Final = 5.0
-"""Seconds before the time limit at which a rank that runs the agent prints its own stack, on whatever node it runs."""
 TOKEN_EXPIRES_S: Final = 30 * 86_400.0
 """Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
@@ -123,7 +121,6 @@ class Runner:
         *,
         start_command: Callable[..., Process] = start,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.service = service
@@ -134,7 +131,6 @@ class Runner:
         self.sleep = sleep
         self._start_command = start_command
         self._clock = clock
-        self._wall_clock = wall_clock
         self._tokens: dict[str, str] = {}
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -172,7 +168,6 @@ class Runner:
         spool, log = self.work.spool(run.id), self.work.log(launch_id)
         for folder in (checkpoints, spool, log.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        limit = self.options.time_limit_s
         variables = run_variables(
             run,
             url=self.service.url,
@@ -180,7 +175,6 @@ class Runner:
             spool=spool,
             checkpoints=checkpoints,
             restart=restart,
-            stacks_at_s=None if limit is None else self._wall_clock() + limit - min(_STACKS_BEFORE_S, 0.1 * limit),
             smaller=smaller,
         )
         env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""

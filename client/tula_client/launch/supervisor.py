@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -27,7 +26,6 @@ _KILL_WITHIN_S = 5.0
 _STOP_COMMAND_WITHIN_S = 30.0
 _DUMP_WITHIN_S = 3.0
 _LEFTOVER_GRACE_S = 2.0
-_LOG_END_BYTES = 4 * 2**20
 _NOT_STARTED = 127
 
 
@@ -154,7 +152,7 @@ def _run_stop_command(words: list[str] | None) -> None:
 
 
 def _dump_stacks() -> None:
-    """Make each rank on this machine print the stack of each thread, in order of rank, unless its agent already did.
+    """Make each rank on this machine print the stack of each thread, in order of rank.
 
     SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) prints on it without help from the script,
     even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. All
@@ -168,11 +166,8 @@ def _dump_stacks() -> None:
         rank = _rank_of(pid)
         if rank is not None and _catches(pid, signal.SIGABRT):
             ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and follow it
-    printed = _ranks_with_stacks()
     for rank, pid in sorted(ranks.items()):
-        if rank in printed:
-            continue
-        print(f"\ntula: stack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
+        print(f"\nStack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
         _kill(pid, signal.SIGABRT)
@@ -180,21 +175,10 @@ def _dump_stacks() -> None:
         until = time.monotonic() + _DUMP_WITHIN_S
         while time.monotonic() < until and pid in _descendants():
             time.sleep(0.01)
-    if not ranks and not printed:
+    if not ranks:
         print("tula: no rank of this run was found on this machine, so there is no stack to print", file=sys.stderr)
     for pid in below:
         _kill(pid, signal.SIGCONT)
-
-
-def _ranks_with_stacks() -> set[int]:
-    """Ranks whose agent has printed their stack, for example on another node: the log, our output, names them."""
-    try:
-        with Path("/proc/self/fd/2").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
-            printed = log.read()
-    except OSError:  # no file, or not Linux
-        return set()
-    return {int(found) for found in re.findall(rb"tula: stack of rank (\d+) ", printed)}
 
 
 def _rank_of(pid: int) -> int | None:

@@ -196,7 +196,6 @@ class Bench:
             reporter,
             start_command=self.start,
             clock=lambda: self.now,
-            wall_clock=lambda: 1e9 + self.now,
             sleep=self.sleep,
         )
 

@@ -70,4 +70,3 @@ def test_too_few_nodes_are_named_by_srun():
 
 def test_agent_warnings_are_returned_once():
     assert agent_warnings(["x", "[rank1]: tula: hello", "tula: hello"]) == ["hello"]
-    assert agent_warnings(["tula: stack of rank 1 (process 7 on n2) near its time limit:"]) == []

@@ -1,6 +1,5 @@
 """A rank that waits for ever, as one does in a collective whose peer is gone."""
 
-import sys
 import time
 
 
@@ -9,10 +8,6 @@ def stuck_on_purpose() -> None:
 
 
 def main() -> None:
-    if "--with-agent" in sys.argv:
-        import tula_agent
-
-        tula_agent.init()
     stuck_on_purpose()
 
 
