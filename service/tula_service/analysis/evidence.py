@@ -82,7 +82,13 @@ def evidence_of(data: JobData) -> Evidence:
     rows: list[tuple[Configuration, RunSummary]] = []
     misconfigured: set[str] = set()
     for summary in data.summaries:
-        if summary.state is RunState.OUT_OF_MEMORY or summary.step_time_s is None:
+        if summary.state is RunState.OUT_OF_MEMORY:
+            continue
+        if summary.step_time_s is None:
+            if summary.num_samples:
+                warnings.append(
+                    f"Run {summary.run_id} is left out: its samples cannot be summarised; measure it again."
+                )
             continue
         if summary.step_time_s < _SHORTEST_STEP_S:
             warnings.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.domain import BucketTimeline, MemoryReading, RunState, RunSummary
-from tula_service.perfmodel.step_summary import summarise
+from tula_service.perfmodel.step_summary import StepTimeSummary, summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 
+_LOG = logging.getLogger("tula.service")
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
 
@@ -258,13 +260,7 @@ class Samples(Repository):
     def _compute(self, run_key: int, of_num_samples: int) -> dict[str, Any]:
         table = step_samples.c
         measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
-        recent = self.recent(run_key)
-        figures = summarise(
-            recent.step,
-            recent.step_time_s,
-            straggler_rank=recent.straggler_rank,
-            **{name: getattr(recent, name) for name in _FLOATS},
-        )
+        figures = self._figures(run_key)
         seen = self._row(
             sa.select(sample_sources)
             .where(sample_sources.c.run_key == run_key)
@@ -277,6 +273,22 @@ class Samples(Repository):
             insert = self._insert(run_summaries).values(run_key=run_key, **values)
             self._connection.execute(insert.on_conflict_do_update(index_elements=["run_key"], set_=values))
         return values
+
+    def _figures(self, run_key: int) -> StepTimeSummary:
+        """Those of the newest samples; none where they cannot be computed, so that a run never fails its job."""
+        try:
+            recent = self.recent(run_key)
+            return summarise(
+                recent.step,
+                recent.step_time_s,
+                straggler_rank=recent.straggler_rank,
+                **{name: getattr(recent, name) for name in _FLOATS},
+            )
+        except sa.exc.SQLAlchemyError:  # says nothing of the samples
+            raise
+        except Exception:
+            _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
+            return StepTimeSummary(num_steps=0, step_time_s=None, relative_sd=None, straggler_rank=None)
 
 
 def _nullable(column: FloatArray | None, size: int) -> list[float | None]:

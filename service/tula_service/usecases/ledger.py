@@ -51,8 +51,7 @@ def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[O
 def _device(found: JobOutcome) -> str:
     """The accelerator that the specification names for the instance type, else the instance type."""
     used = "" if found.entry.configuration is None else found.entry.configuration.instance_type
-    clusters = wire.read(wire.JobSpec, found.spec).cluster
-    named = next((each.accelerator for each in clusters if each.instance_type == used), None)
+    named = next((each.get("accelerator") for each in found.spec["cluster"] if each["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 

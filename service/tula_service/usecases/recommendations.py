@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 import tula_wire as wire
 from tula_service.analysis import explanation
@@ -23,6 +28,8 @@ from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration
 
+M = TypeVar("M", bound=BaseModel)
+_BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
 _MAX_RUNS = 10_000
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
@@ -59,7 +66,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
     """Those of the project for the job's instance types, newest first."""
     types = {cluster.instance_type for cluster in spec_of(job).cluster}
     found = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
-    return [wire.read(wire.FabricProbe, each.probe) for each in found]
+    return [read_stored(wire.FabricProbe, each.probe) for each in found]
 
 
 def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
@@ -68,8 +75,24 @@ def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.Cluste
 
 
 def spec_of(job: JobRecord) -> wire.JobSpec:
-    """The job's specification. It was valid when it was stored, and readers ignore unknown fields."""
-    return wire.read(wire.JobSpec, job.spec)
+    """The job's specification."""
+    return read_stored(wire.JobSpec, job.spec)
+
+
+def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
+    """What was valid when it was stored: unknown fields are ignored, and a number beyond a bound that has come since is
+    read as that bound, so that the job stays readable and a change can correct it."""
+    try:
+        return wire.read(model, dict(stored))
+    except ValidationError as error:
+        within = copy.deepcopy(dict(stored))
+        for each in error.errors():
+            bound = each.get("ctx", {}).get(_BOUNDS.get(each["type"], ""))
+            if bound is None:
+                raise
+            *path, name = each["loc"]
+            functools.reduce(operator.getitem, path, within)[name] = bound  # type: ignore[arg-type,index]
+        return wire.read(model, within)
 
 
 def get(
@@ -207,8 +230,8 @@ def _job_run(run: RunRecord) -> JobRun:
 def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
     spec: dict[str, Any] = earlier.spec
     return EarlierJob(
-        model=wire.read(wire.ModelSpec, spec["model"]),
-        clusters=tuple(wire.read(wire.ClusterSpec, each) for each in spec["cluster"]),
+        model=read_stored(wire.ModelSpec, spec["model"]),
+        clusters=tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"]),
         posteriors={
             name: Posterior(tuple(each["mean"]), tuple(each["sd"]), float(each["reference_batch_size"]))
             for name, each in earlier.posteriors.items()

@@ -9,10 +9,13 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk, packed
 from tula_service.dashboard import charts
+from tula_service.perfmodel.step_summary import summarise
+from tula_service.usecases.recommendations import spec_of
 from tula_wire import routes
 
 ROWS = 6
@@ -111,6 +114,61 @@ def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
                 assert set(statuses.values()) == {200}, statuses
         changed = client.patch(routes.JOB.format(job_id=job_id), json={"objective": "time"})
         assert changed.status_code == 200, changed.text
+
+
+def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the cause: its job keeps every page and route, and what other runs measured."""
+
+    def broken(step: Any, step_time_s: Any, **others: Any) -> Any:
+        if (step_time_s == 0.5).any():
+            raise OverflowError("a case that nobody thought of")
+        return summarise(step, step_time_s, **others)
+
+    monkeypatch.setattr("tula_service.store.samples.summarise", broken)
+    red = service.tenant("red")
+    with service.client(red.user, Accept="text/html") as client:
+        runs = {}
+        for seconds in (0.1, 0.5):
+            configuration = (
+                {"num_nodes": 2, "local_batch_size": 64} if runs else {"num_nodes": 1, "local_batch_size": 32}
+            )
+            wanted = {"kind": "profile", "configuration": configuration}
+            run = client.post(routes.JOB_RUNS.format(job_id=red.job_id), json=wanted).json()
+            client.patch(routes.RUN.format(run_id=run["id"]), json={"state": "running"})
+            sent = client.post(
+                routes.RUN_SAMPLES.format(run_id=run["id"]), json=batch(ROWS, step_time_s=[seconds] * ROWS)
+            )
+            assert sent.status_code == 202, sent.text
+            ended = client.patch(routes.RUN.format(run_id=run["id"]), json={"state": "succeeded"})
+            assert ended.status_code == 200, ended.text
+            runs[seconds] = run["id"]
+        statuses = {path: client.get(path).status_code for path in everything(red.job_id, list(runs.values()))}
+        assert set(statuses.values()) == {200}, statuses
+        recommended = client.get(routes.JOB_RECOMMENDATION.format(job_id=red.job_id)).json()["model"]
+    assert f"Run {runs[0.5]} is left out: its samples cannot be summarised" in " ".join(recommended["warnings"])
+    assert recommended["num_runs"] == 1
+
+
+def test_a_job_stored_before_a_bound_was_set_can_be_read_and_cured(service: Service) -> None:
+    red = service.tenant("red")
+    with service.store.transaction() as tx:
+        spec = SPEC.model_dump(mode="json")
+        spec["cluster"][0] |= {"price": {"usd_per_node_hour": 1e7, "spot": None}, "network_gbps": 1e-9}
+        tx.jobs.update(red.job_id, spec=spec, bump=True)
+    with service.client(red.user, Accept="text/html") as client:
+        asked = everything(red.job_id, [red.run_id])
+        statuses = {path: client.get(path).status_code for path in asked}
+        assert set(statuses.values()) == {200}, statuses
+        path = routes.JOB.format(job_id=red.job_id)
+        assert client.get(path).json()["spec"]["cluster"][0]["price"]["usd_per_node_hour"] == 1e6
+        cured = client.patch(path, json={"prices": {"default": {"usd_per_node_hour": 3.0}}})
+        assert cured.status_code == 200, cured.text
+        assert client.get(path).json()["spec"]["cluster"][0]["price"]["usd_per_node_hour"] == 3.0
+        spec["name"] = ""
+    with service.store.transaction() as tx, pytest.raises(ValidationError):
+        spec_of(tx.jobs.update(red.job_id, spec=spec))  # not a matter of bounds
 
 
 def _jobs(client: httpx.Client) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -38,6 +39,20 @@ def test_a_refusal_says_when_to_come_back() -> None:
         limiter.admit(SOMEONE, ingest=False)
     assert refused.value.limited
     assert 1 <= refused.value.retry_after_s <= 60
+
+
+def test_a_clock_that_is_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are of a clock that no one sets: after a day back, one of wall time would last a day longer."""
+    clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 100.0)
+    monkeypatch.setattr(limiter, "time", clock)
+    limited = Limiter(requests_per_minute=1, ingest_per_minute=1)
+    limited.admit(SOMEONE, ingest=False)
+    clock.time = lambda: 2e9 - 86_400
+    with pytest.raises(Busy) as refused:
+        limited.admit(SOMEONE, ingest=False)
+    assert refused.value.retry_after_s <= 60
+    clock.monotonic = lambda: 161.0
+    limited.admit(SOMEONE, ingest=False)
 
 
 def test_a_token_beyond_its_limit_takes_nothing_from_another() -> None:

@@ -493,6 +493,8 @@ def test_once_a_token_exists_pages_lead_to_sign_in_and_back(browser: Browser) ->
     assert "Max-Age=0" in browser("POST", "/logout").headers["set-cookie"]
     browser.cookies.set(COOKIE, session)
     assert browser("GET", "/", headers=HTML).status_code == 303, "a cookie that was kept opens nothing after sign-out"
+    assert browser("GET", wire.routes.JOBS).status_code == 401
+    assert browser("GET", wire.routes.JOBS, headers={"Authorization": f"Bearer {session}"}).status_code == 401
     assert browser("GET", wire.routes.JOBS, headers={"Authorization": f"Bearer {secret}"}).status_code == 200
 
 

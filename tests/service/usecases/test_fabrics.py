@@ -14,6 +14,7 @@ from tests.support.configurations import make_configuration
 from tula_service.analysis.answer import Answer, analyse
 from tula_service.analysis.priors import posteriors_of
 from tula_service.domain import Basis, PlanState
+from tula_service.perfmodel.fabric import Buckets
 from tula_service.usecases import fabrics, runs
 from tula_service.usecases.access import Principal, create_project
 from tula_service.usecases.recommendations import load_job_data
@@ -210,3 +211,11 @@ def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
     cluster.send(claimed, [0.1], all_reduces=links(c.num_nodes, 2, in_node=None))
     (stored,) = fabrics.list_fabrics(cluster.store, cluster.principal).fabrics
     assert (stored.probe.num_nodes, stored.probe.ranks_per_node) == (c.num_nodes, 2)
+
+
+def test_the_largest_model_has_a_bounded_number_of_buckets() -> None:
+    """2**50 parameters in buckets of 25 MiB were gigabytes, and half a minute of each registration."""
+    largest, ordinary = Buckets.of(4.0 * 2**50), Buckets.of(4.0 * 2**40)
+    assert (largest.size_bytes.size, ordinary.size_bytes.size) == (100_000, 100_000)
+    assert largest.size_bytes.sum() == pytest.approx(4.0 * 2**50)
+    assert Buckets.of(4.0 * 2**30).size_bytes.size == 164
