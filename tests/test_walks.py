@@ -123,7 +123,7 @@ def test_each_package_is_described_in_six_sentences() -> None:
     assert sentences == dict.fromkeys(ROOTS, 6)
 
 
-def test_what_is_known_of_a_job_and_done_with_it_is_in_at_most_22_files() -> None:
+def test_usecases_and_analysis_have_at_most_22_files() -> None:
     service = ROOT / "service" / "tula_service"
     files = [*(service / "usecases").glob("[!_]*.py"), *(service / "analysis").glob("[!_]*.py")]
     assert len(files) <= 22
