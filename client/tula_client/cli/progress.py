@@ -165,7 +165,7 @@ def launches_left(job: Job, took_s: Mapping[str, float]) -> list[LaunchLeft] | N
     Without a predicted step time, a launch takes the average duration.
     """
     launches = _launches(job)
-    ended = [runs for runs in launches if any(run.id in took_s for run in runs)]
+    ended = [runs for runs in launches if any(took_s.get(run.id) for run in runs)]
     if not ended:
         return None
     duration_s = [max(took_s.get(run.id, 0.0) for run in runs) for runs in ended]

@@ -65,7 +65,7 @@ class Reporter:
         """What the command of a training has just written."""
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """The command of a run ended and was judged; `took_s` is 0 where that is unknown."""
+        """The command of a run ended and was judged; `took_s`, of the launch, is 0 for its smaller batches."""
 
     def waiting(self, reason: str) -> None:
         """Nothing can be started at present."""
@@ -262,7 +262,7 @@ class Runner:
             complete = run.state in ("succeeded", "cancelled")
             ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
             self._send_output(active, ended)
-            self.reporter.finished(ended, outcome, active.log, _took_s(ended))
+            self.reporter.finished(ended, outcome, active.log, 0.0)  # the launch's time is that of its largest batch
             found.append((ended, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)
         if reached or largest.num_samples or largest.state in _ENDED:
@@ -400,10 +400,3 @@ class Runner:
                 active.process.request_stop()
         except _UNREACHABLE:
             active.next_heartbeat_at = self._clock() + _HEARTBEAT_RETRY_S
-
-
-def _took_s(run: Run) -> float:
-    """Seconds from a run's first report to its last; 0 where it has not both."""
-    if run.started_at is None or run.finished_at is None:
-        return 0.0
-    return (run.finished_at - run.started_at).total_seconds()

@@ -212,7 +212,7 @@ class Notes:
     """A reporter that remembers."""
 
     def __init__(self):
-        self.notes, self.waits, self.ends, self.printed = [], [], [], []
+        self.notes, self.waits, self.ends, self.printed, self.took_s = [], [], [], [], {}
 
     def job(self, job):
         self.last = job
@@ -225,6 +225,7 @@ class Notes:
 
     def finished(self, run, outcome, log, took_s):
         self.ends.append((run.id, outcome.state))
+        self.took_s[run.id] = took_s
 
     def waiting(self, reason):
         self.waits.append(reason)

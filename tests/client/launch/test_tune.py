@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -399,6 +400,19 @@ def column_bench(tmp_path, agent, status=0):
 def measure_all(service, runs):
     for run in runs.values():
         service.change(run, state="succeeded", num_samples=9)
+
+
+def test_the_time_of_a_launch_is_that_of_its_largest_batch(tmp_path):
+    def agent(service, runs):
+        for run in runs.values():
+            at = datetime(2026, 1, 1, tzinfo=UTC)
+            service.change(run, state="succeeded", num_samples=9, started_at=at, finished_at=at + timedelta(seconds=9))
+
+    service, notes, bench = column_bench(tmp_path, agent)
+    tune(bench, service)
+    took = {service.runs[run_id].configuration: took_s for run_id, took_s in notes.took_s.items()}
+    assert [took[configuration(2, batch)] for batch in (16, 32)] == [0.0, 0.0]
+    assert took[configuration(2, 64)] > 0.0
 
 
 def states_by_batch(service, nodes=2):
