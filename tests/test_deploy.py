@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def compose() -> dict[str, Any]:
 def command_names() -> set[str]:
     """What `python -m tula_service` understands."""
     return {str(each.name) for each in (*commands.registered_commands, *commands.registered_groups)}
+
+
+def test_every_file_deploys_the_version_of_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert compose()["x-tula"]["image"] == f"tula:${{TULA_VERSION:-{version}}}"
+    tags = [
+        image["newTag"]
+        for path in MANIFESTS
+        for document in documents(path)
+        for image in document.get("images", [])
+        if image["name"] == "tula"
+    ]
+    assert tags == [version] * len(tags)
+    assert tags
+    build = compose()["x-tula"]["build"]
+    arguments = build.get("args", {}) if isinstance(build, dict) else {}
+    assert set(arguments) <= {rest.partition("=")[0] for word, rest in dockerfile() if word == "ARG"}
 
 
 def test_the_image_is_built_in_stages_pinned_and_ends_without_root() -> None:
