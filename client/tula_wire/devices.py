@@ -37,7 +37,7 @@ class Device:
 
 DEVICES: Final = {
     "K80": Device(4.1, 4.1, None, None, 240, (12,), "NVIDIA Tesla K80 board specification, one of its two GPUs"),
-    "TITANX(MAXWELL)": Device(6.7, 6.7, None, None, 336, (12,), "NVIDIA GeForce GTX Titan X specifications"),
+    "TITANXMAXWELL": Device(6.7, 6.7, None, None, 336, (12,), "NVIDIA GeForce GTX Titan X specifications"),
     "1080": Device(8.9, 8.9, None, 8.9, 320, (8,), "NVIDIA GeForce GTX 1080 white paper; fp16 is stored, not computed"),
     "1080TI": Device(11.3, 11.3, None, 11.3, 484, (11,), "NVIDIA GeForce GTX 1080 Ti; fp16 is stored, not computed"),
     "P100": Device(9.3, 9.3, None, 18.7, 732, (12, 16), "NVIDIA Tesla P100 PCIe data sheet"),
@@ -53,12 +53,15 @@ DEVICES: Final = {
     "A40": Device(37.4, 37.4, 74.8, 149.7, 696, (48,), "NVIDIA A40 data sheet"),
     "A6000": Device(38.7, 38.7, 77.4, 154.8, 768, (48,), "NVIDIA GA102 white paper, RTX A6000"),
     "A100": Device(156, 19.5, 156, 312, 1555, (40, 80), "NVIDIA A100 data sheet, 40 GB"),
+    "A10080G": Device(156, 19.5, 156, 312, 2039, (80,), "NVIDIA A100 data sheet, 80 GB SXM"),
+    "RTX6000ADA": Device(91.1, 91.1, 91.1, 182.1, 960, (48,), "NVIDIA Ada white paper, RTX 6000 Ada Generation"),
     "L4": Device(30.3, 30.3, 60, 121, 300, (24,), "NVIDIA L4 data sheet"),
     "L40": Device(90.5, 90.5, 90.5, 181, 864, (48,), "NVIDIA L40 data sheet"),
     "L40S": Device(183, 91.6, 183, 362, 864, (48,), "NVIDIA L40S data sheet"),
     "4090": Device(82.6, 82.6, 82.6, 165.2, 1008, (24,), "NVIDIA Ada white paper, RTX 4090"),
     "5090": Device(104.8, 104.8, 104.8, 209.5, 1792, (32,), "NVIDIA RTX Blackwell white paper, RTX 5090"),
     "H100": Device(495, 67, 494.7, 989.4, 3350, (80, 94), "NVIDIA H100 data sheet, SXM"),
+    "GH200": Device(495, 67, 494.7, 989.4, 4000, (96, 144), "NVIDIA GH200 data sheet, 96 GB"),
     "H200": Device(495, 67, 494.7, 989.4, 4800, (141,), "NVIDIA H200 data sheet, SXM"),
     "B200": Device(1100, 75, 1100, 2250, 8000, (180, 192), "NVIDIA HGX B200 data sheet, one GPU"),
     "MI300X": Device(654, 163.4, 653.7, 1307.4, 5300, (192,), "AMD Instinct MI300X data sheet"),
@@ -67,7 +70,10 @@ DEVICES: Final = {
 
 
 def known_device(accelerator: str | None) -> str | None:
-    """The device in `DEVICES` that a name means; V100 is in v100-16GB, A40 is not in A4000."""
+    """The device in `DEVICES` that a name means, the longest of several; V100 is in v100-16GB, A40 is not in A4000.
+
+    Marks between letters and digits do not count, nor do words of form factor between A100 and 80GB: A100-SXM4-80GB.
+    """
     names = sorted(DEVICES, key=len, reverse=True) if accelerator is not None else []
     return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
 
@@ -79,4 +85,4 @@ def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
 
 
 def _pattern(name: str) -> str:
-    return "[ -]*".join(map(re.escape, name)) + r"(?!\d)"
+    return r"[ ()_-]*(?:SXM4?|PCIE)?[ ()_-]*".join(map(re.escape, name)) + r"(?!\d)"
