@@ -5,7 +5,8 @@
 
 `--by-source` also gives the figures of each source beside those of all other sources, so that no constant that was
 chosen on some sources is judged by them alone.
-`columns`: a launch measures every batch of a cluster, and the planner plans clusters; `columns2` and `columns3` are the
+`columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` are how many the
+planner asked for, a cluster that is launched twice counted twice. `columns2` and `columns3`, with every batch, are the
 errors on the other clusters after the largest and the smallest cluster, and after one between them as well.
 `noise.*`: what profiling reads differs from the truth by `--noise` (a log standard deviation, one value a run), in
 `--draws` draws. The regret is that of the true times, and `noise.coverage.chosen` is how often the true time of the
@@ -30,7 +31,7 @@ from benchmarks.support.grids import Placement, Workload, over_workloads, worklo
 from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
-from tula_service.perfmodel.columns import column_of, columns_of, first_columns
+from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.recommend import Goal, recommend
@@ -78,6 +79,7 @@ class Figures:
     noisy: dict[str, float] = field(default_factory=dict)
     noisy_coverage: float = float("nan")
     launches: float = 0.0
+    launched_batches: float = 0.0
     violated: float = 0.0
     promised: float = 1.0
     fit_ms: float = 0.0
@@ -90,8 +92,12 @@ def profile(
     runs: int | None,
     goal: Goal | None = None,
     by_column: bool = False,
+    launches: list[Column] | None = None,
 ) -> list[Placement]:
-    """The configurations that the planner asks for, in order, each answered from the table; `runs` may be launches."""
+    """The configurations that the planner asks for, in order, each answered from the table; `runs` may be launches.
+
+    `launches` collects the column of each launch; one that is launched twice is in it twice.
+    """
     done: list[Placement] = []
     model: StepTimeModel | None = None
     while True:
@@ -100,6 +106,8 @@ def profile(
         if step.stop_reason is not None or not step.runs:
             return done
         done += [run.configuration for run in step.runs]  # type: ignore[misc]
+        if launches is not None:
+            launches += columns_of(run.configuration for run in step.runs)
         model = fit_step_time(workload.measure(done), candidates=workload.candidates)
 
 
@@ -179,15 +187,19 @@ def columns(workload: Workload, found: Figures) -> None:
         chosen = first_columns(workload.candidates, middle=name == "columns3")
         errors, _ = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen])
         found.error[name] = median(errors)
-    launches = []
+    launched: list[list[Column]] = []
+    measured: list[float] = []
     for table, suffix in ((workload, ""), (workload.noisy(_NOISE, np.random.default_rng(1)), ".noisy")):
         for name, value in training_values(workload).items():
-            runs, choice = recommended(table, goal_of(name), by_column=True)
+            launches: list[Column] = []
+            runs, choice = recommended(table, goal_of(name), by_column=True, launches=launches)
             chosen_value = value[choice.chosen.configuration]  # type: ignore[union-attr, index]
             found.column_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
             if not suffix:
-                launches.append(float(len(columns_of(runs))))
-    found.launches = mean(launches)
+                launched.append(launches)
+                measured.append(float(len(runs)))
+    found.launches = mean([float(len(each)) for each in launched])
+    found.launched_batches = mean(measured)
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
@@ -238,9 +250,11 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
     best_num_nodes(workload, planned, found)
 
 
-def recommended(workload: Workload, goal: Goal, *, by_column: bool = False) -> tuple[list[Placement], Choice]:
-    """The runs that the planner spent on a goal, and the choice that they led to."""
-    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, by_column=by_column)
+def recommended(
+    workload: Workload, goal: Goal, *, by_column: bool = False, launches: list[Column] | None = None
+) -> tuple[list[Placement], Choice]:
+    """The runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
+    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, by_column=by_column, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal).choice
 
@@ -320,6 +334,7 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
         add_mean(f"noise.regret.{name}.mean", [r.noisy.get(name, float("nan")) for r in results])
     add_mean("noise.coverage.chosen", [r.noisy_coverage for r in results])
     out["columns.launches"] = mean([r.launches for r in results])
+    out["columns.batches"] = mean([r.launched_batches for r in results])
     out["regret.deadline.promised"] = mean([r.promised for r in results])
     out["regret.deadline.violations"] = mean([r.violated * r.promised for r in results])
     out["regret.deadline.violations_with_warned"] = mean([r.violated for r in results])
@@ -374,8 +389,9 @@ def show(figures: dict[str, float]) -> None:
     rows = [[name, percent(f"{name}.median"), percent(f"{name}.p90")] for name in COLUMNS]
     print_table("columns: errors on the other clusters", ["plan", "median", "p90"], rows)
     regrets = [percent(f"columns.regret.{name}.mean") for name in ("time", "cost", "time.noisy", "cost.noisy")]
-    heads = ["launches", "time", "cost", "time, 3 % noise", "cost, 3 % noise"]
-    print_table("regret of planned columns", heads, [[f"{figures['columns.launches']:.2f}", *regrets]])
+    heads = ["launches", "batches", "time", "cost", "time, 3 % noise", "cost, 3 % noise"]
+    spent = [f"{figures[f'columns.{name}']:.2f}" for name in ("launches", "batches")]
+    print_table("regret of planned columns", heads, [[*spent, *regrets]])
     noisy = [*(f"noise.regret.{name}.mean" for name in NOISY), "noise.coverage.chosen"]
     print_table("choices from noisy runs", [*NOISY, "chosen inside its interval"], [[percent(key) for key in noisy]])
     print(f"\ndeadline violations {percent('regret.deadline.violations')}; median fit {figures['fit_ms']:.1f} ms")

@@ -54,7 +54,6 @@ min_local_batch_size = 16
 max_local_batch_size = 128
 
 [profiling]
-columns = true                    # one launch measures every batch that is wanted at a world size
 profiling_warmup_steps = 10
 measuring_steps = 60
 """

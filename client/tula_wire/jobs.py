@@ -170,11 +170,13 @@ class ProfilingSpec(WireModel):
     measuring_steps: MeasuringSteps = Field(30, description="Steps that a profiling run measures at most.")
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     columns: bool = Field(
-        False,
-        description="True: one launch measures every local batch of a cluster that the plan wants; `max_runs` then "
-        "counts launches.",
+        True,
+        description="One launch measures every local batch that the plan wants on a cluster, and `max_runs` counts "
+        "launches; false: one batch per launch.",
     )
-    max_runs: Count | None = Field(None, description="Most profiling runs; null: the planner decides.")
+    max_runs: Count | None = Field(
+        None, description="Most launches, without `columns` most profiling runs; null: the planner decides."
+    )
     max_gpu_seconds: Positive | None = Field(
         None, description="Seconds of all ranks together that profiling may take; null: unlimited."
     )

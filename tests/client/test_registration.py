@@ -18,7 +18,7 @@ from tula_client import Client
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
 from tula_client.launch.workdir import WorkDir
-from tula_wire import ClaimRequest, JobPatch, JobSpec, RunPatch
+from tula_wire import ClaimRequest, JobPatch, JobSpec, ProfilingSpec, RunPatch
 
 __all__ = ["tula"]
 
@@ -92,6 +92,16 @@ def test_a_fixed_difference_registers_another_job_and_is_named(
     assert client.job(first.id).spec == first.spec
     third = register(client, changed(spec, objective="time"))
     assert (third.job.id, len(third.notes)) == (first.id, 1)  # the other one of that name is no candidate
+
+
+def test_columns_that_were_turned_off_stay_off_unless_the_file_asks_for_them(client: Client, spec: JobSpec) -> None:
+    spec = spec.model_copy(update={"profiling": ProfilingSpec()})
+    job = register(client, spec).job
+    client.patch_job(job.id, JobPatch(columns=False))
+    again = register(client, spec)
+    assert (again.job.id, again.notes, again.job.spec.profiling.columns) == (job.id, (), False)
+    asked = register(client, spec.model_copy(update={"profiling": ProfilingSpec(columns=True)}))
+    assert (asked.job.id, asked.job.spec.profiling.columns) == (job.id, True)
 
 
 def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:

@@ -128,6 +128,8 @@ def _first_spec(job: Job, work_dir: Path | None, *, default: JobSpec | None) -> 
 def _compare(job: Job, spec: JobSpec) -> _Comparison:
     types = [sorted(cluster.instance_type for cluster in one.cluster) for one in (job.spec, spec)]
     before, after = _values_by_path(job.spec), _values_by_path(spec)
+    if "columns" not in spec.profiling.model_fields_set:  # off where the script's batches can't be cut
+        after["profiling.columns"] = job.spec.profiling.columns
     differ = {
         path: (before.get(path), after.get(path))
         for path in dict.fromkeys([*before, *after])

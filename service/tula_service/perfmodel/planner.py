@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +24,7 @@ from tula_wire.configurations import Configuration
 _DESIGN_RUNS = 4
 _DESIGN_RUNS_FOR_A_GOAL = 3
 _RUNS_PER_FURTHER_TYPE = 2
+_BATCHES_PER_LAUNCH = 3
 _CHEAP_RUNS = 2
 _CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
 _PRECISE_ENOUGH = 0.03  # relative error of predictions
@@ -36,8 +39,8 @@ _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 class PlanBudget:
     """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds.
 
-    `by_default`: `max_runs` is the default and not the user's number. `by_column`: a launch measures every batch of its
-    column, and `max_runs` counts launches.
+    `by_default`: `max_runs` is the default and not the user's number. `by_column`: a launch measures up to three
+    batches of its column, and `max_runs` counts launches.
     """
 
     max_runs: int | None = 6
@@ -117,7 +120,7 @@ def plan(
     these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first
     the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
     goal, `_refine_choice`; without, whatever is least certain. With `budget.by_column`, the first runs are the largest
-    and the smallest cluster, and every cluster is planned with all of its batches.
+    and the smallest cluster, and a launch measures up to three batches of its cluster.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -150,7 +153,7 @@ def plan(
         # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
         cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
         found = _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
-    return _whole_columns(state, found) if budget.by_column else found
+    return _with_column(state, found) if budget.by_column else found
 
 
 def _state_of(
@@ -180,9 +183,15 @@ def _state_of(
         pending=pending,
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
-        runs_left=limit - len(columns_of(used) if budget.by_column else used),
+        runs_left=limit - (_launches(used) if budget.by_column else len(used)),
         gain_worth_a_run=_GAIN_WORTH_A_LAUNCH if budget.by_column else _GAIN_WORTH_A_RUN,
     )
+
+
+def _launches(used: Collection[Configuration]) -> int:
+    """How many launches measure these configurations, each as many batches of a column as `_batches` gives it."""
+    batches = Counter(column_of(c) for c in used)
+    return sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in batches.values())
 
 
 def _affordable(
@@ -231,27 +240,39 @@ def _corners(state: _State, *, two: bool) -> Plan:
 
 def _first_columns(state: _State) -> Plan | None:
     """The rest of the columns that every search begins with, or the wait for those that are pending; None once done."""
-    used = columns_of((*state.measured, *state.pending))
+    used = state.measured | state.pending
     first = first_columns(state.candidates)
-    begun, missing = ([column for column in first if (column in used) is known] for known in (True, False))
+    begun, missing = ([one for one in first if (one in columns_of(used)) is known] for known in (True, False))
     sizes = [c.world_size for c in state.candidates]
     runs = [
-        PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with every batch in one launch.")
+        PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch.")
         for column in (*begun, *missing[: state.runs_left])
-        for c in _open_in(state, column)
+        for c in _batches([*used, *_open_in(state, column)], column)
+        if c not in used
     ]
     return Plan(tuple(runs), None) if runs or state.pending or state.model is None else None
 
 
-def _whole_columns(state: _State, found: Plan) -> Plan:
-    """The plan with every open batch of the clusters that it asks for: a launch measures them together."""
-    runs = {c: PlannedRun(c, run.purpose) for run in found.runs for c in _open_in(state, column_of(run.configuration))}
-    return Plan(tuple(runs.values()), found.stop_reason)
+def _with_column(state: _State, found: Plan) -> Plan:
+    """The plan with further batches of the clusters that it asks for, which the same launches measure."""
+    planned: dict[Configuration, PlannedRun] = {}
+    for run in found.runs:
+        column = column_of(run.configuration)
+        for c in _batches(_open_in(state, column), column, run.configuration):
+            planned.setdefault(c, PlannedRun(c, run.purpose))
+    return Plan(tuple(planned.values()), found.stop_reason)
+
+
+def _batches(among: Iterable[Configuration], column: Column, asked: Configuration | None = None) -> list[Configuration]:
+    """What a launch of a column measures: `asked`, and the smallest, largest and middle batch, as many as it may."""
+    batches = sorted(c for c in among if column_of(c) == column)
+    wanted = [asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
+    return sorted([c for c in dict.fromkeys(wanted) if c is not None][:_BATCHES_PER_LAUNCH])
 
 
 def _open_in(state: _State, column: Column) -> list[Configuration]:
-    """The affordable open candidates of a column, the smallest batch first."""
-    return sorted(state.candidates[row] for row in state.affordable if column_of(state.candidates[row]) == column)
+    """The affordable open candidates of a column."""
+    return [state.candidates[row] for row in state.affordable if column_of(state.candidates[row]) == column]
 
 
 def _next_design_runs(state: _State, goal: Goal | None) -> Plan | None:

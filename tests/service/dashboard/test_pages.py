@@ -167,14 +167,14 @@ def test_cost_of_profiling_counts_a_shared_launch_once_and_pending_ones_by_the_m
     ]
     job = models.job(plan=plan)
     nodes, ranks = waiting.configuration.num_nodes, waiting.configuration.world_size
-    apart = profiling_cost(job, 0)
+    single = {"profiling": job.spec.profiling.model_copy(update={"columns": False})}
+    apart = profiling_cost(job.model_copy(update={"spec": job.spec.model_copy(update=single)}), 0)
     assert apart is not None
     assert apart.spent_gpu_seconds == pytest.approx(140 * ranks)
     assert apart.spent_usd == pytest.approx(140 * nodes * 3.06 / 3600)
     assert apart.waiting_gpu_seconds == pytest.approx(60 * ranks)
     assert apart.waiting_usd == pytest.approx(60 * nodes * 3.06 / 3600)
-    columns = {"profiling": job.spec.profiling.model_copy(update={"columns": True})}
-    shared = profiling_cost(job.model_copy(update={"spec": job.spec.model_copy(update=columns)}), 0)
+    shared = profiling_cost(job, 0)
     assert shared is not None
     assert shared.spent_gpu_seconds == pytest.approx(110 * ranks)
     lasting = profiling_cost(models.job(plan=[took("run_1", 32, 0, None, "running")]), models.NOW.timestamp() + 10)

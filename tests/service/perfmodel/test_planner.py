@@ -235,21 +235,31 @@ def test_a_limit_that_nothing_keeps_ends_with_the_reason():
 
 
 @pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE, None])
-def test_planned_columns_are_whole_clusters_within_the_budget_of_launches(goal):
+def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_launches(goal):
     done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=3, by_column=True))
     clusters = dict.fromkeys(c.num_nodes for c in done)
     assert list(clusters)[:2] == [8, 1]
-    assert len(clusters) <= 3
-    assert sorted(done) == sorted(c for c in GRID if c.num_nodes in clusters)
+    for nodes in (8, 1):
+        assert {32, 256} < {c.local_batch_size for c in done if c.num_nodes == nodes}
+    assert len(done) <= 3 * 3
     assert reason
+
+
+def test_a_second_launch_of_a_cluster_counts_as_one():
+    done = [make_configuration(nodes, 4, batch) for nodes in (1, 8) for batch in (32, 128, 256)]
+    step = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), budget=PlanBudget(max_runs=3, by_column=True))
+    assert {c.configuration.num_nodes for c in step.runs} in ({2}, {4})
+    done.append(make_configuration(8, 4, 64))
+    spent = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), budget=PlanBudget(max_runs=3, by_column=True))
+    assert spent.stop_reason == "The budget of 3 launches (profiling.max_runs) is spent."
 
 
 def test_no_column_is_planned_while_another_is_pending():
     budget = PlanBudget(max_runs=8, by_column=True)
     first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
     assert plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget, pending=first).runs == ()
-    half = fitted(first[:4], GRID)
-    assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[4:]).runs == ()
+    half = fitted(first[:3], GRID)
+    assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[3:]).runs == ()
 
 
 def test_a_column_has_as_many_batches_as_the_gpu_seconds_pay_for():
