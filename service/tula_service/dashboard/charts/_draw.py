@@ -6,13 +6,18 @@ It imports nothing of ours, so that starting it costs little.
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import vl_convert
 
+NICER = 10
+"""Lower priority: at the same, images that one sender asks for slow down all other answers where cores are few."""
+
 
 def main() -> None:
-    """Draw one chart, or write the JavaScript bundle."""
+    """Draw one chart, or write the JavaScript bundle; what the service answers goes first."""
+    os.nice(NICER)
     asked = json.load(sys.stdin)
     if asked["kind"] == "javascript":
         made = vl_convert.javascript_bundle(asked["snippet"]).encode()
