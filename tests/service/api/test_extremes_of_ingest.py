@@ -123,7 +123,7 @@ def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
 
     def broken(step: Any, step_time_s: Any, **others: Any) -> Any:
         if (step_time_s == 0.5).any():
-            raise OverflowError("a case that nobody thought of")
+            raise OverflowError("a case that was not thought of")
         return summarise(step, step_time_s, **others)
 
     monkeypatch.setattr("tula_service.store.samples.summarise", broken)

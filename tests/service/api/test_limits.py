@@ -41,7 +41,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert 1 <= refused.value.retry_after_s <= 60
 
 
-def test_a_clock_that_is_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_back_locks_no_caller_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows are of a clock that no one sets: after a day back, one of wall time would last a day longer."""
     clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 100.0)
     monkeypatch.setattr(limiter, "time", clock)
