@@ -45,8 +45,7 @@ class Evidence:
     be planned nor chosen: their newest run failed for another reason than memory. `retried` are failed runs to repeat,
     since the job was registered again after them. `rows` names the configuration and the run of each observation,
     `measured` the step time of each configuration, s. `fitted` also holds configurations that ran, and so fit into
-    memory, but whose step time is ignored. `input_shares` is the part of the compute term, from 0 to 1, in which each
-    measured configuration waited for data: both grow with the batch of a rank.
+    memory, but whose step time is ignored.
     """
 
     candidates: tuple[Configuration, ...]
@@ -61,12 +60,6 @@ class Evidence:
     num_runs: int
     num_samples: int
     warnings: tuple[str, ...]
-    input_shares: Mapping[Configuration, float]
-
-    def input_share(self, c: Configuration) -> float:
-        """That of `c` or, where it was not measured, the median of all; 0 where no agent reports it."""
-        known = list(self.input_shares.values())
-        return self.input_shares.get(c, float(np.median(known)) if known else 0.0)
 
     @property
     def run_ids(self) -> tuple[str, ...]:
@@ -121,7 +114,6 @@ def evidence_of(data: JobData) -> Evidence:
         num_runs=len(timed),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *failures.warnings, *memory.warnings))),
-        input_shares={c: _input_share(s) for c, s in timed if s.input_time_s is not None},
     )
 
 
@@ -202,13 +194,7 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
         return None
     names = ("step_time_s", "relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s")
     columns = {name: np.array([getattr(summary, name) for _, summary in rows], np.float64) for name in names}
-    columns["compute_time_s"] += np.nan_to_num(columns.pop("input_time_s"))
     return StepTimeObservations.at([configuration for configuration, _ in rows], **columns)
-
-
-def _input_share(s: RunSummary) -> float:
-    computing = (s.step_time_s or 0.0) - (s.exposed_comm_time_s or 0.0)
-    return min((s.input_time_s or 0.0) / computing, 1.0) if computing > 0.0 else 0.0
 
 
 @dataclass(frozen=True)

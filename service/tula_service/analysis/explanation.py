@@ -192,7 +192,7 @@ def _candidate(
         usd_per_million_tokens=_estimate(estimate.cost_usd, millions) if priced and millions else None,
         memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
-        terms=_terms(answer, estimate),
+        terms=_terms(estimate),
         spot=estimate.spot,
         profiled=estimate.measured,
         extrapolated=estimate.extrapolated,
@@ -206,13 +206,11 @@ def _candidate(
     )
 
 
-def _terms(answer: Answer, estimate: Estimate) -> wire.Terms:
-    """Waiting for data is in the model's compute term."""
-    compute_s, share = estimate.terms["compute_s"], answer.evidence.input_share(estimate.configuration)
+def _terms(estimate: Estimate) -> wire.Terms:
     return wire.Terms(
-        compute_time_s=(1.0 - share) * compute_s,
+        compute_time_s=estimate.terms["compute_s"],
         exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"]),
-        input_time_s=share * compute_s,
+        input_time_s=estimate.terms["input_s"],
     )
 
 
@@ -265,7 +263,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
     chosen = answer.choice.chosen
     if chosen is None:
         return []
-    share = _terms(answer, chosen).input_time_s / chosen.step_time_s.mean
+    share = chosen.terms["input_s"] / chosen.step_time_s.mean
     if share < _NOTABLE_INPUT:
         return []
     saved = f"{duration(share * chosen.time_s.mean)} of {duration(chosen.time_s.mean)}"

@@ -178,17 +178,17 @@ def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alar
     if not isinstance(analysis, Answer):
         return {"sentence": f"{_speed(monitor, alarm)}, and no model can say why: {analysis.reason}"}
     predicted = analysis.model.predict([c])
-    compute, comm, mean = (float(column[0]) for column in (predicted.compute_s, predicted.comm_s, predicted.mean_s))
-    waits_s = analysis.evidence.input_share(c) * compute
+    columns = (predicted.compute_s, predicted.comm_s, predicted.mean_s, predicted.input_s)
+    compute, comm, mean, waits_s = (float(column[0]) for column in columns)
     if alarm.input_s is not None and alarm.input_s - waits_s > 0.5 * (alarm.level_s - mean) > 0.0:
         shares = f"{alarm.input_s / alarm.level_s:.0%} of the time, by prediction {waits_s / mean:.0%}"
         sentence = f"{_speed(monitor, alarm)}: it waits for data {shares}"
         return {"part": "input", "factor": alarm.level_s / mean, "sentence": sentence}
     part, factor = "compute", alarm.level_s / mean
-    if c.world_size > 1 and comm > 1e-9 * mean:
-        measured = alarm.compute_s + (alarm.input_s or 0.0) if alarm.compute_s else compute
-        if abs(math.log(measured / compute)) <= 0.5 * abs(math.log(factor)):
-            part, factor = "communication", _comm_factor(compute, comm, mean, c.grad_accum_steps, alarm.level_s)
+    computing = abs(math.log((alarm.compute_s or compute) / compute)) > 0.5 * abs(math.log(factor))
+    if c.world_size > 1 and comm > 1e-9 * mean and not computing:
+        level_s = alarm.level_s - (waits_s if alarm.input_s is None else alarm.input_s)
+        part, factor = "communication", _comm_factor(compute, comm, mean - waits_s, c.grad_accum_steps, level_s)
     times, word = (factor, "slower") if factor >= 1 else (1 / factor, "faster")
     sentence = f"{_speed(monitor, alarm)}: {part} is {times:.2g} times {word} than when it was profiled"
     return {"part": part, "factor": factor, "sentence": sentence}

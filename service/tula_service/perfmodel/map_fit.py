@@ -373,6 +373,7 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
         relative_sd=np.array(sds),
         compute_time_s=np.array([_middle(observations.compute_time_s[group]) for group in groups]),
         exposed_comm_time_s=np.array([_middle(observations.exposed_comm_time_s[group]) for group in groups]),
+        input_time_s=np.array([_middle(observations.input_time_s[group]) for group in groups]),
     )
     return Merged(merged, np.array([float(len(group)) for group in groups])), tuple(notes)
 

@@ -149,7 +149,8 @@ class StepTimeObservations:
     """Measured step times; every column has shape (n,), NaN means "not measured" where it is allowed.
 
     `relative_sd` is the standard error of that row's mean step time over the mean (0.02 = 2 %). Several rows of the
-    same configuration are welcome; contradictions widen the intervals.
+    same configuration are welcome; contradictions widen the intervals. `compute_time_s` is without the waits for data,
+    `input_time_s`, which are a part of the step.
     """
 
     points: Points
@@ -157,12 +158,13 @@ class StepTimeObservations:
     relative_sd: FloatArray
     compute_time_s: FloatArray
     exposed_comm_time_s: FloatArray
+    input_time_s: FloatArray
 
     def __post_init__(self) -> None:
         """Raise ObservationError on a step time that is zero, negative, NaN or infinite, and on ragged columns."""
         rows = len(self.points)
         object.__setattr__(self, "step_time_s", column("step_time_s", self.step_time_s, rows, above=0.0))
-        for name in ("relative_sd", "compute_time_s", "exposed_comm_time_s"):
+        for name in ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s"):
             checked = column(name, getattr(self, name), rows, at_least=0.0, nan_allowed=True)
             object.__setattr__(self, name, checked)
 
@@ -175,6 +177,7 @@ class StepTimeObservations:
         relative_sd: Sequence[float] | FloatArray | None = None,
         compute_time_s: Sequence[float] | FloatArray | None = None,
         exposed_comm_time_s: Sequence[float] | FloatArray | None = None,
+        input_time_s: Sequence[float] | FloatArray | None = None,
     ) -> StepTimeObservations:
         """Step times measured at these points; columns that were not measured are left out."""
         where = points if isinstance(points, Points) else Points.of(points)
@@ -185,6 +188,7 @@ class StepTimeObservations:
             relative_sd=absent if relative_sd is None else np.asarray(relative_sd, np.float64),
             compute_time_s=absent if compute_time_s is None else np.asarray(compute_time_s, np.float64),
             exposed_comm_time_s=absent if exposed_comm_time_s is None else np.asarray(exposed_comm_time_s, np.float64),
+            input_time_s=absent if input_time_s is None else np.asarray(input_time_s, np.float64),
         )
 
     def __len__(self) -> int:
@@ -200,6 +204,7 @@ class StepTimeObservations:
             relative_sd=self.relative_sd[index],
             compute_time_s=self.compute_time_s[index],
             exposed_comm_time_s=self.exposed_comm_time_s[index],
+            input_time_s=self.input_time_s[index],
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tula_service.domain import Basis, StepTimeForm
+from tula_service.perfmodel.input_wait import InputWait, fit_input_wait, without_waits
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import Posterior, data_warnings, fit_posterior, merge_repeats, prior_posterior
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
@@ -22,7 +23,7 @@ _RANGE_TOLERANCE = 1.05
 
 @dataclass(frozen=True)
 class StepTimePredictions:
-    """Predictions as columns of shape (n,), seconds; compute + exposed communication = mean.
+    """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
 
     `log_sd` is the standard deviation of log step time, measurement noise included; `low_s` and `high_s` hold 90 % of
     measured step times. `extrapolated`: outside what was measured. `measured`: profiled itself.
@@ -38,6 +39,7 @@ class StepTimePredictions:
     compute_s: FloatArray
     comm_s: FloatArray
     exposed_comm_s: FloatArray
+    input_s: FloatArray
 
     def __len__(self) -> int:
         """Number of predictions."""
@@ -49,9 +51,10 @@ class StepTimePredictions:
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
 
     def terms(self) -> tuple[Mapping[str, float], ...]:
-        """The parts of each prediction in seconds: compute_s, exposed_comm_s."""
-        rows = zip(self.compute_s, self.exposed_comm_s, strict=True)
-        return tuple({"compute_s": float(compute), "exposed_comm_s": float(exposed)} for compute, exposed in rows)
+        """The parts of each prediction in seconds: compute_s, exposed_comm_s, input_s."""
+        names = ("compute_s", "exposed_comm_s", "input_s")
+        rows = zip(*(getattr(self, name).tolist() for name in names), strict=True)
+        return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class StepTimeModel:
 
     `posteriors` belong to instance types that were measured, `unmeasured` to others of which something is known, and
     `fallback` to all the rest. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
-    every other prediction is that of the form `overlap`.
+    every other prediction is that of the form `overlap`. All of these are of the step without its waits for data, which
+    `input_waits` adds: by instance type, an unmeasured one as that which was measured most.
     """
 
     form: StepTimeForm
@@ -74,20 +78,27 @@ class StepTimeModel:
     fallback: Posterior | None = field(repr=False)
     paper_fits: Mapping[str, PaperFit] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
+    input_waits: Mapping[str, InputWait | None] = field(default_factory=dict, repr=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
         points = configurations if isinstance(configurations, Points) else Points.of(configurations)
-        mean_s, low_s, high_s, log_sd, compute_s, comm_s = (np.zeros(len(points)) for _ in range(6))
+        mean_s, low_s, high_s, log_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
         types = np.array(points.instance_type, dtype=object)
         for name in sorted(set(points.instance_type)):
             at = np.flatnonzero(types == name)
             fit = self.paper_fits.get(name) or self.posterior_for(name)
             predicted = fit.predict_step(points.take(at))
             mean_s[at], log_sd[at] = np.exp(predicted.mean), predicted.sd * self.interval_scale
+            wait = self.input_waits.get(name, next(iter(self.input_waits.values()), None))
+            if wait is not None:
+                input_s[at] = wait.predict(points.take(at), mean_s[at])
+                sd_s = np.hypot(log_sd[at] * mean_s[at], wait.relative_sd * input_s[at])
+                mean_s[at] += input_s[at]
+                log_sd[at] = sd_s / mean_s[at]
             low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
             compute_s[at], comm_s[at] = np.exp(predicted.compute), np.exp(predicted.communication)
-        compute_s = np.minimum(compute_s, mean_s)
+        compute_s = np.minimum(compute_s, mean_s - input_s)
         return StepTimePredictions(
             configurations=points,
             mean_s=mean_s,
@@ -98,7 +109,8 @@ class StepTimeModel:
             measured=self._measured(points),
             compute_s=compute_s,
             comm_s=comm_s,
-            exposed_comm_s=mean_s - compute_s,
+            exposed_comm_s=mean_s - input_s - compute_s,
+            input_s=input_s,
         )
 
     def posterior_for(self, instance_type: str) -> Posterior:
@@ -175,7 +187,7 @@ def _fit(
     interval_scale: float,
     hypotheses: Sequence[Hypothesis],
 ) -> StepTimeModel:
-    merged, notes = merge_repeats(observations)
+    merged, notes = merge_repeats(without_waits(observations))
     types = np.array(merged.observations.points.instance_type, dtype=object)
     names, counts = np.unique(types, return_counts=True)
     by_count = [str(names[i]) for i in np.lexsort((names, -counts))]
@@ -193,6 +205,8 @@ def _fit(
     }
     rows = {name: merged.observations.take(types == name) for name in by_count}
     paper_fits, missing = _paper_fits(rows, form)
+    every = np.array(observations.points.instance_type, dtype=object)
+    input_waits = {name: fit_input_wait(observations.take(every == name)) for name in by_count}
     return StepTimeModel(
         form=form,
         basis=_basis(merged.observations.points, priors),
@@ -205,6 +219,7 @@ def _fit(
         fallback=_from_prior(_carried(most, by_count[0], None, priors), largest),
         paper_fits=paper_fits,
         interval_scale=interval_scale,
+        input_waits=input_waits,
     )
 
 

@@ -222,7 +222,7 @@ def test_a_specification_beyond_floating_point_is_answered_with_its_reason() -> 
 
 
 def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
-    """Seven tenths of each step of one rank are a wait; the fit predicts the whole, and the wait is split off again."""
+    """Seven tenths of each step of one rank are a wait, which is predicted beside the compute of other batches, too."""
     data = job()
     for batch in (32, 256):
         c = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
@@ -234,7 +234,7 @@ def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
     for candidate in explanation.candidates_of(answer, answer.estimates):
         terms = candidate.terms
         assert terms is not None
-        assert terms.input_time_s == pytest.approx(0.7 / 0.3 * terms.compute_time_s)
+        assert terms.input_time_s == pytest.approx(0.7 / 0.3 * terms.compute_time_s, rel=0.15)
         total = terms.input_time_s + terms.compute_time_s + terms.exposed_comm_time_s
         assert total == pytest.approx(candidate.step_time_s.value)
     (said,) = [each for each in explanation.model_report(answer).warnings if "waits for data" in each]
