@@ -50,19 +50,18 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
         "parts": {"policy": "gain", "rule": GainRule(measure_every=1)},
         "between": {"policy": "gain", "rule": GainRule(measure_every=10_000)},
         "ags_gate": {"policy": "ags", "steps_per_epoch": 10_000},
-        "ags_refresh": {"policy": "ags", "source": "parts", "steps_per_epoch": 1},
+        "ags_refresh": {"policy": "ags", "steps_per_epoch": 1},
         "probe": {
-            "policy": "gain",
-            "source": "probe",
+            "policy": "ags",
+            "steps_per_epoch": 1,
             "small_batch_size": dist.get_world_size(),
-            "rule": GainRule(measure_every=1),
+            "model": ddp,
+            "loss": loss,
         },
     }
     for name, options in configurations.items():
         inner = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
-        optimizer = TulaOptimizer(
-            inner, global_batch_size=batch * dist.get_world_size(), model=ddp, loss=loss, **options
-        )
+        optimizer = TulaOptimizer(inner, global_batch_size=batch * dist.get_world_size(), **options)
         rows: dict[str, list[float]] = {"step": [], "added": [], "hooks": []}
         clock = _Clock(optimizer)
         for _ in range(steps):

@@ -120,8 +120,8 @@ class Recommendation(WireModel):
     scaling_rule: ScalingRule | None = Field(
         None,
         description="What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
-        "it by the noise scale, `linear` scale it with the batch in a warm-up, `unscaled` keep it; null: nothing is "
-        "chosen, that batch itself, or an optimizer that no experiment used.",
+        "it by the noise scale (`linear` and `unscaled` are no longer used); null: nothing is chosen, that batch "
+        "itself, or an optimizer that no experiment used.",
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")

@@ -80,8 +80,8 @@ class AgsPolicy:
         every = self._every(thresholds)
         if every is not None and (step + 1) % every == 0:
             self._due = True
-        refreshes = self._due and thresholds.policy == "ags" and self._meter.source != "probe"
-        return thresholds.granularity if refreshes else "projections"
+        parts = self._due and thresholds.policy == "ags" and not self._meter.probes
+        return thresholds.granularity if parts else "projections"
 
     def factors(self, step: int, thresholds: ScalingThresholds) -> GatedFactors:  # noqa: ARG002 - as of `gain`
         """What scales this step; finds the factors of later ones when they are due."""
@@ -107,14 +107,16 @@ class AgsPolicy:
         meter = self._meter
         if meter.global_batch_size is None:
             meter.count(reading.examples)
-        probed = meter.probe(thresholds.small_batch_size) if meter.may_probe else None
-        if probed is not None:
-            part, whole = (self._squares(g, thresholds) for g in (probed[0], meter.gradients()))
-            found = factors(part, whole, thresholds, probed[1])
-        elif meter.source != "probe" and meter.tap.tapped != thresholds.granularity:
+        found: Gradients = []
+        if meter.probes:
+            probed = meter.probe(thresholds.small_batch_size)
+            if probed is not None:
+                part, whole = (self._squares(g, thresholds) for g in (probed[0], meter.gradients()))
+                found = factors(part, whole, thresholds, probed[1])
+        elif meter.tap.tapped != thresholds.granularity:
             return  # due since this step: the next one is tapped
         else:
-            found = self._from_parts(reading, thresholds) if meter.source != "probe" else []
+            found = self._from_parts(reading, thresholds)
         self._due = False
         if not found:
             return

@@ -23,7 +23,6 @@ from tula_wire.bounds import NOISE_WEIGHT
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
 MEASURE_DENSE_STEPS = 64  # of the policy `measure`: as many as a profiling run has
-PROBED_STEPS = 8  # the same for probes, each of which costs a second backward
 SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
@@ -48,7 +47,7 @@ class GainRule:
     by a tenth a step those with batch normalization. The constants were chosen on validation data of cases that are not
     reported (experiments/generalization/README.md).
 
-    `measure_every`: steps between measurements; None: each of the first 512 (8 by a probe), then every eighth.
+    `measure_every`: steps between measurements; None: each of the first 512, then every eighth.
     Raises ValueError for a `spike_limit` that would clip every gradient.
     """
 
@@ -110,16 +109,12 @@ class GainPolicy:
     def wants(self, step: int, thresholds: ScalingThresholds) -> Tapped | None:
         """What the taps must sum during step number `step`."""
         dense = MEASURE_DENSE_STEPS if thresholds.policy == "measure" else DENSE_STEPS
-        return "tensor" if self._meter.source != "probe" and self._due(step, dense) else None
-
-    def _due(self, step: int, dense: int) -> bool:
-        """True when step number `step` is measured: each of the first `dense`, unless the rule names an interval."""
-        return step % (self._rule.measure_every or (1 if step < dense else SPARSE_EVERY)) == 0
+        return None if step % (self._rule.measure_every or (1 if step < dense else SPARSE_EVERY)) else "tensor"
 
     def factors(self, step: int, thresholds: ScalingThresholds) -> float:
         """The learning rate's factor at this step, from steps before it; measures this one and clips its spike."""
         self._receive()
-        measurement = self._measure(step, thresholds)
+        measurement = self._measure(thresholds)
         ratio = self._meter.batch_ratio(thresholds.small_batch_size)
         power = 1.0 if isinstance(self._meter.inner, PLAIN) else self._rule.adaptive_power
         factor = self._state.factor = factors(self._state, self._rule, thresholds, ratio, power)
@@ -149,19 +144,16 @@ class GainPolicy:
         state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
-    def _measure(self, step: int, thresholds: ScalingThresholds) -> torch.Tensor | None:
+    def _measure(self, thresholds: ScalingThresholds) -> torch.Tensor | None:
         """The step's measurement, to be summed over ranks."""
         meter = self._meter
-        if meter.tap.armed and (meter.ranks.size > 1 or meter.tap.parts >= 2):
-            return meter.measure()
-        if thresholds.policy == "measure" or (meter.source != "probe" and not meter.tap.armed):
-            return None  # between two measured steps a probe would cost a second backward
-        if not meter.may_probe:
-            if meter.ranks.size == 1:
-                meter.warn(NO_SMALL_BATCH)
+        if not meter.tap.armed:
             return None
-        probed = meter.probe(thresholds.small_batch_size) if self._due(step, PROBED_STEPS) else None
-        return None if probed is None else meter.measure_probe(*probed)
+        if meter.ranks.size > 1 or meter.tap.parts >= 2:
+            return meter.measure()
+        if thresholds.policy == "gain":
+            meter.warn(NO_SMALL_BATCH)
+        return None
 
     def telemetry(self, thresholds: ScalingThresholds) -> dict[str, float]:  # noqa: ARG002 - as of `ags`
         """Of the last measured step; the noise scale in examples where B is known, else in batches."""

@@ -2,7 +2,7 @@
 
 A tensor hook on a leaf runs before its gradient is accumulated, hence before DDP averages and before AMP unscales it:
 every micro-step of every rank is a small-batch gradient. This needs no second backward and leaves DDP's one
-communication hook free. Where there is only one such part, a probe runs a second backward on part of the batch.
+communication hook free. Algorithm 1 samples its small batch instead: a probe, a second backward on part of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tula_agent.torch_private import norm_squared
 
 _LOG = logging.getLogger(__name__)
 
-Source = Literal["auto", "parts", "probe"]
 Tapped = Literal["tensor", "element", "projections"]
 """What hooks sum: squares by tensor or element, with the projections that `common_factor` needs, or only these."""
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -37,8 +36,8 @@ _PROJECTED_ELEMENTS = 4096
 _HEAD = 7  # numbers of a measurement before its projections
 
 NO_SMALL_BATCH = (
-    "steps are not scaled: with one rank and no accumulation there is no small-batch gradient; accumulate micro-steps, "
-    "or give TulaOptimizer model= and loss= and call observe_batch"
+    "steps are not scaled: with one rank and no accumulation there is no small-batch gradient; accumulate two or more "
+    "micro-steps, or give `ags` model= and loss= and call observe_batch"
 )
 DISTURBED = (
     "steps are left out of the measurement, and factors stay as they were: gradients were changed by more than one "
@@ -105,11 +104,10 @@ class Meter:
         ranks: Ranks,
         *,
         global_batch_size: int | None = None,
-        source: Source = "auto",
         model: nn.Module | None = None,
         loss: LossFunction | None = None,
     ) -> None:
-        self.inner, self.ranks, self.source = inner, ranks, source
+        self.inner, self.ranks = inner, ranks
         self.tap = GradientTap()
         self.global_batch_size = global_batch_size
         self.counted_batch_size: int | None = None
@@ -209,25 +207,10 @@ class Meter:
         projections = [x if x is None else x.to(self.device, torch.float64) for x in tap.projections()]
         return torch.cat([head, torch.stack([zero if x is None else x for x in projections]) / size])
 
-    def measure_probe(self, small: Gradients, ratio: float) -> torch.Tensor | None:
-        """As `measure`, from the reduced gradient of a batch `ratio` times smaller; None without a common parameter."""
-        pairs = [
-            (part, whole)
-            for part, whole in zip(small, self.gradients(), strict=True)
-            if part is not None and whole is not None and not (part.is_sparse or whole.is_sparse)
-        ]
-        if not pairs:
-            return None
-        share = 1.0 / self.ranks.size
-        small_sq, large_sq = norm_squared([part for part, _ in pairs]), norm_squared([whole for _, whole in pairs])
-        head = _head(small_sq * share, share, large_sq * share, share, ratio * share, self.observed, 0.0)
-        return torch.cat([head, torch.full((2 * _CALIBRATORS,), share, dtype=torch.float64, device=head.device)])
-
     @property
-    def may_probe(self) -> bool:
-        """True when a second backward on the current batch is possible; the same on every rank."""
-        given = self._model is not None and self._loss is not None and self._batch is not None
-        return self.source != "parts" and given
+    def probes(self) -> bool:
+        """True when small batches are to be sampled by a second backward."""
+        return self._model is not None and self._loss is not None
 
     def probe(self, small_batch_size: int | None) -> tuple[Gradients, float] | None:
         """Reduced gradient of a sub-batch and B / b of it; None when it would be the whole batch of any rank.

@@ -12,7 +12,7 @@ from torch import nn
 
 from tula_agent.scaling.ags import AgsPolicy, GatedFactors
 from tula_agent.scaling.gain import PLAIN, GainPolicy, GainRule
-from tula_agent.scaling.meter import LossFunction, Meter, Source
+from tula_agent.scaling.meter import LossFunction, Meter
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds, SyncedThresholds
 from tula_agent.torch_private import is_sharded
@@ -43,9 +43,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     delta, static_scale, s_min, s_max: see `ScalingThresholds`. The service never changes what is given here.
     steps_per_epoch: after how many steps `ags` finds its factors; without it, after the first step that follows a
     `next_epoch`, or every 200.
-    model, loss: for a probe (`loss(module, batch)` is the mean loss), which `ags` uses wherever it can and `gain` where
-    neither ranks nor micro-steps provide a small batch; `observe_batch` must then get each batch.
-    source: `parts`, `probe`, or `auto`.
+    model, loss: of `ags`, to sample b_small by a probe (`loss(module, batch)` is the mean loss); `observe_batch` must
+    then get each batch. Without them, ranks and micro-steps serve as small batches.
     rule: constants of `gain`. `GainRule(spike_limit=None)` turns clipping off; experiments vary the others.
 
     Every rank must construct it with the same arguments and step as often (a few numbers are reduced over
@@ -71,7 +70,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         steps_per_epoch: int | None = None,
         model: nn.Module | None = None,
         loss: LossFunction | None = None,
-        source: Source = "auto",
         rule: GainRule | None = None,
         process_group: Any = None,
     ) -> None:
@@ -92,9 +90,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._start = ScalingThresholds(**self._scripted)
         self._thresholds = self._start
         ranks = Ranks(process_group)
-        self._meter = Meter(
-            optimizer, ranks, global_batch_size=global_batch_size, source=source, model=model, loss=loss
-        )
+        self._meter = Meter(optimizer, ranks, global_batch_size=global_batch_size, model=model, loss=loss)
         self._synced = SyncedThresholds(ranks)
         self._gain = GainPolicy(self._meter, rule or GainRule())
         self._ags = AgsPolicy(self._meter, steps_per_epoch)

@@ -12,7 +12,7 @@ A *body* is one stored version of a job's thresholds:
 The value in force is the script's where it passed one, else the user's, else the tuned one, else the agent's default.
 
 The rule for the learning rate of a larger batch is the best of our experiments on such networks. The evidence is
-`experiments/generalization/results/quick.json`; `tests/test_figures.py` compares these rules with it.
+`experiments/generalization/results/quick.json`; `tests/test_figures.py` compares the rule with all others.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
 
-MANY_TIMES = 8.0
-"""The least ratio of batches at which batch normalization made a difference between rules."""
+MOST_TIMES = 16.0
+"""The largest ratio of batches in the experiments; beyond it a reason says so."""
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _DEFAULT_DELTA = 0.5  # of Algorithm 1
 _SENSITIVE_SHARE = 0.10  # of steps that the gate should hold back
@@ -160,22 +160,17 @@ def _noise_moved(old: float | None, noise: NoiseScale) -> bool:
 
 def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:
     """The rule at `times` the base batch; None at the base batch, and for optimizers that no experiment used."""
-    if times <= 1.0 or model.optimizer not in _MEASURED_OPTIMIZERS:
-        return None
-    if model.optimizer == "adam":
-        return "unscaled"
-    return "linear" if model.batch_normalization and times >= MANY_TIMES else "gain"
+    return "gain" if times > 1.0 and model.optimizer in _MEASURED_OPTIMIZERS else None
 
 
 def learning_rate_factor(model: wire.ModelSpec, times: float, by_noise_scale: float | None) -> float | None:
-    """The learning rate over that of the base batch, by the rule; None where the unknown noise scale decides it.
+    """The learning rate over that of the base batch; None where the noise scale, which decides it, is unknown.
 
-    by_noise_scale: the factor that the gradient noise scale gives; None where that is unknown.
+    by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does.
     """
-    rule = scaling_rule(model, times)
-    if rule == "unscaled" or times == 1.0:
+    if times == 1.0:
         return 1.0
-    return times if rule == "linear" else by_noise_scale
+    return math.sqrt(by_noise_scale) if by_noise_scale and model.optimizer == "adam" else by_noise_scale
 
 
 def learning_rate_advice(
@@ -185,24 +180,16 @@ def learning_rate_advice(
 
     by_noise_scale: as of `learning_rate_factor`, which is the number in the sentence.
     """
-    rule = scaling_rule(model, times)
-    start = f"The learning rate is that of a batch of {base_batch_size} times"
     if times <= 1.0:
         return ""
-    if rule == "unscaled":
-        return (
-            f"Keep the learning rate of a batch of {base_batch_size} at first: under Adam no rule was better in our "
-            "experiment, at 16 times the batch."
-        )
-    if rule == "linear":
-        return (
-            f"{start} {times:.3g}, reached in a warm-up: with batch normalization, at {MANY_TIMES:g} times the batch, "
-            "linear scaling was better than `TulaOptimizer` in our experiment."
-        )
-    if by_noise_scale is not None:
-        found = f"{start} {by_noise_scale:.2g}, by the gradient noise scale; `TulaOptimizer` applies it."
+    start = f"The learning rate is that of a batch of {base_batch_size} times"
+    number = learning_rate_factor(model, times, by_noise_scale)
+    if number is not None:
+        found = f"{start} {number:.2g}, by the gradient noise scale; `TulaOptimizer` applies it."
     else:
-        found = f"{start} 1 to {times:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
-    if rule == "gain" and model.batch_normalization is None and times >= MANY_TIMES:
-        found += " With batch normalization another rule may be better: say `model.batch_normalization`."
+        most = math.sqrt(times) if model.optimizer == "adam" else times
+        found = f"{start} 1 to {most:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
+    if times > MOST_TIMES:
+        found += f" No experiment went beyond {MOST_TIMES:g} times the batch"
+        found += "; try LARS there too." if model.batch_normalization and model.optimizer != "adam" else "."
     return found

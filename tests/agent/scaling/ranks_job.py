@@ -25,9 +25,8 @@ SCENARIOS = {
     "gain": {},
     "gain-b_small": {"small_batch_size": 4},
     "ags-tensor": {"policy": "ags", "granularity": "tensor", "steps_per_epoch": 20},
-    "ags-element": {"policy": "ags", "source": "parts", "steps_per_epoch": 20},
+    "ags-element": {"policy": "ags", "steps_per_epoch": 20},
     "ags-probe": {"policy": "ags", "small_batch_size": 8, "steps_per_epoch": 20},
-    "gain-probe": {"policy": "gain", "source": "probe", "small_batch_size": 8},
     "ags-adamw": {"policy": "ags", "steps_per_epoch": 20},
     "gain-adamw": {},
     "static": {"policy": "static", "static_scale": 2.0},
@@ -35,7 +34,7 @@ SCENARIOS = {
     "gain-clip": {},
     "gain-thresholds": {},
     "gain-uneven": {"small_batch_size": 4},
-    "gain-probe-uneven": {"source": "probe", "small_batch_size": 12},
+    "ags-probe-uneven": {"policy": "ags", "small_batch_size": 8, "steps_per_epoch": 20},
     "gain-powersgd": {},
     "measure": {"policy": "measure"},
     "none": {"policy": "none"},
@@ -62,7 +61,7 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=0, **options)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     uneven = name.endswith("uneven")  # one rank's last batch of an epoch is shorter, and no global batch size is given
-    adaptive = name.endswith("adamw")
+    adaptive, probe = name.endswith("adamw"), name.startswith("ags-probe")
     inner = (
         torch.optim.AdamW(ddp.parameters(), lr=2e-3)
         if adaptive
@@ -71,8 +70,7 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
     optimizer = TulaOptimizer(
         inner,
         global_batch_size=None if uneven else 16 * world_size,
-        model=ddp,
-        loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
+        **({"model": ddp, "loss": lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])} if probe else {}),
         **SCENARIOS[name],
     )
     if name == "unwrapped":

@@ -239,7 +239,10 @@ def test_a_probe_cuts_the_batch_out_of_any_mapping():
         torch.optim.SGD(model.parameters(), lr=0.05),
         model=model,
         loss=lambda module, batch: F.cross_entropy(module(batch["x"]), batch["y"]),
-        source="probe",
+        policy="ags",
+        delta=1e9,
+        steps_per_epoch=2,
+        global_batch_size=32,
         small_batch_size=8,
     )
     for inputs, labels in itertools.islice(batches(), 5):
@@ -247,7 +250,7 @@ def test_a_probe_cuts_the_batch_out_of_any_mapping():
         optimizer.observe_batch(collections.UserDict(x=inputs, y=labels))  # what tokenizers return
         loss_of(model, (inputs, labels)).backward()
         optimizer.step()
-    assert optimizer.telemetry()["scale"] > 1.0
+    assert optimizer.telemetry()["scale"] != 1.0
 
 
 def test_a_policy_that_is_chosen_again_starts_from_nothing():
@@ -309,11 +312,11 @@ def test_ags_that_the_service_switches_on_finds_factors_after_the_next_epoch_beg
     assert optimizer.telemetry()["scale"] != 1.0
 
 
-def test_with_source_probe_no_square_is_taken_during_backward(monkeypatch):
+def test_with_a_probe_no_square_is_taken_during_backward(monkeypatch):
     monkeypatch.setattr(meter, "squares", lambda *_: pytest.fail("a backward was tapped"))
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"steps_per_epoch": 2, "source": "probe", "model": model, "loss": loss_of, "small_batch_size": 8}
+    options = {"steps_per_epoch": 2, "model": model, "loss": loss_of, "small_batch_size": 8}
     optimizer = TulaOptimizer(inner, policy="ags", **options)
     train(optimizer, model, batches(), 3, parts=1)
     assert optimizer.telemetry()["scale"] != 1.0

@@ -92,8 +92,8 @@ def test_reentrant_checkpoints_with_a_shared_module_are_left_out_with_one_warnin
 
 def test_a_probe_that_never_fits_says_so_once(caplog):
     model = network()
-    options = {"small_batch_size": 16, "global_batch_size": 32, "source": "probe", "model": model, "loss": loss_of}
-    optimizer = TulaOptimizer(sgd(model), **options)
+    options = {"small_batch_size": 16, "global_batch_size": 32, "model": model, "loss": loss_of, "steps_per_epoch": 2}
+    optimizer = TulaOptimizer(sgd(model), policy="ags", **options)
     with caplog.at_level(logging.WARNING):
         for inputs, labels in batches(6):
             optimizer.zero_grad()
