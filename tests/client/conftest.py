@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -105,17 +104,3 @@ def job_spec(name: str) -> JobSpec:
 def spec(request: pytest.FixtureRequest) -> JobSpec:
     """A job of this test's own."""
     return job_spec(request.node.name[:200])
-
-
-@pytest.fixture
-def csv_file(tmp_path: Path) -> Path:
-    """Steps measured elsewhere, at four configurations, by the paper's own formula with a little noise."""
-    path = tmp_path / "steps.csv"
-    lines = ["num_nodes,local_batch_size,step_time_s,peak_bytes"]
-    for nodes in (1, 4):
-        for batch in (32, 256):
-            for step in range(12):
-                time_s = 0.02 + 0.001 * batch + 0.08 * (1 - 1 / nodes) + 0.0005 * ((step * 7) % 5)
-                lines.append(f"{nodes},{batch},{time_s:.6f},{10**9 + batch * 2**20}")
-    path.write_text("\n".join(lines) + "\n")
-    return path

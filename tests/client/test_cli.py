@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from datetime import datetime, timezone
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from rich.console import Console
 
 from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
-from tula_client import Client, ServiceUnreachableError
+from tula_client import Client
 from tula_client._settings import package_version
 from tula_client.cli import commands, format, jobs, output, watch
 from tula_client.cli.app import run
-from tula_wire import Configuration, Event, Job, JobPage, JobSpec, RunCreate, RunPatch, TelemetryChunk
+from tula_wire import Event, Job, JobPage, JobSpec, RunCreate, RunPatch
 from tula_wire.text import printable
 
 Tula = Callable[..., tuple[int, str, str]]
@@ -232,45 +233,21 @@ def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, profiled: Job, tmp_
     assert (code, ".parquet" in err) == (2, True)
 
 
-def test_watch_shows_runs_and_the_shape_of_a_series(tula: Tula, profiled: Job) -> None:
-    code, out, _ = tula("watch", profiled.id, "--once")
-    assert code == 0
-    assert profiled.id in out
-    assert answer(tula("watch", profiled.id, "--once", "--json"))["job"]["id"] == profiled.id
-    assert watch.sparkline([0, None, 7]) == "▁ █"
-    assert watch.sparkline([None, None]) == ""
-    assert watch.sparkline([3.0, 3.0]) == "▁▁"
-
-
-def test_watch_ends_with_its_job(tula: Tula, address: str, job: str) -> None:
-    with Client(address, token="") as client:
-        chosen = Configuration(num_nodes=2, local_batch_size=64)
-        run = client.create_run(job, RunCreate(kind="train", configuration=chosen, holder="me"))
-        chunk = TelemetryChunk(boot_id="b", sequence=0, steps=[0, 1, 2], columns={"loss": [2.0, 1.0, 0.5]})
-        client.send_telemetry(run.id, chunk)
-        client.patch_run(run.id, RunPatch(state="succeeded", holder="me"))
-        assert client.job(job).state == "finished"
-    code, out, err = tula("watch", job)
-    assert (code, err) == (0, "")
-    assert run.id in out
-    assert "█▃▁  0.5 at step 2" in out, out
-
-
-def test_watch_stays_while_the_service_is_away(
-    address: str, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_watch_prints_an_event_a_line_and_no_control_character(
+    tula: Tula, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time it asks after the break it is refused; the view says so, and then ends with its job."""
-    with Client(address, token="") as client:
-        client.archive_job(job)
-        answers = [client.job, _away, client.job, client.job]
-        monkeypatch.setattr(client, "job", lambda job_id: answers.pop(0)(job_id), raising=False)
-        watch.live_view(client, job, quiet_s=0.01)
-    assert answers == []
-    assert "archived" in capsys.readouterr().out
-
-
-def _away(_job_id: str) -> Job:
-    raise ServiceUnreachableError("the service does not answer")
+    now = datetime.now(timezone.utc)
+    happened = [
+        Event(id=number, job_id=job, kind="run", at=now, run_id="run-1", data={"state": "failed", "message": message})
+        for number, message in enumerate(("No memory.", "\x1b]0;pwn\x07 \u202egnp.exe"), 1)
+    ]
+    monkeypatch.setattr(Client, "events", lambda *_, **__: iter(happened))
+    code, out, err = tula("watch", job)
+    assert (code, err, out.count("\n")) == (0, "", 2)
+    assert "run run-1: failed: No memory." in out
+    assert all(letter.isprintable() for letter in out.replace("\n", ""))
+    lines = tula("watch", job, "--json")[1].splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [1, 2]
 
 
 def test_an_event_line_ends_with_its_sentence() -> None:
@@ -300,7 +277,6 @@ def test_version_prints_the_version(tula: Tula) -> None:
         (["jobs", "list", "--limit", "0"], 2, "--limit"),
         (["--url", "http://127.0.0.1:9", "jobs", "list"], 3, "tula serve"),
         (["--url", "elsewhere", "jobs", "list"], 2, "url: 'elsewhere' is no HTTP address"),
-        (["import", "x", "/no/such/file.csv"], 2, "/no/such/file.csv"),
     ],
 )
 def test_a_failure_is_one_sentence_and_its_exit_code(tula: Tula, words: list[str], code: int, said: str) -> None:
@@ -349,7 +325,7 @@ def test_no_text_of_the_service_steers_the_terminal(tula: Tula, job: str, addres
             made.id, RunPatch.model_construct({"state", "message", "holder"}, state="failed", message=evil, holder="me")
         )
         assert "pwn" in str(client.run(made.id).message)
-    for words in (["jobs", "show", job], ["jobs", "show", job, "--json"], ["watch", job, "--once"]):
+    for words in (["jobs", "show", job], ["jobs", "show", job, "--json"]):
         code, out, err = tula(*words)
         assert (code, err) == (0, "")
         assert "pwn" in out
