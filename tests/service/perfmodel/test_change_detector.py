@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.busy_host import steady_steps
 from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.points import ObservationError
 
@@ -95,6 +96,35 @@ def test_a_speed_just_inside_a_wide_interval_never_alarms(interval, place):
     mean = 1.0 - interval + 2.0 * interval * place
     times = mean * np.exp(np.random.default_rng(5).normal(0, interval / 3.0, 2000))
     assert watch_drift(DriftState.expecting(1.0 - interval, 1.0 + interval), times).alarm is None
+
+
+def confirmed_alarms(times, width):
+    """(step, alarm) of a training whose samples arrive ten at a time: every step up to 100, then one in five."""
+    at = np.concatenate([np.arange(100), np.arange(100, times.size, 5)])
+    state, found = DriftState.expecting(1.0 / (1.0 + width), 1.0 + width), []
+    for seen in range(10, at.size + 1, 10):
+        state = watch_drift(state, times[at[seen - 10 : seen]])
+        if state.alarm:
+            if state.confirmed_by(times[at[max(0, seen - 20) : seen]]):
+                found.append((int(at[seen - 1]), state.alarm))
+            state = state.rearmed()
+    return found
+
+
+@pytest.mark.parametrize("width", [0.05, 0.08, 0.12, 0.2])
+def test_steady_steps_on_a_busy_host_confirm_no_alarm(width):
+    assert confirmed_alarms(steady_steps(), width) == []
+
+
+@pytest.mark.parametrize("width", [0.05, 0.08, 0.12])
+@pytest.mark.parametrize(("since", "within"), [(0, 100), (1000, 200)])
+def test_a_training_that_becomes_a_quarter_slower_on_a_busy_host_is_noticed(width, since, within):
+    """Within 100 steps from its start; later, when one step in five is sampled, within twice as many."""
+    times = steady_steps()
+    times[since:] *= 1.25
+    step, alarm = confirmed_alarms(times, width)[0]
+    assert alarm == "slower"
+    assert since <= step < since + within
 
 
 def test_only_an_alarm_of_the_sums_begins_them_again():
