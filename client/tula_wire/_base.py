@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 from tula_wire.bounds import MAX_COUNT, MAX_DURATION_S, MAX_USD_PER_HOUR
-from tula_wire.text import UNPRINTABLE, printable, printable_lines
+from tula_wire.text import UNPRINTABLE, printable
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
@@ -20,8 +20,9 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
 """An id that the service gives: a file name and a word of a shell as it stands, and never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
 """A sentence, often of an exception: control characters in it are replaced, as refusing them would lose the report."""
-Output = Annotated[str, AfterValidator(printable_lines), Field(max_length=65_536)]
-"""The end of what a program wrote; control characters in it are replaced."""
+_QUARTET = "[A-Za-z0-9+/]"
+Base64 = Annotated[str, Field(pattern=f"^({_QUARTET}{{4}})*({_QUARTET}{{2}}==|{_QUARTET}{{3}}=)?$")]
+"""Bytes; long text is sent so, since bodies of many brackets, commas and points are refused."""
 Timestamp = AwareDatetime
 
 

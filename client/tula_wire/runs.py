@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tula_wire._base import Count, Id, Message, Name, Output, Seconds, Share, Timestamp, WireModel
+from tula_wire._base import Base64, Count, Id, Message, Name, Seconds, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
 
 RunKind = Literal["profile", "train"]
@@ -133,6 +133,7 @@ class RunPatch(WireModel):
     dropped: Annotated[int, Field(ge=0, le=2**53)] | None = Field(
         None, description="Number of measurements that the agent had to drop so far."
     )
-    output: Output | None = Field(
-        None, description="The end of what the run has written so far, at most 65,536 characters; replaces the last."
+    output: Annotated[Base64, Field(max_length=87_384)] | None = Field(
+        None,
+        description="Base64 of the last 64 KiB (UTF-8) that the run has written so far; replaces the ones before.",
     )

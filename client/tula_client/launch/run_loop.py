@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import Process, of_first_rank, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Job, Run, RunPatch, TokenCreate
+from tula_wire import Job, Run, RunPatch, RunState, TokenCreate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +44,7 @@ _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooMany
 """Errors after which the service is expected to answer again."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
-_MOST_OUTPUT: Final = 65_536
+_MOST_OUTPUT_BYTES: Final = 65_536
 _UPLOAD_TIMEOUT_S: Final = 120.0
 _STOP_COMMAND_TIMEOUT_S: Final = 30.0
 TOKEN_EXPIRES_S: Final = 30 * 86_400.0
@@ -230,6 +231,7 @@ class Runner:
         if now >= active.next_heartbeat_at:
             active.next_heartbeat_at = now + LEASE_S / 3
             self._renew_lease(active)
+            self._send_output(active, active.run, "running")
         return None
 
     def finish(self, active: ActiveRun, status: int) -> Outcome:
@@ -242,7 +244,7 @@ class Runner:
             self.reporter.note(f"Run {run.id}: {warning}")
         if outcome.state == "succeeded" and outcome.message:
             self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
-        self._send_output(active, run)
+        self._send_output(active, run, run.state)
         self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
         return outcome
 
@@ -261,7 +263,7 @@ class Runner:
                 continue
             complete = run.state in ("succeeded", "cancelled")
             ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
-            self._send_output(active, ended)
+            self._send_output(active, ended, ended.state)
             self.reporter.finished(ended, outcome, active.log, 0.0)  # the launch's time is that of its largest batch
             found.append((ended, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)
@@ -371,26 +373,23 @@ class Runner:
                 f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), {EMBED}"
             )
 
-    def _output(self, active: ActiveRun) -> str | None:
-        """The end of what rank 0 has written; None if all of it has been sent, or the user does not want that."""
+    def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
+        """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""
         if self.options.inherited.get("TULA_SEND_OUTPUT") == "0":
-            return None
-        text = "\n".join(of_first_rank(tail(active.log)))[-_MOST_OUTPUT:]
-        return None if text == active.sent_output else text
-
-    def _send_output(self, active: ActiveRun, run: Run) -> None:
-        """Send the output of a run that has ended; what the service does not take stays in the log."""
-        text = self._output(active)
-        if text is not None:
-            with suppress(TulaError):
-                self.service.patch_run(run.id, RunPatch(state=run.state, holder=self.holder, output=text))
+            return
+        output = "\n".join(of_first_rank(tail(active.log))).encode(errors="replace")[-_MOST_OUTPUT_BYTES:]
+        text = output.decode(errors="ignore")
+        if (text == active.sent_output and state == "running") or not text:
+            return
+        patch = RunPatch(state=state, holder=self.holder, output=b64encode(text.encode()).decode())
+        with suppress(TulaError):
+            self.service.patch_run(run.id, patch)
+            active.sent_output = text
 
     def _renew_lease(self, active: ActiveRun) -> None:
-        text = self._output(active)
-        patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S, output=text)
+        patch = RunPatch(state="running", holder=self.holder, lease_s=LEASE_S)
         try:
             self.service.patch_run(active.run.id, patch)
-            active.sent_output = text or active.sent_output
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
             try:
                 active.cancelled = self.service.run(active.run.id).state == "cancelled"

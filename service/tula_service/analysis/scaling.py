@@ -182,13 +182,13 @@ def learning_rate_advice(
     """
     if times <= 1.0:
         return ""
-    start = f"The learning rate is that of a batch of {base_batch_size} times"
+    start = f"Multiply the learning rate of a batch of {base_batch_size} by"
     number = learning_rate_factor(model, times, by_noise_scale)
     if number is not None:
-        found = f"{start} {number:.2g}, by the gradient noise scale; `TulaOptimizer` applies it."
+        found = f"{start} {number:.2g}, which follows from the gradient noise scale; `TulaOptimizer` does it."
     else:
         most = math.sqrt(times) if model.optimizer == "adam" else times
-        found = f"{start} 1 to {most:.3g}: the gradient noise scale, which `TulaOptimizer` measures, says which."
+        found = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures."
     if times > MOST_TIMES:
         found += f" No experiment went beyond {MOST_TIMES:g} times the batch"
         found += "; try LARS there too." if model.batch_normalization and model.optimizer != "adam" else "."

@@ -199,10 +199,12 @@ def _balanced(preference: Preference, frontier: Sequence[Estimate]) -> tuple[lis
     best = preference.value(ranked[0]).expected
     near = [e for e in ranked if preference.value(e).expected <= _NEARLY_BEST * best]
     chosen = min(near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e)))
-    what = "product of time and cost" if preference.priced else "time"
-    reason = f"It has the least {what} of the candidates that are not dominated."
+    reason = "It is expected to be the fastest of the candidates within the limits."
+    if preference.priced:
+        reason = "It is the best compromise: its time multiplied by its cost is the smallest of all candidates."
     if chosen is not ranked[0]:
-        reason = f"It has the smallest batch of the candidates within 10 % of the least {what}."
+        what = "time multiplied by cost is" if preference.priced else "time is"
+        reason = f"It has the smallest batch of the candidates whose {what} within 10 % of the smallest."
     return [chosen, *(e for e in ranked if e is not chosen)], reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.planning import replan
 from tula_service.usecases.recommendations import spec_of
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
+from tula_wire.text import printable_lines
 
 _OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
 _RETRY_AFTER_S = 2.0
@@ -259,7 +261,7 @@ def patch(
         before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
         if request.output is not None:
-            tx.runs.put_output(run.key, request.output)
+            tx.runs.put_output(run.key, printable_lines(b64decode(request.output).decode(errors="replace")))
         due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
     if run.state.is_final and run.state is not before:  # true also of a vanished run that reports its end
         on_end(view(run))

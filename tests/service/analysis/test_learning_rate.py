@@ -14,12 +14,22 @@ from tula_wire import ModelSpec
     ("facts", "times", "rule", "said"),
     [
         ({}, 1.0, None, ""),
-        ({}, 4.0, "gain", "a batch of 64 times 3.2, by the gradient noise scale; `TulaOptimizer` applies it."),
-        ({"batch_normalization": True}, 8.0, "gain", "a batch of 64 times 3.2, by the gradient noise scale"),
+        (
+            {},
+            4.0,
+            "gain",
+            "a batch of 64 by 3.2, which follows from the gradient noise scale; `TulaOptimizer` does it.",
+        ),
+        (
+            {"batch_normalization": True},
+            8.0,
+            "gain",
+            "a batch of 64 by 3.2, which follows from the gradient noise scale",
+        ),
         ({"batch_normalization": True}, 32.0, "gain", "beyond 16 times the batch; try LARS there too."),
         ({"batch_normalization": False}, 32.0, "gain", "beyond 16 times the batch."),
-        ({"optimizer": "adam"}, 16.0, "gain", "a batch of 64 times 1.8, by the gradient noise scale"),
-        ({"optimizer": "other"}, 4.0, None, "a batch of 64 times 3.2, by the gradient noise scale"),
+        ({"optimizer": "adam"}, 16.0, "gain", "a batch of 64 by 1.8, which follows from the gradient noise scale"),
+        ({"optimizer": "other"}, 4.0, None, "a batch of 64 by 3.2, which follows from the gradient noise scale"),
     ],
 )
 def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: str | None, said: str) -> None:
@@ -30,7 +40,7 @@ def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: st
 
 
 def test_without_a_noise_scale_the_range_is_said() -> None:
-    assert "64 times 1 to 4:" in learning_rate_advice(ModelSpec(name="net"), 64, 4.0, None)
+    assert "64 by 1 to 4:" in learning_rate_advice(ModelSpec(name="net"), 64, 4.0, None)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "other"])
@@ -48,7 +58,7 @@ def test_the_factor_is_the_number_of_the_sentence_and_of_the_rule(
         assert (rule, found, said) == (None, 1.0, "")
     elif found is None:
         assert by_noise_scale is None
-        assert f"64 times 1 to {times**0.5 if root else times:.3g}:" in said
+        assert f"64 by 1 to {times**0.5 if root else times:.3g}:" in said
     else:
         assert found == pytest.approx(3.2**0.5 if root else 3.2)
-        assert f"64 times {found:.2g}, by the gradient noise scale" in said
+        assert f"64 by {found:.2g}, which follows from the gradient noise scale" in said

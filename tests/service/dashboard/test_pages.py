@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -88,6 +89,11 @@ def train(browser: Browser, job_id: str, method: str = "ags", columns: tuple[str
     }
     assert browser("POST", wire.routes.RUN_TELEMETRY.format(run_id=run_id), json=chunk).status_code == 202
     return run_id
+
+
+def encoded(text: str) -> str:
+    """As `output` is sent."""
+    return b64encode(text.encode()).decode()
 
 
 def token(browser: Browser, scope: str, **more: object) -> str:
@@ -276,13 +282,17 @@ def test_the_output_of_a_run_is_text_whatever_it_holds(browser: Browser) -> None
     assert "Nothing was sent" in browser.page(f"/runs/{run_id}")
     hostile = "<script>alert(1)</script></pre>\n\x1b[31mred\x1b[0m \u202egnp\x00 {{ 7 * 7 }}"
     path = wire.routes.RUN.format(run_id=run_id)
-    assert browser("PATCH", path, json={"state": "running", "output": hostile}).is_success
+    assert browser("PATCH", path, json={"state": "running", "output": encoded(hostile)}).is_success
     page = browser("GET", f"/runs/{run_id}", headers=HTML).text
     stored = page.split('<pre class="output"')[1].split(">", 1)[1].split("</pre>")[0]
     assert stored == "&lt;script&gt;alert(1)&lt;/script&gt;&lt;/pre&gt;\nred \ufffdgnp\ufffd {{ 7 * 7 }}"
-    longer = browser("PATCH", path, json={"state": "running", "output": "x" * 65_537})
+    longer = browser("PATCH", path, json={"state": "running", "output": encoded("x" * 65_539)})
     assert (longer.status_code, longer.json()["field"]) == (422, "output")
     assert "output" not in browser("GET", path).json(), "no list of runs carries it"
+    marks = ".,:[{=" * 10_000
+    assert browser("PATCH", path, json={"state": "running", "output": encoded(marks)}).is_success
+    assert marks in browser.page(f"/runs/{run_id}")
+    assert browser("PATCH", path, json={"state": "running", "output": "no base64"}).status_code == 422
 
 
 def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) -> None:

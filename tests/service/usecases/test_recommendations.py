@@ -351,7 +351,7 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     unknown = cluster.recommendation(job_id, "time")
     assert unknown.chosen is not None
     ratio = unknown.chosen.global_batch_size / 64
-    assert f"The learning rate is that of a batch of 64 times 1 to {ratio:.3g}" in unknown.why
+    assert f"Multiply the learning rate of a batch of 64 by 1 to {ratio:.3g}" in unknown.why
     assert unknown.chosen.learning_rate_factor is None
     assert unknown.scaling_rule == "gain"
     smallest = min(unknown.candidates, key=lambda c: c.global_batch_size)
