@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from tula_wire.configurations import Configuration
@@ -29,10 +29,13 @@ def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
     return frozenset(column_of(c) for c in configurations)
 
 
-def first_columns(candidates: Sequence[Configuration], *, middle: bool = False) -> list[Column]:
+def first_columns(
+    candidates: Sequence[Configuration], *, middle: bool = False, probed: Collection[str] = ()
+) -> list[Column]:
     """Of each instance type the largest and the smallest cluster; with `middle` also the one nearest to their mean.
 
-    The mean is geometric. Of several columns of one cluster, the one with the least accumulation counts as the largest.
+    Of the types in `probed`, whose links between nodes are known, the smallest cluster alone. The mean is geometric. Of
+    several columns of one cluster, the one with the least accumulation counts as the largest.
     """
     chosen: list[Column] = []
     for name in sorted({c.instance_type for c in candidates}):
@@ -41,7 +44,7 @@ def first_columns(candidates: Sequence[Configuration], *, middle: bool = False) 
             key=lambda column: (column.world_size, -column.grad_accum_steps, column),
         )
         smallest, largest = columns[0], columns[-1]
-        chosen += dict.fromkeys((largest, smallest))
+        chosen += [smallest] if name in probed else dict.fromkeys((largest, smallest))
         centre = math.sqrt(smallest.world_size * largest.world_size)
         rest = [column for column in columns if column not in chosen]
         if middle and rest:

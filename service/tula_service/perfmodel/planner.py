@@ -82,7 +82,12 @@ class _State:
     open_rows: tuple[int, ...]
     affordable: frozenset[int]
     runs_left: int
-    gain_worth_a_run: float
+    by_column: bool
+
+    @property
+    def gain_worth_a_run(self) -> float:
+        """The least expected gain, as a fraction, for which a run or a launch is made."""
+        return _GAIN_WORTH_A_LAUNCH if self.by_column else _GAIN_WORTH_A_RUN
 
     @property
     def num_runs(self) -> int:
@@ -120,7 +125,8 @@ def plan(
     these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first
     the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
     goal, `_refine_choice`; without, whatever is least certain. With `budget.by_column`, the first runs are the largest
-    and the smallest cluster, and a launch measures up to three batches of its cluster.
+    and the smallest cluster, where the links between nodes were probed the smallest alone, and a launch measures up to
+    three batches of its cluster.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -184,7 +190,7 @@ def _state_of(
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
         runs_left=limit - (_launches(used) if budget.by_column else len(used)),
-        gain_worth_a_run=_GAIN_WORTH_A_LAUNCH if budget.by_column else _GAIN_WORTH_A_RUN,
+        by_column=budget.by_column,
     )
 
 
@@ -241,7 +247,7 @@ def _corners(state: _State, *, two: bool) -> Plan:
 def _first_columns(state: _State) -> Plan | None:
     """The rest of the columns that every search begins with, or the wait for those that are pending; None once done."""
     used = state.measured | state.pending
-    first = first_columns(state.candidates)
+    first = first_columns(state.candidates, probed=state.priors.probed)
     begun, missing = ([one for one in first if (one in columns_of(used)) is known] for known in (True, False))
     sizes = [c.world_size for c in state.candidates]
     runs = [
@@ -303,13 +309,15 @@ def _refine_choice(
     4. While predictions are expected to err by more than 3 %: the last run of the design if it was not made, then up to
        `cheap` runs that each cost at most a fifth of what was spent; the most informative about all candidates.
 
-    A knee has 2 and 3 only: it rests on the whole curve, and its design had four runs for that.
+    Columns of probed nodes have 2 to 4 only: what their links do is known. A knee has 2 and 3 only: it rests on the
+    whole curve, and its design had four runs for that.
     """
     design = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
     choice = recommendation.choice
     chosen = choice.chosen
     rows = {c: row for row, c in enumerate(state.candidates)}
-    design_open = _ranks_candidates(goal) and state.num_runs < design
+    probed = state.by_column and bool(state.priors.probed)
+    design_open = _ranks_candidates(goal) and state.num_runs < design and not probed
     if design_open and state.runs_left > 1 and (chosen is None or not chosen.measured):
         return Plan(_informative_runs(state, 1, goal, per_cost=True), None)
     if chosen is not None and not chosen.measured and rows.get(chosen.configuration) in state.affordable:

@@ -17,7 +17,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
-from tula_service.perfmodel.priors import generic_prior
+from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
@@ -252,6 +252,22 @@ def test_a_second_launch_of_a_cluster_counts_as_one():
     done.append(make_configuration(8, 4, 64))
     spent = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), budget=PlanBudget(max_runs=3, by_column=True))
     assert spent.stop_reason == "The budget of 3 launches (profiling.max_runs) is spent."
+
+
+def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be_chosen():
+    priors = Priors(anywhere=generic_prior(), probed=frozenset({"default"}))
+    goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
+    budget = PlanBudget(max_runs=3, by_column=True)
+    first = plan(Search.ADAPTIVE, GRID, unmeasured_model(priors, GRID), goal=goal, budget=budget)
+    done = [run.configuration for run in first.runs]
+    assert done == [make_configuration(1, 4, batch) for batch in (32, 128, 256)]
+    observed = StepTimeObservations.at(done, [step_time(c) for c in done])
+    model = fit_step_time(observed, prior=priors, candidates=GRID)
+    chosen = recommend(GRID, model, goal).choice.chosen
+    assert chosen is not None
+    step = plan(Search.ADAPTIVE, GRID, model, goal=goal, budget=budget)
+    assert chosen.configuration in [run.configuration for run in step.runs]
+    assert step.runs[0].purpose.startswith("Verification")
 
 
 def test_no_column_is_planned_while_another_is_pending():

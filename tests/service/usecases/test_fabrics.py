@@ -159,6 +159,27 @@ def test_a_run_on_several_nodes_outweighs_a_probe_that_was_wrong(cluster: Cluste
     assert abs(np.log(measured.expected_step_time(at).mean / truth)) < 0.3 * abs(np.log(misled / truth))
 
 
+def test_after_a_probe_one_launch_on_one_node_recommends_over_all_clusters(cluster: Cluster) -> None:
+    cluster.step_time = simulated
+    fabrics.add(cluster.store, cluster.principal, network())
+    nodes = {"instance_type": "a", "max_nodes": 8, "accelerator": "V100", "network_gbps": 25}
+    job_id = cluster.register(spec(cluster=nodes, model={"name": "net", "parameters": PARAMETERS})).job.id
+    planned = [run.configuration for run in cluster.job(job_id).plan]
+    assert [c.num_nodes for c in planned] == [1, 1, 1]
+    cluster.work(job_id, most=3)
+    found = cluster.recommendation(job_id)
+    assert found.basis == "probed"
+    assert {each.configuration.num_nodes for each in found.candidates} == {1, 2, 4, 8}
+    inside = [
+        each.step_time_s.low <= simulated(each.configuration) <= each.step_time_s.high for each in found.candidates
+    ]
+    assert np.mean(inside) >= 0.9
+    waiting = [run.configuration for run in cluster.job(job_id).plan if run.state == "pending"]
+    assert found.chosen is not None
+    assert found.chosen.configuration in waiting
+    assert {c.num_nodes for c in waiting} == {found.chosen.configuration.num_nodes}
+
+
 def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
     """Two jobs on one node after one probe would otherwise count as two that measured the network."""
     cluster.step_time = simulated
