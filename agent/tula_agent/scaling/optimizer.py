@@ -308,6 +308,11 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _switch(self, thresholds: ScalingThresholds) -> None:
         """Put `thresholds` in force and drop all that another policy or other bounds had measured."""
         before, self._thresholds = self._thresholds, thresholds
+        if thresholds.small_batch_size is not None and self._meter.batch_size is None and not self._meter.observed:
+            self._meter.warn(
+                "the service's small_batch_size is ignored: the global batch size is unknown; give TulaOptimizer "
+                "global_batch_size=, or call observe_batch with each batch"
+            )
         if thresholds.policy != before.policy:
             self._gain.reset()
             self._ags.reset()

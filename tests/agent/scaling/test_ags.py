@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.scaling.reference import algorithm_1, variability
 from tests.agent.scaling.test_optimizer import batches, loss_of, sgd, train, weights
@@ -156,6 +157,34 @@ def test_updates_are_scaled_in_chunks_exactly_as_all_at_once(kind):
         assert all(p.grad is not None for p in model.parameters())
         found.append(weights(model) - before)
     torch.testing.assert_close(found[1], 2.0 * found[0], rtol=1e-3, atol=1e-7)
+
+
+def test_scaled_updates_hold_a_copy_of_a_sixteenth_of_the_parameters_at_a_time():
+    """Of 64 equal tensors four: counted by what `clone` returns between two steps of the wrapped optimizer."""
+
+    class Clones(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counted = [0]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.clone.default:
+                self.counted[-1] += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    parameters = [nn.Parameter(torch.ones(256)) for _ in range(64)]
+    inner = torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer = TulaOptimizer(inner, policy="static", static_scale=2.0, delta=1e9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.stack([p.square().sum() for p in parameters]).sum().backward()
+        clones = Clones()
+        handle = inner.register_step_post_hook(lambda *_, seen=clones: seen.counted.append(0))
+        with clones:
+            optimizer.step()
+        handle.remove()
+    copies = [count for count in clones.counted if count >= 256]
+    assert copies == [4 * 256] * 16
 
 
 def test_a_gradient_of_another_precision_or_a_moved_group_keeps_its_factor():
