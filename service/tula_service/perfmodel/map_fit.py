@@ -19,7 +19,6 @@ from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservatio
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.residual_gp import (
     HYPOTHESES,
-    Hypothesis,
     ResidualScales,
     residual_covariance,
     residual_variance,
@@ -190,7 +189,6 @@ def fit_posterior(
     targets: Targets,
     prior: StepTimePrior,
     reference_batch_size: float,
-    hypotheses: Sequence[Hypothesis] = HYPOTHESES,
 ) -> Posterior:
     """One Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
     centre = prior.mean.copy()
@@ -200,11 +198,11 @@ def fit_posterior(
         centre[0] += shift
         centre[list(prior.in_seconds)] -= shift
     members: list[Member] = []
-    for hypothesis in hypotheses:
+    for hypothesis in HYPOTHESES:
         scales = hypothesis.apply(prior.scales)
         start = members[0].theta if members else centre
         members.append(_fit_member(start, replace(prior, mean=centre), scales, targets, reference_batch_size))
-    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, hypotheses, strict=True)])
+    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, HYPOTHESES, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     kept = np.flatnonzero(weights >= _LEAST_WEIGHT * weights.sum())
     return Posterior(

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tula_service.domain import Measure, Search
-from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements, log_value
+from tula_service.perfmodel.acquisition import log_value, most_promising
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
 from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
 from tula_service.perfmodel.points import FloatArray, ObservationError
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
-from tula_service.perfmodel.residual_gp import SURPRISING
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire.configurations import Configuration
 
 _DESIGN_RUNS = 4
-_DESIGN_RUNS_FOR_A_GOAL = 3
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
 _CHEAP_RUNS = 2
 _CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
 _PRECISE_ENOUGH = 0.03  # relative error of predictions
-_GAIN_WORTH_A_RUN = 0.005
-_GAIN_WORTH_A_LAUNCH = 0.02  # of a whole column
-_CHANCE_WORTH_A_RUN = 0.02
 _MEDIAN_OF_NORMAL = 0.67
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
@@ -82,12 +77,6 @@ class _State:
     open_rows: tuple[int, ...]
     affordable: frozenset[int]
     runs_left: int
-    by_column: bool
-
-    @property
-    def gain_worth_a_run(self) -> float:
-        """The least expected gain, as a fraction, for which a run or a launch is made."""
-        return _GAIN_WORTH_A_LAUNCH if self.by_column else _GAIN_WORTH_A_RUN
 
     @property
     def num_runs(self) -> int:
@@ -123,10 +112,9 @@ def plan(
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
     these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first
-    the most informative runs (largest cluster first): three if `goal` ranks single candidates, else four. Then, with a
-    goal, `_refine_choice`; without, whatever is least certain. With `budget.by_column`, the first runs are the largest
-    and the smallest cluster, where the links between nodes were probed the smallest alone, and a launch measures up to
-    three batches of its cluster.
+    the four most informative runs (largest cluster first). Then, with a goal, `_refine_choice`; without, whatever is
+    least certain. With `budget.by_column`, the first runs are the largest and the smallest cluster, where the links
+    between nodes were probed the smallest alone, and a launch measures up to three batches of its cluster.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -190,7 +178,6 @@ def _state_of(
         open_rows=open_rows,
         affordable=_affordable(candidates, open_rows, model, budget),
         runs_left=limit - (_launches(used) if budget.by_column else len(used)),
-        by_column=budget.by_column,
     )
 
 
@@ -283,12 +270,14 @@ def _open_in(state: _State, column: Column) -> list[Configuration]:
 
 def _next_design_runs(state: _State, goal: Goal | None) -> Plan | None:
     """The runs of the design that are still to be planned, or the wait for those that are pending; None once done."""
-    first = _DESIGN_RUNS_FOR_A_GOAL if _ranks_candidates(goal) else _DESIGN_RUNS
-    more_types = _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
-    wanted = min(first + more_types, state.runs_left + state.num_runs)
+    wanted = min(_design_runs(state), state.runs_left + state.num_runs)
     if state.num_runs < wanted:
         return Plan(_informative_runs(state, wanted - state.num_runs, goal), None)
     return Plan((), None) if state.pending or state.model is None else None
+
+
+def _design_runs(state: _State) -> int:
+    return _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
 
 
 def _least_certain(state: _State, model: StepTimeModel) -> Plan:
@@ -303,70 +292,29 @@ def _refine_choice(
 ) -> Plan:
     """The next run that may change or verify the choice, or why there is none. In this order:
 
-    1. The last run of the design, if the choice is a prediction: the most informative about what may be chosen.
-    2. Verification: the choice itself, if it was not measured.
-    3. Contenders: the candidate with the largest expected improvement, if that is worth a run.
-    4. While predictions are expected to err by more than 3 %: the last run of the design if it was not made, then up to
-       `cheap` runs that each cost at most a fifth of what was spent; the most informative about all candidates.
+    1. Verification: the choice itself, if it was not measured.
+    2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
+    3. While predictions are expected to err by more than 3 %, up to `cheap` runs that each cost at most a fifth of what
+       was spent: the most informative about all candidates.
 
-    Columns of probed nodes have 2 to 4 only: what their links do is known. A knee has 2 and 3 only: it rests on the
-    whole curve, and its design had four runs for that.
+    A knee has 1 only: it rests on the whole curve.
     """
-    design = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
     choice = recommendation.choice
     chosen = choice.chosen
-    rows = {c: row for row, c in enumerate(state.candidates)}
-    probed = state.by_column and bool(state.priors.probed)
-    design_open = _ranks_candidates(goal) and state.num_runs < design and not probed
-    if design_open and state.runs_left > 1 and (chosen is None or not chosen.measured):
-        return Plan(_informative_runs(state, 1, goal, per_cost=True), None)
-    if chosen is not None and not chosen.measured and rows.get(chosen.configuration) in state.affordable:
+    runnable = {state.candidates[row] for row in state.affordable}
+    if chosen is not None and not chosen.measured and chosen.configuration in runnable:
         purpose = "Verification: it would be recommended, so it is measured itself."
         return Plan((PlannedRun(chosen.configuration, purpose),), None)
-    contender = _contender(state, model, goal, recommendation, rows)
-    if contender is not None:
-        return Plan((contender,), None)
-    if _ranks_candidates(goal) and _expected_error(state, model) > _PRECISE_ENOUGH:
-        wanted = state if design_open else replace(state, affordable=_cheap(state, design + cheap))
-        if wanted.affordable:
-            return Plan(_informative_runs(wanted, 1, None, per_cost=True), None)
+    if _ranks_candidates(goal):
+        best = most_promising(recommendation, goal.limits, runnable)
+        if best is not None and not best.measured and best.configuration in runnable:
+            purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
+            return Plan((PlannedRun(best.configuration, purpose),), None)
+        if _expected_error(state, model) > _PRECISE_ENOUGH:
+            wanted = replace(state, affordable=_cheap(state, _design_runs(state) + cheap))
+            if wanted.affordable:
+                return Plan(_informative_runs(wanted, 1, None, per_cost=True), None)
     return Plan((), _stop_reason(choice))
-
-
-def _contender(
-    state: _State,
-    model: StepTimeModel,
-    goal: Goal,
-    recommendation: Recommendation,
-    rows: Mapping[Configuration, int],
-) -> PlannedRun | None:
-    """The affordable candidate that is most likely to beat the choice, or to keep the limits; None if hardly any is."""
-    improvements = expected_improvements(recommendation, goal, doubts=_doubts(state, model, recommendation))
-    affordable = [(gain, c) for gain, c in improvements if rows.get(c) in state.affordable]
-    if not affordable:
-        return None
-    # Among equals the smaller cluster: its run costs less.
-    gain, best = max(affordable, key=lambda pair: (round(pair[0], 3), -pair[1].world_size, pair[1]))
-    if recommendation.choice.within_limits_is_likely:
-        if gain <= state.gain_worth_a_run:
-            return None
-        return PlannedRun(best, f"Contender: it might beat the choice; expected gain {100 * gain:.1f} %.")
-    if gain <= _CHANCE_WORTH_A_RUN:
-        return None
-    return PlannedRun(best, f"Contender: it might keep the limits, with a chance of {100 * gain:.1f} %.")
-
-
-def _doubts(state: _State, model: StepTimeModel, recommendation: Recommendation) -> Mapping[Configuration, ModelDoubt]:
-    """What each candidate would be if the clusters of this job differed by more than the form can describe."""
-    choice = recommendation.choice
-    if choice.objective.measure is Measure.CURVE or not choice.within_limits_is_likely:
-        return {}
-    usual, surprising = (m.predict(state.candidates) for m in (model, model.refit((SURPRISING,))))
-    shifts = np.log(surprising.mean_s / usual.mean_s)
-    return {
-        c: ModelDoubt(float(shift), float(sd))
-        for c, shift, sd in zip(state.candidates, shifts, surprising.log_sd, strict=True)
-    }
 
 
 def _cheap(state: _State, most: int) -> frozenset[int]:

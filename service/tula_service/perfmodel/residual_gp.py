@@ -55,10 +55,6 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     Hypothesis(batch=4.0, cluster=3.0, own=3.0, log_weight=-2.0),
 )
 
-# Clusters that differ by a third, and configurations by 8 %, from the mean of the form. A few runs are never
-# evidence for it, since ten parameters explain them all: the planner asks what it would mean, predictions ignore it.
-SURPRISING = Hypothesis(batch=1.0, cluster=5.0, own=5.0, log_weight=0.0)
-
 
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
     """Covariance without `own` and `noise`, shape (len(first), len(second)); exponential in log2 distance."""

@@ -15,7 +15,6 @@ from tula_service.perfmodel.map_fit import Posterior, data_warnings, fit_posteri
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
-from tula_service.perfmodel.residual_gp import HYPOTHESES, Hypothesis
 from tula_wire.configurations import Configuration
 
 _RANGE_TOLERANCE = 1.05
@@ -123,12 +122,6 @@ class StepTimeModel:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
         return found
 
-    def refit(self, hypotheses: Sequence[Hypothesis]) -> StepTimeModel:
-        """The fit of the same observations under other beliefs about how far a job strays from the form."""
-        if self.observations is None:
-            return self
-        return _fit(self.observations, self.form, self.priors, self.largest_batch_size, self.interval_scale, hypotheses)
-
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
         outside = np.ones(len(points), dtype=np.bool_)
@@ -159,20 +152,19 @@ def fit_step_time(
     prior: StepTimePrior | Priors | None = None,
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
-    hypotheses: Sequence[Hypothesis] = HYPOTHESES,
 ) -> StepTimeModel:
     """Fit the step time of every instance type that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
     after the largest batch is profiled. A type that was measured less, or not at all, starts from the one that was
-    measured most, moved by what the hardware of the two differs in. `hypotheses` are the beliefs about how far a job
-    strays from the form. `form` RING or PARAMETER_SERVER predicts by the paper's equation 2 wherever enough was
-    measured to fit it. Raises ObservationError when there is neither a measurement nor a prior with a scale.
+    measured most, moved by what the hardware of the two differs in. `form` RING or PARAMETER_SERVER predicts by the
+    paper's equation 2 wherever enough was measured to fit it. Raises ObservationError when there is neither a
+    measurement nor a prior with a scale.
     """
     priors = Priors.of(prior)
     if observations is not None and len(observations):
         largest = _largest_batch(observations, candidates)
-        return _fit(observations, form, priors, largest, interval_scale, hypotheses)
+        return _fit(observations, form, priors, largest, interval_scale)
     known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
     if not known or not all(p.absolute for p in known):
         raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
@@ -185,7 +177,6 @@ def _fit(
     priors: Priors,
     largest: float,
     interval_scale: float,
-    hypotheses: Sequence[Hypothesis],
 ) -> StepTimeModel:
     merged, notes = merge_repeats(without_waits(observations))
     types = np.array(merged.observations.points.instance_type, dtype=object)
@@ -197,7 +188,7 @@ def _fit(
         if posteriors:
             start = _carried(posteriors[by_count[0]], by_count[0], name, priors)
         targets = merged.targets(types == name, start.scales)
-        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest, hypotheses)
+        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
     most = posteriors[by_count[0]]
     unmeasured = {
         name: _from_prior(_carried(most, by_count[0], name, priors), largest)

@@ -1,20 +1,18 @@
-"""Runs towards a choice: when the last run of the design is made, and what a job that strays from the form promises."""
+"""Runs towards a choice: verification, the lowest confidence bound, and cheap runs for the model."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import ModelDoubt, expected_improvements
-from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.acquisition import most_promising
+from tula_service.perfmodel.choice import Limits, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
-from tula_service.perfmodel.residual_gp import SURPRISING
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
@@ -56,16 +54,18 @@ def chosen_after(done: list[Configuration], goal: Goal, time=step_time) -> Confi
     return chosen.configuration
 
 
-def test_where_the_choice_is_open_the_design_is_finished_before_it_is_verified():
+def test_a_design_of_four_comes_before_the_verification_of_the_choice():
     done = designed(GRID, COST)
-    assert chosen_after(done, COST) not in done
-    (run,) = following(done, GRID, COST).runs
+    assert len(done) == 4
+    (run,) = following(done[:3], GRID, COST).runs
     assert run.purpose.startswith("Design: ")
 
 
-def test_the_last_run_of_a_budget_verifies_the_choice_rather_than_finish_the_design():
-    done = designed(GRID, COST)
-    (run,) = following(done, GRID, COST, most=len(done) + 1).runs
+def test_the_choice_is_verified_before_any_contender():
+    done = [make_configuration(8, 4, 256), make_configuration(8, 4, 32), make_configuration(4, 4, 64)]
+    done.append(make_configuration(4, 4, 256))
+    assert chosen_after(done, COST) not in done
+    (run,) = following(done, GRID, COST).runs
     assert run.purpose.startswith("Verification: ")
     assert run.configuration == chosen_after(done, COST)
 
@@ -81,14 +81,6 @@ def to_its_end(candidates, goal: Goal, most: int = 8, time=step_time) -> tuple[l
         done += [run.configuration for run in runs]
         purposes += [run.purpose for run in runs]
     return done, purposes
-
-
-def test_a_choice_that_was_measured_still_gets_a_fourth_run_while_predictions_are_wide():
-    done = designed(GRID, TIME)
-    assert chosen_after(done, TIME, mostly_launches) in done
-    (run,) = following(done, GRID, TIME, time=mostly_launches).runs
-    assert "most informative for what it costs" in run.purpose
-    assert run.configuration.num_nodes < 8, "a small cluster costs little"
 
 
 @pytest.mark.parametrize("time", [step_time, mostly_launches])
@@ -124,40 +116,45 @@ def test_where_every_run_is_dear_predictions_stay_wide():
     assert len(done) < len(dear)
 
 
-def test_where_little_is_uncertain_three_runs_are_enough():
-    similar = [make_configuration(1, 4, batch) for batch in (128, 160, 192, 256)]
-    done = designed(similar, TIME)
-    assert len(done) == 3
-    assert "stable" in str(following(done, similar, TIME, time=mostly_launches).stop_reason)
-
-
-def test_a_model_doubt_adds_a_tenth_of_its_expected_improvement():
+def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Recommendation:
+    """One candidate for each (time in s, factor to the upper end of its interval, measured); its batch is its place."""
     free = Interval(0.0, 0.0, 0.0)
-    known, dear = Interval(1.0, 1.0, 1.0), Interval(3.0, 2.99, 3.01)
-    measured, other = (
-        Estimate(make_configuration(1, 1, batch), value, value, free, value, None, False, seen, {})
-        for batch, value, seen in ((1, known, True), (2, dear, False))
-    )
-    choice = choose(Objective.TIME, [measured, other])
-
-    def hope(doubt: ModelDoubt | None) -> float:
-        doubts = {} if doubt is None else {other.configuration: doubt}
-        ((found, _),) = expected_improvements(Recommendation((measured, other), choice), TIME, doubts=doubts)
-        return found
-
-    assert hope(None) == pytest.approx(0.0, abs=1e-6)
-    assert hope(ModelDoubt(0.0, 0.01)) == pytest.approx(0.0, abs=1e-6)
-    assert 0.001 < hope(ModelDoubt(0.0, 0.6)) < hope(ModelDoubt(0.0, 1.2)) < 0.1
-    assert hope(ModelDoubt(-np.log(6.0), 0.001)) == pytest.approx(0.1 * 0.5, rel=0.01)
+    found = []
+    for place, (mean, factor, measured) in enumerate(values):
+        time = Interval(mean, mean / factor, mean * factor)
+        c = make_configuration(1, 1, place + 1)
+        found.append(Estimate(c, time, time, free, time, None, False, measured, {}))
+    return Recommendation(tuple(found), choose(Objective.TIME, found, limits=limits))
 
 
-def test_a_job_that_strays_is_least_sure_of_clusters_that_were_not_run():
-    done = [make_configuration(8, 4, 256), make_configuration(8, 4, 64), make_configuration(1, 4, 256)]
-    observed = StepTimeObservations.at(done, [step_time(c) for c in done])
-    seen, unseen = make_configuration(8, 4, 128), make_configuration(2, 4, 256)
-    usual, surprising = (
-        fit_step_time(observed, candidates=GRID, **beliefs).predict([seen, unseen]).log_sd
-        for beliefs in ({}, {"hypotheses": (SURPRISING,)})
-    )
-    assert surprising[1] / usual[1] > surprising[0] / usual[0]
-    assert surprising[1] > 0.3
+def place_of_most_promising(recommendation: Recommendation, limits: Limits | None = None, open_places=None) -> int:
+    runnable = [e.configuration for e in recommendation.estimates]
+    if open_places is not None:
+        runnable = [runnable[place] for place in open_places]
+    best = most_promising(recommendation, limits or Limits(), runnable)
+    assert best is not None
+    return best.configuration.local_batch_size - 1
+
+
+def test_the_most_promising_candidate_has_the_lowest_confidence_bound():
+    sure, hopeful, hopeless = (1.05, 1.01, False), (1.2, 1.5, False), (3.0, 1.5, False)
+    assert place_of_most_promising(estimates((1.0, 1.04, True), sure, hopeful, hopeless)) == 2
+    assert place_of_most_promising(estimates((1.0, 1.04, True), sure, hopeless)) == 0, "no other may be better"
+    assert place_of_most_promising(estimates((1.0, 1.04, True), sure, hopeful), open_places=[1]) == 0
+
+
+def test_a_measured_candidate_counts_with_its_mean_however_wide_its_interval():
+    assert place_of_most_promising(estimates((1.0, 2.0, True), (1.1, 1.3, False))) == 1
+
+
+def test_limits_come_before_the_value():
+    limits = Limits(deadline_s=0.9)
+    promising = estimates((1.0, 1.04, True), (2.0, 1.2, False), (1.1, 1.5, False), limits=limits)
+    assert place_of_most_promising(promising, limits) == 2, "it alone may keep the deadline"
+
+
+def test_where_little_is_uncertain_four_runs_are_enough():
+    similar = [make_configuration(1, 4, batch) for batch in (128, 144, 160, 192, 224, 256)]
+    done = designed(similar, TIME)
+    assert len(done) == 4
+    assert "stable" in str(following(done, similar, TIME, time=mostly_launches).stop_reason)

@@ -115,7 +115,7 @@ def test_the_first_plan_of_thousands_of_candidates_needs_little_memory() -> None
     goal = Goal(Objective.TIME, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
     tracemalloc.start()
     try:
-        assert len(plan(Search.ADAPTIVE, candidates, goal=goal).runs) == 3
+        assert len(plan(Search.ADAPTIVE, candidates, goal=goal).runs) == 4
         assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
     finally:
         tracemalloc.stop()
