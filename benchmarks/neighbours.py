@@ -1,16 +1,18 @@
 """The step-time model of Pollux beside ours, fitted to the same runs of the same measured workloads.
 
-    python -m benchmarks.neighbours [--grids FILE] [--json OUT] [--jobs N] [--smoke]
+    python -m benchmarks.neighbours [--grids FILE] [--sync FILE]... [--json OUT] [--jobs N] [--smoke]
 
 Pollux (Qiao et al., OSDI 2021, section 3.2) describes a step as
 
     t      = (T_grad^g + T_sync^g)^(1/g),  1 <= g <= 10          T_grad = a + b * local batch
     T_sync = 0 for one rank, a_l + b_l (K - 2) for K ranks in one node, a_n + b_n (K - 2) over several nodes
 
-and fits its seven non-negative parameters by the root mean square of the log error. This is our own code from those
-equations; it is given several starts and keeps the best, and where no run tells a part of T_sync, the other part stands
-in for it, which is kinder than Pollux's own rule (zero until seen). Keys are `<grid>.<runs>.pollux.median`, `.p90` and
-the same for `tula`: over workloads, of the median error on configurations that were not profiled, as a fraction.
+and fits its seven non-negative parameters by the root mean square of the log error of t and, where sync was measured,
+of T_grad, plus the two penalties of its implementation (AdaptDL): 0.001 (g - 1)^2, and 0.01 times the squares of
+b_l / a_l and b_n / a_n. This is our own code from those equations; it is given several starts and keeps the best, and
+where no run tells a part of T_sync, the other part stands in for it, which is kinder than Pollux's own rule (zero until
+seen). Keys are `<grid>.<runs>.pollux.median`, `.p90` and the same for `tula`: over workloads, of the median error on
+configurations that were not profiled, as a fraction.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tula_service.domain import Search
 
 RUNS = ("corners", "planned4", "planned6")
 _MOST_OVERLAP = 10.0
+_OVERLAP_PENALTY, _GROWTH_PENALTY = 1e-3, 1e-2
 _SMALLEST = 1e-9  # of the largest step: nothing is quite zero in a logarithm
 _STARTS = ((0.2, 0.8, 0.1, 0.0, 1.5), (0.5, 0.5, 0.5, 0.1, 2.0), (0.1, 0.9, 0.02, 0.01, 5.0), (0.3, 0.3, 0.7, 0.0, 1.0))
 """Floor, growth at the largest batch, first and further ranks' sync as shares of the largest step; overlap."""
@@ -38,16 +41,24 @@ Floats = npt.NDArray[np.float64]
 class Pollux:
     """The fitted form; parameters (a, b, a_l, b_l, a_n, b_n, g) in the units of seconds and examples."""
 
-    def __init__(self, runs: Sequence[Placement], step_time_s: Sequence[float]) -> None:
-        """Fit to a few runs."""
+    def __init__(self, runs: Sequence[Placement], step_time_s: Sequence[float], sync_time_s: Sequence[float]) -> None:
+        """Fit to a few runs; a sync time is NaN where it was not measured."""
         seconds = np.log(np.asarray(step_time_s, dtype=np.float64))
         self.unit_s, self.unit_batch = float(np.exp(seconds.max())), max(c.local_batch_size for c in runs)
         self.local = any(c.num_nodes == 1 and c.world_size > 1 for c in runs)
         self.between = any(c.num_nodes > 1 for c in runs)
         ranks = max(c.world_size for c in runs)
+        compute = np.exp(seconds) - np.asarray(sync_time_s, dtype=np.float64)
+        timed = np.flatnonzero(compute > 0.0)
 
         def loss(parameters: Floats) -> float:
-            return float(np.mean((np.log(self._seconds(parameters, runs)) - seconds) ** 2))
+            total, grad = self._seconds(parameters, runs)
+            error = _root_mean_square(np.log(total) - seconds)
+            if timed.size:
+                error += _root_mean_square(np.log(grad[timed] / compute[timed]))
+            _, _, a_local, b_local, a_nodes, b_nodes, overlap = parameters
+            growth = (b_local / a_local) ** 2 + (b_nodes / a_nodes) ** 2
+            return float(error + _OVERLAP_PENALTY * (overlap - 1.0) ** 2 + _GROWTH_PENALTY * growth)
 
         bounds = [(_SMALLEST, None)] * 6 + [(1.0, _MOST_OVERLAP)]
         starts = [
@@ -58,9 +69,10 @@ class Pollux:
 
     def predict(self, configurations: Sequence[Placement]) -> Floats:
         """Seconds per step, shape (n,)."""
-        return self._seconds(self.parameters, configurations)
+        return self._seconds(self.parameters, configurations)[0]
 
-    def _seconds(self, parameters: Floats, at: Sequence[Placement]) -> Floats:
+    def _seconds(self, parameters: Floats, at: Sequence[Placement]) -> tuple[Floats, Floats]:
+        """t and T_grad, shape (n,) each."""
         a, b, a_local, b_local, a_nodes, b_nodes, overlap = parameters
         if not self.local:
             a_local, b_local = a_nodes, b_nodes
@@ -71,8 +83,12 @@ class Pollux:
         several = np.array([c.num_nodes > 1 for c in at])
         sync = np.where(several, a_nodes + b_nodes * (ranks - 2.0), a_local + b_local * (ranks - 2.0))
         sync = np.where(ranks > 1.0, sync, _SMALLEST)
-        total: Floats = ((a + b * batch) ** overlap + sync**overlap) ** (1.0 / overlap)
-        return self.unit_s * total
+        grad: Floats = a + b * batch
+        return self.unit_s * (grad**overlap + sync**overlap) ** (1.0 / overlap), self.unit_s * grad
+
+
+def _root_mean_square(values: Floats) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def compare(workload: Workload) -> dict[str, tuple[float, float]]:
@@ -86,7 +102,7 @@ def compare(workload: Workload) -> dict[str, tuple[float, float]]:
     for name, runs in profiled.items():
         rest = [c for c in workload.candidates if c not in set(runs)]
         actual = np.array([workload.step_time_s[c] for c in rest])
-        theirs = Pollux(runs, [workload.step_time_s[c] for c in runs]).predict(rest)
+        theirs = Pollux(runs, [workload.step_time_s[c] for c in runs], workload.measured_sync(runs)).predict(rest)
         found[name] = (median(np.abs(theirs / actual - 1.0)), median(held_out(workload, runs)[0]))
     return found
 

@@ -1,10 +1,10 @@
 """Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
 
-    python -m benchmarks.step_time [--grids FILE] [--json OUT] [--jobs N] [--only SOURCE] [--without SOURCE]
-                                   [--by-source] [--noise SD] [--draws N] [--smoke]
+    python -m benchmarks.step_time [--grids FILE] [--sync FILE]... [--json OUT] [--jobs N] [--only SOURCE]
+                                   [--without SOURCE] [--by-source] [--noise SD] [--draws N] [--smoke]
 
-`--by-source` also gives the figures of each source beside those of all other sources, so that no constant that was
-chosen on some sources is judged by them alone.
+`--by-source` also gives the figures of each source beside those of all others. It is no held-out test: constants of
+the search and of the residual were chosen on these grids (docs/model.md lists which).
 `columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` are how many the
 planner asked for, a cluster that is launched twice counted twice. `columns2` and `columns3`, with every batch, are the
 errors on the other clusters after the largest and the smallest cluster, and after one between them as well.

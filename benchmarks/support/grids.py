@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,8 @@ class Placement(Configuration):
 class Workload:
     """One (GPU, network, placement): every configuration that was measured, with its mean step time in seconds.
 
-    `observed_s` is what profiling reads of each, where that differs from the truth in `step_time_s`.
+    `observed_s` is what profiling reads of each, where that differs from the truth in `step_time_s`. `sync_time_s` is
+    how long a step waits for gradients, of those configurations where the source has it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Workload:
     grid: str
     step_time_s: dict[Placement, float] = field(repr=False)
     observed_s: dict[Placement, float] | None = field(default=None, repr=False)
+    sync_time_s: dict[Placement, float] = field(default_factory=dict, repr=False)
 
     @property
     def candidates(self) -> tuple[Placement, ...]:
@@ -55,7 +58,16 @@ class Workload:
     def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
         """What profiling these configurations would have observed."""
         observed = self.observed_s or self.step_time_s
-        return StepTimeObservations.at(configurations, [observed[c] for c in configurations])  # type: ignore[index]
+        seconds = [observed[c] for c in configurations]  # type: ignore[index]
+        return StepTimeObservations.at(configurations, seconds, exposed_comm_time_s=self.measured_sync(configurations))
+
+    def measured_sync(self, configurations: Sequence[Configuration]) -> list[float]:
+        """Exposed communication as profiling reads it, s, NaN where unknown: a slow run is slow in all parts."""
+        observed = self.observed_s or self.step_time_s
+        return [
+            self.sync_time_s[c] * observed[c] / self.step_time_s[c] if c in self.sync_time_s else math.nan
+            for c in configurations
+        ]
 
     def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
         """The same with a run of each configuration that differs from the truth by this log standard deviation."""
@@ -80,10 +92,16 @@ class MemoryWorkload:
     parameters: float | None = None
 
 
-def read_step_time(path: Path) -> list[Workload]:
-    """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged."""
+def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
+    """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged.
+
+    Waits for gradients are in its column `sync_time_s`, or in tables of the sources (`sync`) with the columns gpu,
+    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s.
+    """
+    known = _sync_times(sync)
     measured: dict[str, dict[Placement, list[float]]] = {}
     about: dict[str, tuple[str, str]] = {}
+    waits: dict[str, dict[Placement, list[float]]] = {}
     for row in read_rows(path):
         nodes, ranks = int(float(row["num_nodes"])), int(float(row["world_size"]))
         placement = Placement(
@@ -95,10 +113,29 @@ def read_step_time(path: Path) -> list[Workload]:
         about[row["workload"]] = (row["source"], row["grid"])
         times = measured.setdefault(row["workload"], {})
         times.setdefault(placement, []).append(float(row["step_time_s"]))
+        place = (row.get("gpu"), row.get("cluster"), row.get("model"), nodes, ranks, placement.local_batch_size)
+        found = [float(row["sync_time_s"])] if row.get("sync_time_s") else known.get(place, [])
+        if found:
+            waits.setdefault(row["workload"], {}).setdefault(placement, []).extend(found)
     return [
-        Workload(name, *about[name], {where: sum(times) / len(times) for where, times in found.items()})
+        Workload(name, *about[name], _means(found), sync_time_s=_means(waits.get(name, {})))
         for name, found in measured.items()
     ]
+
+
+def _means(values: dict[Placement, list[float]]) -> dict[Placement, float]:
+    return {where: sum(found) / len(found) for where, found in values.items()}
+
+
+def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]:
+    found: dict[tuple[object, ...], list[float]] = {}
+    for table in tables:
+        for row in read_rows(table):
+            if row["sync_time_s"] and row["num_nodes"]:
+                counts = (int(float(row[name])) for name in ("num_nodes", "num_replicas", "local_batch"))
+                place = (row["gpu"], row["network"], row["model"], *counts)
+                found.setdefault(place, []).append(float(row["sync_time_s"]))
+    return found
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
@@ -147,6 +184,7 @@ def workloads_parser(name: str, description: str | None) -> argparse.ArgumentPar
     """The options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--sync", type=Path, action="append", default=[], help="table of a source with sync_time_s")
     parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
     parser.add_argument("--without", action="append", default=[], help="leave this source out")
     return parser
@@ -166,7 +204,7 @@ def over_workloads(
     options = parser.parse_args(arguments)
     workloads = [
         w
-        for w in read_step_time(options.grids)
+        for w in read_step_time(options.grids, options.sync)
         if w.source not in options.without and (not options.only or w.source in options.only)
     ]
     if not workloads:
