@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import EntryPoint
@@ -231,6 +232,17 @@ def test_tables_come_out_as_csv_parquet_and_json(tula: Tula, profiled: Job, tmp_
     assert answer(tula("export", profiled.id, "--table", "ledger", "--json"))
     code, _, err = tula("export", profiled.id, "--output", str(tmp_path / "x.xlsx"))
     assert (code, ".parquet" in err) == (2, True)
+
+
+def test_a_recommendation_on_spot_capacity_says_so(tula: Tula, address: str) -> None:
+    price = {"usd_per_node_hour": 3.0, "spot": {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 0.01}}
+    plain = job_spec("on spot").model_dump(mode="json")
+    plain["cluster"][0]["price"] = price
+    with Client(address, token="") as client:
+        job = client.register(JobSpec.model_validate(plain)).job.id
+    code, out, err = tula("recommend", job, "--objective", "cost", "--candidates")
+    assert (code, err) == (0, "")
+    assert re.search(r"Recommended: .*, spot", out), out
 
 
 def test_watch_prints_an_event_a_line_and_no_control_character(

@@ -22,7 +22,7 @@ from tula_agent.run import Run
 from tula_agent.ship.spool import SpooledRequest
 from tula_client import Client
 from tula_client.handle import all_runs, find_job
-from tula_wire import Configuration, JobSpec
+from tula_wire import Configuration, JobSpec, TokenCreate
 from tula_wire import Run as WireRun
 
 SCRIPT = """
@@ -64,15 +64,20 @@ def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: 
     return run
 
 
-def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Server, tmp_path: Path) -> None:
-    script, log = tmp_path / "train.py", tmp_path / "log"
-    script.write_text(SCRIPT)
+def torchrun(server: Server, *words: str, log: Path) -> None:
+    """Two ranks, to their end; the token and run of no `tula`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(launchers() / "python")}
-    command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)]
+    command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", *words]
     with log.open("w") as output:
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=120, check=False)
     assert done.returncode == 0, log.read_text()
+
+
+def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Server, tmp_path: Path) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    torchrun(server, str(script), log=log)
     (run,) = runs_of(client, "one line")
     assert (run.state, run.configuration) == (
         "succeeded",
@@ -129,6 +134,32 @@ def test_a_job_that_cannot_be_made_costs_one_warning(
         "to register it): nothing is measured, training continues"
     ]
     assert not list((tmp_path / "spool").glob("*"))
+
+
+def test_a_token_that_may_make_no_run_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Server(str(tmp_path / "tula.db")) as server, Client(server.url, token="") as client:
+        client.register(spec("guarded"))
+        secret = client.create_token(TokenCreate(name="reader", scope="read")).secret
+        run = train(server.url, tmp_path, WantedJob("guarded", 100), TULA_TOKEN=secret)
+    assert run.position.step == 12
+    (record,) = caplog.records
+    assert "no run of job 'guarded' could be made (403" in record.getMessage()
+
+
+def test_an_elastic_round_of_another_size_continues_the_run(client: Client, server: Server) -> None:
+    """torchrun counts no restart when ranks come or go."""
+    store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
+    for world_size in (2, 1):
+        first, *others = (
+            JoiningRank(store, rank, server.url, job="resized", world_size=world_size) for rank in range(world_size)
+        )
+        for rank in others:
+            assert not rank.joining.ready(last=False)
+        assert first.joining.ready(last=False)
+        first.joining.sent(request)
+    now, before = runs_of(client, "resized")
+    assert (now.configuration.world_size, before.configuration.world_size) == (1, 2)
+    assert (before.state, before.end_cause) == ("failed", "superseded")
 
 
 def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server) -> None:
