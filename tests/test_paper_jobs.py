@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import runpy
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,22 @@ from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import guesses_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PROGRAM = """
+import runpy, sys, torch
+try:
+    import torchvision
+except RuntimeError:  # built for a torch with CUDA: its operators are missing beside one without; no network uses them
+    for name in [name for name in sys.modules if name.startswith("torchvision")]:
+        del sys.modules[name]
+    operators = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision (the extra `examples`) is not installed"
+)
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "paper").glob("*.toml")), ids=lambda path: path.stem)
@@ -42,3 +62,28 @@ def test_without_torchvision_the_script_says_in_one_sentence_what_to_install(mon
     assert "pip install 'tula[examples]'" in said
     assert said.count(". ") == 0
     assert said.endswith(".")
+
+
+def run_script(*arguments: str) -> str:
+    """The output of examples/cnn_ddp.py as the only rank and without a service."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    command = [sys.executable, "-c", PROGRAM, str(EXAMPLES / "cnn_ddp.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=kept | ranks, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", sorted(PAPER))
+def test_the_facts_in_a_job_are_those_that_the_script_counts_on_the_network(name: str) -> None:
+    job = tomllib.loads((EXAMPLES / "paper" / f"{name}.toml").read_text(encoding="utf-8"))["model"]
+    facts = tomllib.loads(run_script("--model", name, "--facts"))
+    assert facts == {key: job[key] for key in facts}
+    assert set(facts) == {"name", "parameters", "flops_per_sample", "activation_bytes_per_sample", "precision"}
+
+
+@needs_torchvision
+def test_the_script_trains_one_of_the_networks() -> None:
+    said = run_script("--model", "mobilenet_v3_large", "--batch-size", "2", "--size", "4")
+    assert "epoch 1: global batch 2, loss" in said
