@@ -311,7 +311,7 @@ class Bench:
             "--work-dir",
             str(folder),
         ]
-        began, clock = time.monotonic(), _processor_clock()
+        began, clock = time.monotonic(), processor_clock()
         with (folder / "out").open("w+") as out, (folder / "err").open("w+") as error:
             tuning = subprocess.Popen(
                 [*words, "--", *self.job_command(10_000)], env=environment, cwd=ROOT, stdout=out, stderr=error
@@ -327,10 +327,9 @@ class Bench:
             out.seek(0)
             tuned: dict[str, Any] = json.load(out)
         tuned["wall_s"] = time.monotonic() - began
-        stolen = [late - early for early, late in zip(clock, _processor_clock(), strict=True)]
         print(
             f"{search}: tuned in {tuned['wall_s']:.0f} s; "
-            f"{stolen[0] / max(sum(stolen), 1):.0%} of the processors went to other machines of the host",
+            f"{stolen_share(clock):.0%} of the processors went to other machines of the host",
             flush=True,
         )
         return tuned
@@ -384,7 +383,13 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
             yield Client(server.url, secret), clean_environment(TULA_URL=server.url, PYTHONPATH=str(ROOT))
 
 
-def _processor_clock() -> tuple[int, int]:
+def stolen_share(since: tuple[int, int]) -> float:
+    """The share of all processors' time that the host gave to others, since that `processor_clock`."""
+    stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
+    return stolen / max(stolen + rest, 1)
+
+
+def processor_clock() -> tuple[int, int]:
     """Ticks of all processors so far: what the host gave to others, and the rest (proc(5), stat)."""
     user, nice, system, idle, waiting, hard, soft, stolen, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]

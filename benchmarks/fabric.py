@@ -4,10 +4,13 @@
 
 For each of three bandwidths and two sizes of network, in a project by itself: a profiling run on one node, whose agent
 times when each bucket of gradients is ready; `tula probe` between two nodes; the service's prediction for eight; a
-probe of all eight, and its prediction again; then the truth, a run on eight nodes. Keys: `from_two.median_error`,
-`from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for compute and an all-reduce of all
-bytes after each other, by the probe of two, `from_all.worst`, and `within_interval` for the share of the predictions
-from two whose 90 % interval holds the truth. The smoke run takes one bandwidth, one size and two nodes.
+probe of all eight, and its prediction again; then the truth, a run on eight nodes. Of three probes each size counts
+with its least time, and of three runs on eight nodes the one with the least step time: other programs only add.
+
+Keys: `from_two.median_error`, `from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for
+compute and an all-reduce of all bytes after each other, by the probe of two, `from_all.worst`, and `within_interval`
+for the share of the predictions from two whose 90 % interval holds the truth. The smoke run takes one bandwidth, one
+size and two nodes.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cluster import served
+from benchmarks.cluster import processor_clock, served, stolen_share
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from tula_client import Client
 from tula_service.analysis.fabrics import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
-from tula_wire.fabrics import PROBE_MARK, FabricProbe
+from tula_wire.fabrics import PROBE_MARK, AllReduceReading, FabricProbe
 from tula_wire.jobs import JobSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,15 +40,16 @@ RUN_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """Bandwidths of the links in Mbit/s, sizes of the network in bytes, nodes, and seconds of a probe."""
+    """Bandwidths of the links in Mbit/s, sizes of the network in bytes, nodes, seconds of a probe, and repeats."""
 
-    rates: tuple[float, ...] = (25.0, 50.0, 100.0)
+    rates: tuple[float, ...] = (100.0, 200.0, 400.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)
     nodes: int = 8
     probe_s: float = 10.0
+    repeats: int = 3
 
 
-SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0)
+SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0, repeats=1)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def main() -> int:
         return 1
     size = SMOKE if options.smoke else Size()
     cases, rows = [], []
+    clock = processor_clock()
     with Cluster(size.nodes, size.rates[0]) as cluster, served(cluster) as (admin, environment):
         for number, (rate, parameter_bytes) in enumerate(product(size.rates, size.parameter_bytes)):
             cluster.set_rate(rate)
@@ -77,6 +82,7 @@ def main() -> int:
             estimates = case.from_two.value, case.from_all.value, case.added_s
             errors = [f"{1e3 * each:.1f} ms ({each / case.truth_s - 1:+.1%})" for each in estimates]
             rows.append([f"{rate:g} Mbit/s, {parameter_bytes / 2**20:g} MiB", f"{1e3 * case.truth_s:.1f} ms", *errors])
+    print(f"{stolen_share(clock):.0%} of the processors went to other machines of the host")
     header = ["links, gradients", "measured", "from two", "from all", "added"]
     print_table(f"step time on {size.nodes} nodes", header, rows)
     two, every, added = (
@@ -126,7 +132,8 @@ class Bench:
         from_two = self.predicted(job.id)
         self.probe(nodes, rate)
         from_all = self.predicted(job.id)
-        return Case(from_two, from_all, added_s, self.step_time_s(job.id, nodes, parameter_bytes))
+        truth_s = min(self.step_time_s(job.id, nodes, parameter_bytes) for _ in range(self.size.repeats))
+        return Case(from_two, from_all, added_s, truth_s)
 
     def predicted(self, job_id: str) -> Estimate:
         """The service's step time for all nodes."""
@@ -154,12 +161,17 @@ class Bench:
         return found
 
     def probe(self, nodes: int, rate: float) -> FabricProbe:
-        """Probe so many nodes, and give the service what was measured."""
+        """Probe so many nodes, and give the service the least time of each size."""
         words = [f"--nodes={nodes}", f"--seconds={self.size.probe_s:g}"]
-        printed = self.run("benchmarks._cluster_probe", words, self.environment)
-        (line,) = [line for line in printed.splitlines() if line.startswith(PROBE_MARK)]
-        probe = FabricProbe.model_validate_json(line.removeprefix(PROBE_MARK))
-        probe = probe.model_copy(update={"network_gbps": rate / 1e3})
+        least: dict[int, AllReduceReading] = {}
+        for _ in range(self.size.repeats):
+            printed = self.run("benchmarks._cluster_probe", words, self.environment)
+            (line,) = [line for line in printed.splitlines() if line.startswith(PROBE_MARK)]
+            probe = FabricProbe.model_validate_json(line.removeprefix(PROBE_MARK))
+            for each in probe.all_ranks:
+                least[each.size_bytes] = min(least.get(each.size_bytes, each), each, key=lambda one: one.time_s)
+        readings = [least[size_bytes] for size_bytes in sorted(least)]
+        probe = probe.model_copy(update={"network_gbps": rate / 1e3, "all_ranks": readings})
         self.client.send_probe(probe)
         return probe
 
