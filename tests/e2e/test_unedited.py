@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.support.forked import Server
 from tests.e2e.command import BATCH, Tula
 
@@ -31,3 +33,13 @@ def test_one_launch_of_a_plain_script_measures_every_batch(server: Server, tmp_p
     assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
     assert {run.configuration.local_batch_size for run in runs} == {2, 8}  # what the plan wants
     assert len(list(tmp_path.glob(".tula/*/logs/*.log"))) == 1
+
+
+@pytest.mark.parametrize("script", ["accelerate_loop.py", "lightning_trainer.py"])
+def test_tune_measures_a_script_of_a_framework(server: Server, tmp_path: Path, script: str) -> None:
+    tula, name = Tula(server, tmp_path), script.removesuffix(".py")
+    path = str(Path(PLAIN).with_name(script))
+    tuned, _ = tula("tune", tula.spec(name), *START[:-1], path, *BATCH)
+    (run,) = tula.runs(name)
+    assert (run.state, tuned["recommendation"]["basis"]) == ("succeeded", "profiled"), tula.logs()
+    assert run.configuration_mismatch is None
