@@ -121,7 +121,8 @@ class WorkDir:
     def _make(self) -> None:
         """Logs and states may hold what others must not read: the folder, and one that has to be made for it, is the
         user's alone."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.path.parent.exists():
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)
         self.path.chmod(0o700)
 
