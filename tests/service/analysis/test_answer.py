@@ -81,7 +81,7 @@ def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
     assert isinstance(candidates, list)
     base = min(c.global_batch_size for c in candidates)
     assert fields["scaling_rule"] == "gain"
-    assert f"times {chosen.learning_rate_factor:.2g}, by the gradient noise scale" in str(fields["why"])
+    assert f"by {chosen.learning_rate_factor:.2g}, which follows from the gradient noise scale" in str(fields["why"])
     for each in candidates:
         times, factor = each.global_batch_size / base, each.learning_rate_factor
         assert factor < times or times == 1.0

@@ -100,6 +100,6 @@ def test_columns_can_be_turned_off_and_the_plan_continues_with_single_runs(clust
     cluster.execute(largest)
     changed = jobs.change(cluster.store, ANONYMOUS, job_id, wire.JobPatch(columns=False))
     assert not changed.spec.profiling.columns
-    assert sum(run.state == "pending" for run in changed.plan) == 2  # of a design of three single runs
+    assert sum(run.state == "pending" for run in changed.plan) == 3  # of a design of four single runs
     assert len(cluster.work(job_id)) <= 7
     assert cluster.job(job_id).state == "ready"

@@ -200,7 +200,7 @@ def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
     for name, device in DEVICES.items():
         assert device.source, name
         assert device.fp32 <= (device.tf32 or device.fp32) <= (device.fp16 or device.tf32 or device.fp32), name
-        assert device.peak in (device.fp32, device.tf32) or name in ("A10G", "H100", "H200", "MI300X"), name
+        assert device.peak in (device.fp32, device.tf32) or name in ("A10G", "GH200", "H100", "H200", "MI300X"), name
     assert [DEVICES["V100"].tflops(each) for each in ("fp32", "tf32", "bf16", "fp16")] == [15.7, None, None, 125]
     assert DEVICES["V100"].capacities_gib == (16, 32)
 
