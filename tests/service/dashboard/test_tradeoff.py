@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tula_wire as wire
@@ -121,6 +121,7 @@ def test_lines_differ_in_look_and_equal_clusters_share_a_colour() -> None:
 
 
 @given(st.floats(1e-6, 1e9), st.floats(1.0001, 1e6))
+@example(700000001.0, 4.0)
 def test_ticks_of_a_logarithmic_axis_are_few_round_and_inside(low: float, ratio: float) -> None:
     ticks = log_ticks(low, low * ratio)
     assert all(low <= tick <= low * ratio for tick in ticks)

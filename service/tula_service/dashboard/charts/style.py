@@ -52,7 +52,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         found = [value for value in found if low <= value <= high]
         if len(found) >= 4:
             return found
-    return []
+    return found if len(found) == 3 else []
 
 
 def _fitting(units: Sequence[Unit], values: Iterable[float]) -> Unit:
