@@ -10,8 +10,6 @@ benchmark works.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import numpy as np
 import psutil
 import sqlalchemy as sa
 
-from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.postgres import databases
 from benchmarks.support.prepared import prepare
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, migrate
@@ -97,17 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     options = parser.parse_args(arguments)
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        for engine in options.engines:
-            database = f"sqlite:///{folder}/tula.db"
-            if engine == "postgres":
-                postgres = PostgresServer.start(folder / "pg")
-                folder.chmod(0o755)
-                stack.callback(postgres.stop)
-                database = postgres.create_database("disk")
-            found = measure(database, 2_000 if options.smoke else MILLION // 10)
-            figures |= {f"{engine}.{key}": value for key, value in found.items()}
+    for engine, database in databases(options.engines):
+        found = measure(database, 2_000 if options.smoke else MILLION // 10)
+        figures |= {f"{engine}.{key}": value for key, value in found.items()}
     print_table("Disk", ("figure", "MB"), [(key, f"{value / 1e6:.1f}") for key, value in figures.items()])
     write_json(options.json, figures)
     return 0

@@ -18,18 +18,16 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgpack
 import numpy as np
 
-from benchmarks.support.postgres import PostgresServer
+from benchmarks.support.postgres import databases
 from benchmarks.support.report import median, parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, migrate
 from tula_service.domain import RunKind, RunState
@@ -292,16 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seconds = 2.0 if options.smoke else options.seconds
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        for engine in options.engines:
-            database = f"sqlite:///{folder}/tula.db"
-            if engine == "postgres":
-                postgres = PostgresServer.start(folder / "pg")
-                folder.chmod(0o755)
-                stack.callback(postgres.stop)
-                database = postgres.create_database("mixed")
-            figures |= measure(engine, database, seconds)
+    for engine, database in databases(options.engines):
+        figures |= measure(engine, database, seconds)
     rows = []
     for case in dict.fromkeys(key.rpartition(".")[0] for key in figures):
         found = [figures.get(f"{case}.{each}") for each in ("failed_share", "p50_ms", "p99_ms", "ratio")]

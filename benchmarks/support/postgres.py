@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,19 @@ class PostgresServer:
             bin_path=self._server.bin_path,
             user=self._server.system_user,
         )
+
+
+def databases(engines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each of the engines (sqlite, postgres) with the URL of an empty database; both are gone after the loop."""
+    with tempfile.TemporaryDirectory(prefix="tula-bench-") as name:
+        folder = Path(name)
+        for engine in engines:
+            if engine == "sqlite":
+                yield engine, f"sqlite:///{folder}/tula.db"
+                continue
+            postgres = PostgresServer.start(folder / "pg")
+            folder.chmod(0o755)  # the server runs as another user
+            try:
+                yield engine, postgres.create_database()
+            finally:
+                postgres.stop()
