@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --device cpu --smoke      rehearses it without a GPU; its figures are worth nothing
     python -m benchmarks.gpu --archive FILE.tar.gz     packs the sources that this needs, for another machine
 
-Needs torch, and torchvision for all networks; no service, no network. `checks` is what `tula doctor --gpu` prints,
+Needs torch, and torchvision for all networks; no service, no network. `checks` is what the agent relies on,
 `tables` step time and memory of networks up to out-of-memory, `ranks` several ranks, `scaling` the cost of gradient
 scaling. DIR has a JSON file a part, written row by row, `report.md`, two tables and a log, in no more than eight files.
 `--resume` measures what an earlier run left out; from another DIR, its results are copied first.

@@ -1,4 +1,4 @@
-"""Part 1: what `tula doctor --gpu` checks."""
+"""Part 1: what the agent relies on of a device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import torch
 
+from benchmarks.gpu.device_checks import CHECKS, Device, check
 from benchmarks.gpu.store import Results
-from tula_agent.commands.device_checks import CHECKS, Device, check
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:

@@ -22,7 +22,6 @@ from tula_wire import routes
 State = Literal["ok", "warning", "wrong"]
 MAX_CLOCK_SKEW_S = 5.0
 MIN_FREE_BYTES = 256 * 2**20
-GPU_CHECKS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -200,35 +199,11 @@ def _detail(response: httpx.Response) -> str:
         return f"status {response.status_code}"
 
 
-def check_device(as_json: bool) -> int:
-    """Print a verdict per line on what the agent relies on of this machine's device; the number that failed."""
-    import torch
-
-    from tula_agent.commands.device_checks import Device, Verdict, check_all
-
-    device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    verdicts: list[Verdict] = []
-    if not as_json:
-        typer.echo(f"{device.name}, torch {torch.__version__}")
-    for verdict in check_all(device, GPU_CHECKS_S):
-        verdicts.append(verdict)
-        if not as_json:
-            typer.echo(f"{verdict.state:12} {verdict.name}: {verdict.found}")
-    failed = sum(verdict.state == "fail" for verdict in verdicts)
-    if as_json:
-        found = {"device": device.name, "torch": torch.__version__, "failed": failed}
-        typer.echo(json.dumps({**found, "verdicts": [asdict(verdict) for verdict in verdicts]}))
-    return failed
-
-
 def doctor(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Instead, check the device under short trainings.")] = False,
 ) -> None:
     """Check everything that a job needs, and say how to fix what is wrong."""
-    if gpu:
-        raise typer.Exit(1 if check_device(as_json) else 0)
     with httpx.Client(timeout=5.0) as client:
         findings = examine(os.environ, client, getattr(context.obj, "origin", "TULA_URL"))
     wrong = sum(finding.state == "wrong" for finding in findings)

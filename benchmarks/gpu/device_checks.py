@@ -1,6 +1,6 @@
-"""What the agent relies on of a device, checked on the device: `tula doctor --gpu`.
+"""What the agent relies on of a device, checked on the device.
 
-Needs torch and no service: a server of this module takes what the agent sends. On a CPU the same code runs, smaller,
+A server of this module takes what the agent sends. On a CPU the same code runs, smaller,
 and what only an accelerator has is reported as not measured.
 """
 
@@ -416,7 +416,7 @@ def cuda_graph(device: Device) -> Verdict:
         run.watch(model, optimizer)
         for index, _ in enumerate(run.steps(itertools.repeat(batch, 20))):
             if index < 3:  # kernels and buffers are made before a capture, on a side stream
-                stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
+                stream = torch.cuda.Stream(device.torch)
                 stream.wait_stream(torch.cuda.current_stream(device.torch))
                 with torch.cuda.stream(stream):
                     step()
@@ -519,13 +519,3 @@ def check(device: Device, name: str) -> list[Verdict]:
         return [Verdict(name, "not measured", str(reason))]
     except Exception as error:
         return [Verdict(name, "fail", f"raised {error!r}"[:500])]
-
-
-def check_all(device: Device, within_s: float) -> Iterator[Verdict]:
-    """The verdicts of all checks; those that would begin after `within_s` seconds are not measured."""
-    ends = time.monotonic() + within_s
-    for name in CHECKS:
-        if time.monotonic() < ends:
-            yield from check(device, name)
-        else:
-            yield Verdict(name, "not measured", f"the {within_s:.0f} seconds were over")
