@@ -10,6 +10,7 @@ benchmark works.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def chunks(steps: int) -> Iterator[bytes]:
 
 
 def batches(samples: int) -> Iterator[bytes]:
-    """Samples of one rank, packed."""
+    """Samples of one rank, as JSON."""
     noise = np.random.default_rng(1)
     for number in range(samples // BATCH):
         at = list(range(number * BATCH, (number + 1) * BATCH))
         times = {name: noise.lognormal(-2.0, 0.1, BATCH).tolist() for name in TIMES}
-        yield msgpack.packb({"rank": 0, "boot_id": "disk", "sequence": at, "step": at, **times})
+        yield json.dumps({"rank": 0, "boot_id": "disk", "sequence": at, "step": at, **times}).encode()
 
 
 def size_of(database: str) -> int:
@@ -69,16 +70,17 @@ def measure(database: str, rows: int) -> dict[str, float]:
     """The figures of one database, from so many steps and samples."""
     migrate(database)
     made = prepare(database)
-    headers = {"Authorization": f"Bearer {made.token}", "Content-Type": "application/msgpack"}
+    headers = {"Authorization": f"Bearer {made.token}"}
     sizes = [size_of(database)]
-    kinds: Sequence[tuple[str, Callable[[int], Iterator[bytes]]]] = (
-        (routes.RUN_TELEMETRY, chunks),
-        (routes.RUN_SAMPLES, batches),
+    kinds: Sequence[tuple[str, str, Callable[[int], Iterator[bytes]]]] = (
+        (routes.RUN_TELEMETRY, "application/msgpack", chunks),
+        (routes.RUN_SAMPLES, "application/json", batches),
     )
     with Server(database) as server, httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
-        for route, bodies in kinds:
+        for route, kind, bodies in kinds:
             for body in bodies(rows):
-                client.post(route.format(run_id=made.run_id), content=body).raise_for_status()
+                path = route.format(run_id=made.run_id)
+                client.post(path, content=body, headers={"Content-Type": kind}).raise_for_status()
             sizes.append(size_of(database))
         memory = sum(psutil.Process(each).memory_info().rss for each in server.worker_ids())
     telemetry, samples = np.diff(sizes) * (MILLION / rows)

@@ -1,4 +1,4 @@
-"""Reads bodies: JSON or MessagePack, plain, gzip or zstd, with limits before and after decompression."""
+"""Reads bodies: JSON or packed columns, plain, gzip or zstd, with limits before and after decompression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
-_MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 
 MAX_VALUES: Final[dict[type[BaseModel], int]] = {SampleBatch: 11 * MAX_STEPS, TelemetryChunk: 66 * MAX_STEPS}
 """Numbers and strings in one body of measurements: 9 full columns with a timeline; the steps and 64 full columns. A
@@ -38,6 +37,9 @@ MAX_TEXT_BYTES: Final = 64 * 1024
 ORDINARY_BYTES: Final = 256 * 1024
 ORDINARY_MEMBERS: Final = 2_000
 """Limits of bodies other than measurements: people write those, in a few hundred bytes."""
+
+_PACKED_MAPS: Final = 2
+"""The members of a chunk, and its columns."""
 
 _ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: the most that an encoder may ask for; a decoder reserves it
 
@@ -72,9 +74,7 @@ async def read_body(request: Request) -> Body:
     """
     headers = request.headers
     content_type = headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if content_type in _MSGPACK_NAMES:
-        content_type = MSGPACK
-    elif content_type != JSON:
+    if content_type not in (JSON, MSGPACK):
         raise UnsupportedMedia(f"Content-Type {content_type!r} is not supported: send {JSON} or {MSGPACK}.")
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in _DECOMPRESSORS:
@@ -106,9 +106,9 @@ def check_ordinary(sent: bytes) -> None:
 
 
 def parse(model: type[M], body: Body) -> M:
-    """The measurements in a body. Raises pydantic.ValidationError, InvalidInput and TooLarge."""
-    if body.content_type == MSGPACK:
-        return model.model_validate(unpack(model, body))
+    """The measurements in a body. Raises pydantic.ValidationError and ServiceError."""
+    if body.content_type != JSON:
+        raise UnsupportedMedia(f"Only telemetry may be {MSGPACK}: send {JSON}.")
     plain = body.plain(VALUE_BYTES * MAX_VALUES[model])
     _check_json(plain, MAX_VALUES[model])
     return model.model_validate_json(plain)
@@ -142,23 +142,20 @@ def _check_texts(plain: bytes) -> None:
             begin = end = plain.find(b'"', end + 1) if end >= 0 else -1
 
 
-def unpack(model: type[BaseModel], body: Body, *, most: int | None = None) -> Any:
-    """MessagePack as Python objects, of at most as many values as the model has, or `most`; byte strings stay bytes.
+def unpack(body: Body) -> Any:
+    """MessagePack of packed columns as Python objects: two maps, of numbers and byte strings, and no list.
 
     Raises InvalidInput, TooLarge.
     """
-    max_values = MAX_VALUES[model] if most is None else most
-    plain = body.plain(VALUE_BYTES * MAX_VALUES[model])
-    values = containers = 0
+    plain = body.plain(VALUE_BYTES * MAX_VALUES[TelemetryChunk])
+    maps = 0
 
-    def counted(container: Any) -> Any:
-        nonlocal values, containers
-        values, containers = values + len(container), containers + 1
-        if containers > MAX_MEMBERS:
-            raise _too_many(MAX_MEMBERS, "members")
-        if values > max_values:
-            raise _too_many(max_values, "values")
-        return container
+    def counted(members: dict[str, Any]) -> dict[str, Any]:
+        nonlocal maps
+        maps += 1
+        if maps > _PACKED_MAPS:
+            raise ValueError("a map too many")
+        return members
 
     try:
         return msgpack.unpackb(
@@ -167,16 +164,14 @@ def unpack(model: type[BaseModel], body: Body, *, most: int | None = None) -> An
             strict_map_key=True,
             max_ext_len=0,
             max_str_len=MAX_TEXT_BYTES,
-            max_array_len=MAX_LIST,
+            max_array_len=0,
             max_map_len=MAX_MEMBERS,
-            list_hook=counted,
             object_hook=counted,
         )
     except (ValueError, TypeError, RecursionError) as error:
-        for name, limit, kind in (("array", MAX_LIST, "values in one list"), ("map", MAX_MEMBERS, "members")):
-            if f"exceeds max_{name}_len" in str(error):
-                raise _too_many(limit, kind) from None
-        raise InvalidInput("The body is not valid MessagePack: check how it is packed.", field="body") from error
+        raise InvalidInput(
+            "The body is not valid MessagePack with packed arrays: check how it is packed.", field="body"
+        ) from error
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:

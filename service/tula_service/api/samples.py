@@ -18,10 +18,7 @@ router = APIRouter(tags=["samples"])
 
 @router.post(routes.RUN_SAMPLES, status_code=202, openapi_extra=request_body(SampleBatch))
 async def send_samples(run_id: str, request: Request, caller: Caller, services: AppServices) -> SamplesAccepted:
-    """Store samples; they are committed before the answer, and rows stored before count as duplicates.
-
-    As JSON, or MessagePack (`application/msgpack`) of the same members.
-    """
+    """Store samples; they are committed before the answer, and rows stored before count as duplicates."""
     body = await read_body(request)
 
     def store() -> SamplesAccepted:

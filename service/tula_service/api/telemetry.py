@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.errors import TooLarge
 from tula_service.store import NewChunk
 from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
@@ -17,9 +16,7 @@ from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 router = APIRouter(tags=["telemetry"])
 
 _SMALL_BYTES = 128 * 1024
-_FEW_VALUES = 2_000
-"""Uncompressed packed bodies up to this size are parsed on the event loop: that is faster than waking a thread. If they
-hold more values than this outside packed columns, which takes milliseconds, a thread parses them after all."""
+"""Uncompressed packed bodies up to this size are read on the event loop: that is faster than waking a thread."""
 
 
 @router.post(
@@ -31,11 +28,12 @@ hold more values than this outside packed columns, which takes milliseconds, a t
 async def send_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
     """Store a chunk; committed before the answer.
 
-    As JSON, or MessagePack (`application/msgpack`) of the same members, where columns may be packed arrays.
+    As JSON, or MessagePack (`application/msgpack`) of the same members, where `steps` and columns are packed arrays.
     """
     body = await read_body(request)
-    chunk = _small_chunk(body)
-    if chunk is None:
+    if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _SMALL_BYTES:
+        chunk = _chunk(body)
+    else:
         chunk = await to_thread.run_sync(_chunk, body, limiter=services.intake)
     accepted = await services.telemetry.store(caller, run_id, chunk)
     services.metrics.step_values.inc(accepted.stored)
@@ -44,20 +42,9 @@ async def send_telemetry(run_id: str, request: Request, caller: Caller, services
     return Response(accepted.model_dump_json(), 202, media_type="application/json")
 
 
-def _small_chunk(body: Body) -> NewChunk | None:
-    """The chunk of a small packed body; None for any other."""
-    if body.content_type != MSGPACK or body.encoding != "identity" or len(body.sent) > _SMALL_BYTES:
-        return None
-    try:
-        members = unpack(TelemetryChunk, body, most=_FEW_VALUES)
-    except TooLarge:
-        return None
-    return chunk_from_packed(members)
-
-
 def _chunk(body: Body) -> NewChunk:
     if body.content_type == MSGPACK:
-        return chunk_from_packed(unpack(TelemetryChunk, body))
+        return chunk_from_packed(unpack(body))
     return chunk_from_wire(parse(TelemetryChunk, body))
 
 

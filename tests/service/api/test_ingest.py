@@ -44,9 +44,9 @@ def batch(rows: int = 4, **changes: Any) -> dict[str, Any]:
     return members | changes
 
 
-def packed(count: int = 5, kind: str = "<f8", **changes: Any) -> bytes:
+def packed(count: int = 5, **changes: Any) -> bytes:
     """The same chunk with packed columns."""
-    loss = np.array([1.0 / (step + 1) for step in range(count)], kind)
+    loss = np.array([1.0 / (step + 1) for step in range(count)])
     members = chunk(count) | {"steps": np.arange(count, dtype="<i8").tobytes(), "columns": {"loss": loss.tobytes()}}
     return bytes(msgpack.packb(members | changes))
 
@@ -87,11 +87,13 @@ class TestEncodings:
     """Every way in leads to the same rows."""
 
     @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
-    @pytest.mark.parametrize("kind", ["application/json", "application/msgpack", "application/x-msgpack"])
+    @pytest.mark.parametrize("kind", ["application/json", "application/msgpack"])
     def test_each_content_encoding_is_read(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str, encoding: str
     ) -> None:
-        plain = json.dumps(chunk()).encode() if kind.endswith("json") else msgpack.packb(chunk())
+        rate = np.array([np.nan, 0.1, 0.1, 0.1, 0.1])
+        columns = {"loss": np.array(chunk()["columns"]["loss"]).tobytes(), "lr": rate.tobytes()}
+        plain = json.dumps(chunk()).encode() if kind.endswith("json") else packed(columns=columns)
         compress = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
         answer = post(routes.RUN_TELEMETRY, compress[encoding](plain), kind, **{"Content-Encoding": encoding})
         assert (answer.status_code, answer.json()) == (202, {"stored": 10, "duplicate": False})
@@ -99,22 +101,6 @@ class TestEncodings:
         assert found["values"] == chunk()["columns"]["loss"]
         assert read(service, red, "lr")["values"] == [None, 0.1, 0.1, 0.1, 0.1]
         assert found["available"] == ["loss", "lr"]
-
-    @pytest.mark.parametrize("kind", ["<f8", "<f4"])
-    def test_packed_columns_are_read_exactly(
-        self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str
-    ) -> None:
-        assert post(routes.RUN_TELEMETRY, packed(kind=kind), "application/msgpack").json()["stored"] == 5
-        expected = np.array([1.0 / (step + 1) for step in range(5)], kind).astype(float)
-        assert read(service, red)["values"] == expected.tolist()
-
-    def test_a_packed_chunk_may_hold_a_list_where_a_value_is_missing(
-        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
-    ) -> None:
-        columns = {"loss": np.ones(3).tobytes(), "accuracy": [None, 0.5, None]}
-        body = packed(3, columns=columns)
-        assert post(routes.RUN_TELEMETRY, body, "application/msgpack").json()["stored"] == 6
-        assert read(service, red, "accuracy")["values"] == [None, 0.5, None]
 
     def test_a_large_compressed_chunk_is_read_whole(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
@@ -161,25 +147,18 @@ class TestRefusals:
         body = json.dumps(batch(1, step_time_s=[7.25])).encode().replace(b"7.25", value)
         refused(post(routes.RUN_SAMPLES, body), 422, "step_time_s.0")
 
-    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-    @pytest.mark.parametrize("kind", ["<f8", "<f4"])
-    def test_nan_and_infinity_in_packed_columns_are_refused(
-        self, post: Callable[..., httpx.Response], value: float, kind: str
-    ) -> None:
-        columns = {"lr": [None, 0.1, 0.1], "loss": np.array([1.0, value, 1.0], kind).tobytes()}
-        said = refused(
-            post(routes.RUN_TELEMETRY, packed(3, columns=columns), "application/msgpack"), 422, "columns.loss"
-        )
-        assert "columns.loss[1]" in said
-
-    def test_nan_and_infinity_in_msgpack_lists_are_refused(self, post: Callable[..., httpx.Response]) -> None:
-        body = msgpack.packb(chunk(1, columns={"loss": [float("nan")]}))
-        refused(post(routes.RUN_TELEMETRY, body, "application/msgpack"), 422, "columns.loss.0")
+    @pytest.mark.parametrize("value", [np.inf, -np.inf])
+    def test_infinity_in_packed_columns_is_refused(self, post: Callable[..., httpx.Response], value: float) -> None:
+        columns = {"lr": np.array([np.nan, 0.1, 0.1]).tobytes(), "loss": np.array([1.0, value, 1.0]).tobytes()}
+        refused(post(routes.RUN_TELEMETRY, packed(3, columns=columns), "application/msgpack"), 422, "columns.loss")
 
     @pytest.mark.parametrize(
         ("changes", "field"),
         [
             ({"columns": {"loss": b"1234567"}}, "columns.loss"),
+            ({"columns": {"loss": "as text "}}, "columns.loss"),
+            ({"columns": {"loss": {"a": {"b": {}}}}}, "body"),
+            ({"columns": {"loss": [1.0] * 5}}, "body"),
             ({"columns": {"Bad-Name": np.ones(5).tobytes()}}, "columns.Bad-Name.[key]"),
             ({"steps": b"123"}, "steps"),
             ({"steps": b""}, "steps"),
@@ -206,7 +185,7 @@ class TestRefusals:
         self, post: Callable[..., httpx.Response], body: bytes, kind: str
     ) -> None:
         assert post(routes.RUN_TELEMETRY, body, kind).status_code == 422
-        assert post(routes.RUN_SAMPLES, body, kind).status_code == 422
+        assert post(routes.RUN_SAMPLES, body, kind).status_code == (422 if kind.endswith("json") else 415)
 
     @pytest.mark.parametrize(
         "headers", [{"kind": "text/plain"}, {"kind": "application/xml"}, {"Content-Encoding": "br"}]
@@ -290,7 +269,6 @@ def test_any_finite_number_survives_every_encoding(service: Service, red: Tenant
     steps = np.arange(values.size, dtype="<i8")
     ways = {
         "packed": ("application/msgpack", {"steps": steps.tobytes(), "columns": {"loss": values.tobytes()}}),
-        "lists": ("application/msgpack", {"steps": steps.tolist(), "columns": {"loss": values.tolist()}}),
         "json": ("application/json", {"steps": steps.tolist(), "columns": {"loss": values.tolist()}}),
     }
     with service.client(red.agent) as client:
@@ -302,7 +280,7 @@ def test_any_finite_number_survives_every_encoding(service: Service, red: Tenant
             assert answer.status_code == 202, answer.text
     with service.store.transaction() as tx:
         key = tx.runs.get(red.run_id).key
-        found = [tx.telemetry.read(key, "loss", rank=rank)[1] for rank in range(3)]
+        found = [tx.telemetry.read(key, "loss", rank=rank)[1] for rank in range(2)]
         tx.connection.exec_driver_sql("DELETE FROM telemetry_chunks")
     for stored in found:
         np.testing.assert_array_equal(stored, values)
