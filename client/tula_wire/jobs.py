@@ -279,12 +279,30 @@ class JobPage(WireModel):
     next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
 
 
+class ProfilingCost(WireModel):
+    """What profiling has taken, and what is left of the plan as it is now, launch after launch, start-up included.
+
+    What is left rests on predicted step times and on the start-up of earlier launches, before the first on 30 s.
+    """
+
+    spent_gpu_seconds: float = Field(description="Seconds of all ranks together, so far.")
+    spent_usd: float | None = Field(description="US dollars of the nodes on demand, so far; null without prices.")
+    launches_left: int = Field(description="Launches that wait or are in progress.")
+    runs_left: int = Field(description="Runs that these launches measure.")
+    left_s: float = Field(description="Seconds that these launches take one after another.")
+    left_gpu_seconds: float = Field(description="Seconds of all their ranks together.")
+    left_usd: float | None = Field(description="US dollars of their nodes on demand; null without prices.")
+
+
 class Job(JobSummary):
     """A job with its specification and plan."""
 
     spec: JobSpec = Field(description="The specification as registered and changed since.")
     plan: list[Run] = Field(description="The profiling runs, those that ended included.")
     plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
+    profiling_cost: ProfilingCost | None = Field(
+        None, description="What profiling costs; null from a service of an earlier version."
+    )
 
 
 class JobCreated(WireModel):

@@ -186,9 +186,9 @@ def test_a_job_shows_predictions_beside_measurements(tula: Tula, job: str, addre
     assert kept["recommendation_id"] == answer_.id
     assert kept["error"] == pytest.approx(measured / promised["value"] - 1)
     assert kept["within_interval"] is (promised["low"] <= measured <= promised["high"])
-    # The first run stood before any fit; each that was claimed after one carries the prediction of that moment.
+    # Each carries the prediction of the moment at which it was claimed, the first that from its hardware.
     profiled = sorted((run for run in printed["runs"] if run["kind"] == "profile"), key=lambda run: run["finished_at"])
-    assert [run["predicted_step_time_s"] is None for run in profiled] == [True] + [False] * (len(profiled) - 1)
+    assert all(run["predicted_step_time_s"] for run in profiled)
     _, out, _ = tula("jobs", "show", job)
     assert "against the prediction" in out
     line = next(line for line in out.splitlines() if answer_.id in line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tula_wire import Configuration, Estimate
+from tula_wire.jobs import ProfilingCost
 
 BRIEF = "nodes, batch (local)"
 """Heading of a column of `brief` configurations."""
@@ -98,3 +99,11 @@ def brief(value: Configuration | None) -> str:
     nodes = f"{value.num_nodes}{kind}" + (f" x {value.ranks_per_node} ranks" if value.ranks_per_node != 1 else "")
     accumulation = f" x {value.grad_accum_steps}" if value.grad_accum_steps != 1 else ""
     return f"{nodes}, {value.global_batch_size} ({value.local_batch_size}{accumulation})"
+
+
+def rest_of_plan(cost: ProfilingCost) -> str:
+    """What is left of a plan: `2 launches of 8 runs, about 3 min 20 s and $0.21`; without prices no money."""
+    launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
+    runs = f" of {cost.runs_left} runs" if cost.runs_left > cost.launches_left else ""
+    usd = "" if cost.left_usd is None else f" and {dollars(cost.left_usd)}"
+    return f"{launches}{runs}, about {seconds(cost.left_s)}{usd}"

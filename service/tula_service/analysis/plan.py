@@ -1,10 +1,12 @@
-"""What to profile next, decided from an `Answer`: which waiting runs stay, which are cancelled, which are new."""
+"""What to profile next, decided from an `Answer`: which waiting runs stay, which are cancelled, which are new; and what
+the launches cost, with their start-up: what they have taken, and what is left of the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
+from typing import TypeAlias, TypeVar
 
 import tula_wire as wire
 from tula_service.analysis.answer import Analysis, Answer, Infeasible
@@ -16,18 +18,26 @@ from tula_service.perfmodel.columns import column_of, columns_of
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
+from tula_wire.jobs import ProfilingCost
 
 _DEFAULT_MAX_RUNS = 8
+_START_UP_S = 30.0
+"""Of a launch, before one has ended: what comes before and after its steps."""
+_OPEN = ("pending", "claimed", "running")
+
+R = TypeVar("R", JobRun, wire.Run)
+Span: TypeAlias = tuple[R, float, float]
+"""A run with the seconds since 1970 at which it began and ended."""
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """A run to profile; the lowest `position` is claimed first. `predicted_step_time_s` is None before any run."""
+    """A run to profile; the lowest `position` is claimed first."""
 
     configuration: Configuration
     purpose: str
     position: int
-    predicted_step_time_s: float | None
+    predicted_step_time_s: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class PlanDecision:
     cancelled: tuple[str, ...]
     active: bool
     reason: str
-    predicted_step_time_s: Mapping[str, float | None] = field(default_factory=dict)
+    predicted_step_time_s: Mapping[str, float] = field(default_factory=dict)
     posteriors: Mapping[str, Posterior] | None = None
     cross_validation: CrossValidation | None = None
 
@@ -161,11 +171,9 @@ def _new_runs(answer: Answer, found: Plan) -> tuple[NextRun, ...]:
     )
 
 
-def _expected(answer: Answer, configurations: Sequence[Configuration]) -> Sequence[float | None]:
-    """Their predicted step times, s; None before any run."""
-    if not configurations or answer.evidence.observed is None:
-        return [None] * len(configurations)
-    predicted: list[float] = answer.model.predict(configurations).mean_s.tolist()
+def _expected(answer: Answer, configurations: Sequence[Configuration]) -> Sequence[float]:
+    """Their predicted step times, s; before any run from what is known of the hardware."""
+    predicted: list[float] = answer.model.predict(configurations).mean_s.tolist() if configurations else []
     return predicted
 
 
@@ -182,68 +190,103 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def _spent_gpu_seconds(data: JobData) -> float:
-    """Seconds times ranks of all profiling runs; where the runs of a launch overlap in time, they count once."""
-    runs = [(run, run.started_at_s or 0.0, run.duration_s) for run in data.profile_runs if run.duration_s is not None]
-    spans = [(_launch(run, data.spec), began, began + max(0.0, took)) for run, began, took in runs]
-    return sum(s * run.configuration.world_size for s, (run, _, _) in zip(_counted_once(spans), runs, strict=True))
+    """Seconds times ranks of all launches that have ended."""
+    runs = data.profile_runs
+    spans = [(run, run.started_at_s or 0.0, run.duration_s) for run in runs if run.duration_s is not None]
+    launches = _launches([(run, began, began + took) for run, began, took in spans], data.spec)
+    return _totals(data.spec, [_taken(spans) for spans in launches])[0]
+
+
+def profiling_cost(spec: wire.JobSpec, plan: Sequence[wire.Run], now_s: float) -> ProfilingCost:
+    """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
+
+    A launch takes its start-up, the median of those that ended, and its steps as predicted, of which it needs the share
+    of the planned ones that earlier runs needed. Before the first has ended these are 30 s and all steps.
+    """
+    begun = [
+        (run, run.started_at.timestamp(), run.finished_at.timestamp() if run.finished_at else now_s)
+        for run in plan
+        if run.started_at is not None
+    ]
+    launches = _launches(begun, spec)
+    measured = [run for run in plan if run.step_time_s is not None and run.state not in _OPEN]
+    share = fmean(_needed(run) / _steps(run) for run in measured) if measured else 1.0
+    ended = [spans for spans in launches if any(run.step_time_s for run, _, _ in spans) and not _running(spans)]
+    start_up_s = median(max(0.0, _taken(spans)[1] - _in_steps_s(spans)) for spans in ended) if ended else _START_UP_S
+    under_way_s = {
+        _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans) for spans in launches if _running(spans)
+    }
+    waiting: dict[object, list[wire.Run]] = {}
+    for run in plan:
+        if run.state in _OPEN:
+            waiting.setdefault(_launch(run, spec), []).append(run)
+    left = []
+    for launch, runs in waiting.items():
+        steps_s = share * sum(_steps(run) * (run.predicted_step_time_s or 0.0) for run in runs)
+        left.append((runs[0].configuration, max(0.0, start_up_s + steps_s - under_way_s.get(launch, 0.0))))
+    spent, spent_usd = _totals(spec, [_taken(spans) for spans in launches])
+    left_gpu_seconds, left_usd = _totals(spec, left)
+    return ProfilingCost(
+        spent_gpu_seconds=spent,
+        spent_usd=spent_usd,
+        launches_left=len(left),
+        runs_left=sum(map(len, waiting.values())),
+        left_s=sum(seconds for _, seconds in left),
+        left_gpu_seconds=left_gpu_seconds,
+        left_usd=left_usd,
+    )
 
 
 def _launch(run: JobRun | wire.Run, spec: wire.JobSpec) -> object:
     return column_of(run.configuration) if spec.profiling.columns else run.id
 
 
-def _counted_once(spans: Sequence[tuple[object, float, float]]) -> list[float]:
-    """Seconds of each span (launch, beginning, end), without those that a span of the same launch has already."""
-    seconds = [0.0] * len(spans)
-    until: dict[object, float] = {}
-    for row in sorted(range(len(spans)), key=lambda row: spans[row][1]):
-        launch, began, ended = spans[row]
-        seconds[row] = max(0.0, ended - max(began, until.get(launch, began)))
-        until[launch] = max(ended, until.get(launch, ended))
-    return seconds
+def _launches(spans: Iterable[Span[R]], spec: wire.JobSpec) -> list[list[Span[R]]]:
+    """The spans by launch: those of one column where each begins before the ones before it have ended."""
+    found: dict[object, list[list[Span[R]]]] = {}
+    for span in sorted(spans, key=lambda span: span[1]):
+        launches = found.setdefault(_launch(span[0], spec), [])
+        if launches and span[1] <= max(ended for _, _, ended in launches[-1]):
+            launches[-1].append(span)
+        else:
+            launches.append([span])
+    return [spans for launches in found.values() for spans in launches]
 
 
-@dataclass(frozen=True)
-class ProfilingCost:
-    """Seconds of all ranks together, and US dollars of their nodes on demand, so far and to come.
-
-    What is to come is None while no run has succeeded, dollars without a price per node-hour.
-    """
-
-    spent_gpu_seconds: float
-    spent_usd: float | None
-    waiting_gpu_seconds: float | None
-    waiting_usd: float | None
+def _taken(spans: Sequence[Span[R]]) -> tuple[Configuration, float]:
+    """A configuration of a launch, and the seconds that the launch took."""
+    return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
 
 
-def profiling_cost(job: wire.Job, now_s: float) -> ProfilingCost | None:
-    """What profiling costs; None before the first run starts. A run to come counts as long as the median of those that
-    succeeded, `now_s` in seconds since 1970."""
-    begun = [
-        (run, run.started_at.timestamp(), run.finished_at.timestamp() if run.finished_at else now_s)
-        for run in job.plan
-        if run.started_at is not None
-    ]
-    if not begun:
-        return None
-    seconds = _counted_once([(_launch(run, job.spec), began, ended) for run, began, ended in begun])
-    spent = [(run.configuration, taken) for (run, _, _), taken in zip(begun, seconds, strict=True)]
-    succeeded = [taken for (run, _, _), taken in zip(begun, seconds, strict=True) if run.state == "succeeded"]
-    gpu_seconds, usd = _totals(job.spec, spent)
-    if not succeeded:
-        return ProfilingCost(gpu_seconds, usd, None, None)
-    waiting = [(run.configuration, median(succeeded)) for run in job.plan if run.state in ("pending", "claimed")]
-    return ProfilingCost(gpu_seconds, usd, *_totals(job.spec, waiting))
+def _running(spans: Sequence[Span[wire.Run]]) -> bool:
+    return any(run.state in _OPEN for run, _, _ in spans)
 
 
-def _totals(spec: wire.JobSpec, spent: Sequence[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """GPU-seconds and US dollars of configurations that are used for some seconds."""
-    prices = {kind.instance_type: kind.price.usd_per_node_hour for kind in spec.cluster}
-    usd: float | None = 0.0
-    for configuration, seconds in spent:
+def _in_steps_s(spans: Sequence[Span[wire.Run]]) -> float:
+    """Seconds that the runs of a launch which have ended spent in steps."""
+    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state not in _OPEN)
+
+
+def _needed(run: wire.Run) -> int:
+    return min(run.num_samples, _steps(run))
+
+
+def _steps(run: wire.Run) -> int:
+    plan = run.instruction
+    return 1 if plan is None else plan.profiling_warmup_steps + plan.measuring_steps
+
+
+def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
+    """GPU-seconds and US dollars, None without prices, of configurations that are used for some seconds."""
+    prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
+    gpu_seconds, usd = 0.0, 0.0
+    unpriced = all(price is None for price in prices.values())
+    for configuration, seconds in used:
+        gpu_seconds += configuration.world_size * seconds
         price = prices.get(configuration.instance_type)
-        usd = None if usd is None or price is None else usd + price * configuration.num_nodes * seconds / 3600
-    return sum(configuration.world_size * seconds for configuration, seconds in spent), usd
+        unpriced |= price is None
+        usd += (price or 0.0) * configuration.num_nodes * seconds / 3600.0
+    return gpu_seconds, None if unpriced else usd
 
 
 def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:

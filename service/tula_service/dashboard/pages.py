@@ -16,7 +16,6 @@ from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
-from tula_service.analysis.plan import profiling_cost
 from tula_service.dashboard import charts
 from tula_service.dashboard.activity import KINDS, activities
 from tula_service.dashboard.chart_data import MAX_COMPARED, compare_runs
@@ -167,7 +166,6 @@ def job_page(
         user,
         "job.html",
         job=job,
-        cost=profiling_cost(job, user.store.now().timestamp()),
         recommendation=recommendation,
         candidates=ranked[:MAX_CANDIDATES],
         left_out=max(0, len(ranked) - MAX_CANDIDATES),

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from tula_service.domain import RunKind, RunState
 from tula_service.store._base import Repository
 from tula_service.store.records import RunRecord
-from tula_service.store.runs import SELECT_RUNS, run_record
+from tula_service.store.runs import RELEASED, SELECT_RUNS, run_record
 from tula_service.store.tables import runs
 
 _HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
@@ -84,9 +84,7 @@ class Leases(Repository):
             runs.c.kind == RunKind.PROFILE.value,
             runs.c.lease_expires_at < self._now(),
         )
-        self._connection.execute(
-            expired.values(state=RunState.PENDING.value, holder=None, lease_s=None, lease_expires_at=None)
-        )
+        self._connection.execute(expired.values(state=RunState.PENDING.value, **RELEASED))
 
     def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held."""

@@ -15,6 +15,8 @@ from tula_service.store._base import Repository, RowMap, configuration_from, new
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
 
+RELEASED = {"holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None}
+"""Columns of a run that returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 SELECT_RUNS = sa.select(
     runs, run_summaries.c.step_time_s, *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED)
@@ -88,7 +90,8 @@ class Runs(Repository):
     ) -> bool:
         """Move a run from one of `expected` to `to`; False, and nothing changed, when it is in another state by now.
 
-        Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version.
+        Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version. A
+        run that returns to the plan has no `started_at` until its next holder starts it.
         """
         now = self._now()
         values |= {"end_cause": None if end_cause is None else end_cause.value}
@@ -98,7 +101,7 @@ class Runs(Repository):
         if to.is_final:
             values["lease_expires_at"] = None
         if to is RunState.PENDING:
-            values |= {"holder": None, "lease_s": None, "lease_expires_at": None}
+            values |= RELEASED
         changed = self._connection.execute(
             sa.update(runs)
             .where(runs.c.id == run_id, runs.c.state.in_([state.value for state in expected]))

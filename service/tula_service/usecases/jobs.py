@@ -12,6 +12,7 @@ from typing import Any, Final
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
+from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
@@ -74,7 +75,7 @@ def register(
     recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
         plan = _plan(tx, job.id)
-        job_view = _view(tx.jobs.get(job.id), plan)
+        job_view = _view(tx, tx.jobs.get(job.id), plan)
     waiting = [runs.view(run) for run in plan if run.state is RunState.PENDING]
     return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
 
@@ -99,7 +100,7 @@ def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
     """A job with its plan."""
     with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
-        return _view(job, _plan(tx, job_id))
+        return _view(tx, job, _plan(tx, job_id))
 
 
 def list_jobs(
@@ -158,7 +159,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
     if job.state != "archived":
         replan(store, job_id)
     with store.reading() as tx:
-        return _view(tx.jobs.get(job_id), _plan(tx, job_id))
+        return _view(tx, tx.jobs.get(job_id), _plan(tx, job_id))
 
 
 def _plan(tx: Transaction, job_id: str) -> list[RunRecord]:
@@ -296,8 +297,9 @@ def _finish_deleting(store: Store, job_id: str) -> None:
         tx.jobs.delete(job_id)
 
 
-def _view(record: JobRecord, plan: list[RunRecord]) -> wire.Job:
-    """A job with its specification and its profiling runs, in the order of the plan."""
+def _view(tx: Transaction, record: JobRecord, plan: list[RunRecord]) -> wire.Job:
+    """A job with its specification, its profiling runs in the order of the plan, and what these cost."""
     summary = wire.JobSummary.model_validate(record, from_attributes=True)
-    plan_views = [runs.view(each) for each in plan]
-    return wire.Job(**dict(summary), spec=spec_of(record), plan=plan_views, plan_reason=record.plan_reason)
+    spec, plan_views = spec_of(record), [runs.view(each) for each in plan]
+    cost = profiling_cost(spec, plan_views, tx.now().timestamp())
+    return wire.Job(**dict(summary), spec=spec, plan=plan_views, plan_reason=record.plan_reason, profiling_cost=cost)

@@ -113,7 +113,7 @@ def test_accuracy_counts_training_runs_and_says_why_there_are_none() -> None:
     assert [row["error"] for row in spec["datasets"]["runs"]] == pytest.approx([0.05])
     early = models.run("run_1", predicted_step_time_s=None)
     spec = charts.job_chart("accuracy", models.job(plan=[early]), found, none)
-    assert "before the first fit" in spec["usermeta"]["message"]
+    assert "have no prediction" in spec["usermeta"]["message"]
 
 
 def test_calibration_says_how_often_intervals_of_every_width_held() -> None:

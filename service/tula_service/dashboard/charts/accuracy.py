@@ -123,7 +123,7 @@ def _nothing(runs: Sequence[Run]) -> str:
         return "No run has been measured yet."
     if any(run.predicted_step_time_s for run in runs):
         return "The runs that have a prediction are not measured yet."
-    return "The runs measured so far came before the first fit:\nthere was no prediction to compare them with."
+    return "The runs measured so far have no prediction."
 
 
 def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:

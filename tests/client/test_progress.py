@@ -1,0 +1,61 @@
+"""What `tula tune` and `tula run` print while they work."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tests.client.launch.fakes import FakeService, configuration
+from tula_client.cli.progress import ProgressReporter
+from tula_client.launch.judge import Outcome
+from tula_wire.jobs import ProfilingCost
+
+
+def left(launches, runs, seconds, usd=None):
+    return ProfilingCost(
+        spent_gpu_seconds=0.0,
+        spent_usd=None if usd is None else 0.0,
+        launches_left=launches,
+        runs_left=runs,
+        left_s=seconds,
+        left_gpu_seconds=seconds,
+        left_usd=usd,
+    )
+
+
+def printed_of(*costs, terminal=False):
+    """What the reporter prints of a job of two runs whose plan costs this, in turn."""
+    service, printed = FakeService([configuration(), configuration(2)]), io.StringIO()
+    with ProgressReporter(Console(file=printed, force_terminal=terminal, width=120)) as reporter:
+        for cost in costs:
+            reporter.job(service.job("job-1").model_copy(update={"profiling_cost": cost}))
+    return printed.getvalue()
+
+
+def test_the_rest_of_the_plan_and_its_cost_are_printed_before_and_after_each_launch():
+    costs = left(3, 8, 540.0, 2.1), left(1, 1, 29.0), left(0, 0, 0.0), None
+    assert printed_of(*costs).splitlines() == [
+        "plan      3 launches of 8 runs, about 9 min 0 s and $2.10; the search may add some",
+        "plan      1 launch, about 29 s; the search may add some",
+    ]
+
+
+def test_a_terminal_shows_the_remaining_time():
+    assert "2 left, about 2 min" in printed_of(left(2, 2, 130.0), terminal=True)
+
+
+def test_a_training_prints_its_lines_its_log_and_its_step_time(tmp_path):
+    service = FakeService()
+    run = service.add("train", configuration(), "succeeded")
+    run = service.change(run.id, step_time_s=0.0319)
+    for quiet in (False, True):
+        printed = io.StringIO()
+        with ProgressReporter(Console(file=printed, width=120), quiet=quiet) as reporter:
+            reporter.started(run, tmp_path / "[log]")
+            reporter.output(["epoch 1: [loss] \x1b[31m2.5\x1b[0m"])
+            reporter.finished(run, Outcome("succeeded"), tmp_path / "[log]", 7.41)
+        lines = printed.getvalue().splitlines()
+        assert lines[1] == f"          log: {tmp_path}/[log]"
+        assert ("epoch 1: [loss] 2.5" in lines) is not quiet
+        assert lines[-1] == "trained   1 node, global batch 32 (local 32): 31.9 ms a step in 7.4 s"

@@ -1,0 +1,124 @@
+"""What profiling takes is known before its first launch, and follows the launches that have ended."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, spec
+from tests.support.clock import ManualClock
+from tula_service.analysis.plan import profiling_cost
+from tula_service.store import Store
+from tula_service.usecases import runs
+from tula_service.usecases.access import ANONYMOUS
+from tula_wire.jobs import ProfilingCost
+
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+INSTRUCTION = wire.runs.Instruction(profiling_warmup_steps=1, measuring_steps=5, precision=0.02)
+RANKS = 2
+
+
+def run(batch: int, state: str, began_s: float | None = None, took_s: float | None = None, **more: object) -> wire.Run:
+    """A profiling run of 1 + 5 steps on one node of two ranks, which began and ended as given."""
+    started = None if began_s is None else BEGAN + timedelta(seconds=began_s)
+    fields: dict[str, object] = {
+        "id": f"run_{batch}_{more.get('nodes', 1)}",
+        "job_id": "job_1",
+        "kind": "profile",
+        "state": state,
+        "configuration": wire.Configuration(
+            num_nodes=int(str(more.pop("nodes", 1))), ranks_per_node=RANKS, local_batch_size=batch
+        ),
+        "created_at": BEGAN,
+        "instruction": INSTRUCTION,
+        "started_at": started,
+        "finished_at": None if started is None or took_s is None else started + timedelta(seconds=took_s),
+    }
+    return wire.Run.model_validate(fields | more)
+
+
+def cost(plan: list[wire.Run], *, now_s: float = 0.0, columns: bool = True, **more: object) -> ProfilingCost:
+    return profiling_cost(spec(profiling={"columns": columns}, **more), plan, BEGAN.timestamp() + now_s)
+
+
+COLUMN = [
+    run(32, "succeeded", 11, 3, step_time_s=0.5, num_samples=6),
+    run(64, "succeeded", 0, 20, step_time_s=1.0, num_samples=6),
+]
+"""A launch of 20 s: six steps of half a second and six of one, and 11 s around them."""
+
+
+def test_before_the_first_launch_steps_are_as_predicted_and_its_start_up_is_assumed() -> None:
+    waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 16) for batch in (16, 32)]
+    found = cost(waiting)
+    assert (found.spent_gpu_seconds, found.spent_usd) == (0.0, 0.0)
+    assert (found.launches_left, found.runs_left) == (1, 2)
+    assert found.left_s == pytest.approx(30 + 6 * (1 + 2))
+    assert found.left_gpu_seconds == pytest.approx(2 * RANKS * found.left_s)
+    assert found.left_usd == pytest.approx(2 * 3.0 * found.left_s / 3600)
+    assert cost(waiting, columns=False).left_s == pytest.approx(2 * 30 + 6 * (1 + 2))
+    assert cost(waiting, cluster={"max_nodes": 8}).left_usd is None
+
+
+def test_a_launch_to_come_starts_up_once_as_earlier_ones_did_and_needs_as_many_of_its_steps() -> None:
+    waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 32) for batch in (32, 64)]
+    found = cost([*COLUMN, *waiting])
+    assert found.spent_gpu_seconds == pytest.approx(20 * RANKS)  # the two runs share the launch
+    assert found.left_s == pytest.approx(11 + 6 * (1 + 2))
+    early = [each.model_copy(update={"num_samples": 3}) for each in COLUMN]
+    assert cost([*early, *waiting]).left_s == pytest.approx((20 - 4.5) + 0.5 * 6 * (1 + 2))
+
+
+def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come() -> None:
+    half = [
+        run(32, "succeeded", 111, 3, step_time_s=0.5, num_samples=6, nodes=2),
+        run(64, "running", 100, predicted_step_time_s=2.0, nodes=2),
+    ]
+    found = cost([*COLUMN, *half], now_s=114)
+    assert (found.launches_left, found.runs_left) == (1, 1)
+    assert found.left_s == pytest.approx(11 + 6 * 2 - (14 - 3))
+    assert found.spent_gpu_seconds == pytest.approx(20 * RANKS + 14 * 2 * RANKS)
+    assert cost([*COLUMN, *half], now_s=1000).left_s == 0.0
+
+
+def test_launches_of_one_cluster_at_different_times_are_counted_without_the_pause_between_them() -> None:
+    again = run(128, "failed", 1000, 7)
+    assert cost([*COLUMN, again]).spent_gpu_seconds == pytest.approx((20 + 7) * RANKS)
+    assert cost([*COLUMN, again], columns=False).spent_gpu_seconds == pytest.approx((3 + 20 + 7) * RANKS)
+
+
+def test_a_registered_job_says_what_its_plan_costs_from_what_is_known_of_the_hardware(cluster: Cluster) -> None:
+    job = cluster.register(spec()).job
+    assert all(each.predicted_step_time_s for each in job.plan)
+    found = job.profiling_cost
+    assert found is not None
+    assert (found.launches_left, found.runs_left) == (2, 6)
+    assert 2 * 30 < found.left_s < 2 * 30 + 6 * 35
+    assert found.left_usd is not None
+    cluster.work(job.id)
+    after = cluster.job(job.id).profiling_cost
+    assert after is not None
+    assert (after.launches_left, after.left_s, after.left_usd) == (0, 0.0, 0.0)
+
+
+def test_the_time_between_an_interrupted_launch_and_the_next_is_not_paid_for(
+    sqlite_store: Store, clock: ManualClock
+) -> None:
+    cluster = Cluster(sqlite_store)
+    job_id = cluster.register(spec()).job.id
+    for back in ("reported", "expired"):
+        claimed = runs.claim(sqlite_store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher", lease_s=60)).run
+        assert claimed is not None
+        cluster.patch(claimed.id, "running")
+        if back == "reported":
+            cluster.patch(claimed.id, "pending")
+        clock.advance(50_000)
+    again = runs.claim(sqlite_store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+    assert again is not None
+    assert again.id == claimed.id
+    cluster.execute(again)
+    spent = cluster.job(job_id).profiling_cost
+    assert spent is not None
+    assert spent.spent_gpu_seconds < 100
