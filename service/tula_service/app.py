@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -40,6 +42,7 @@ from tula_service.background import BackgroundQueue
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
+from tula_service.store.partitions import create_ahead
 from tula_service.usecases.access import Access, KnownRuns
 from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
@@ -99,7 +102,10 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
+        daily = None if settings.read_only else asyncio.create_task(_create_partitions_daily(store, background))
         yield {"stopping": services.stopping}
+        if daily is not None:
+            daily.cancel()
         for finish in at_end:
             finish()
 
@@ -131,6 +137,12 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     app.include_router(operations.open_router)
     app.include_router(dashboard.open_router)
     return app
+
+
+async def _create_partitions_daily(store: Store, background: BackgroundQueue) -> None:
+    while True:
+        background.enqueue("partitions", partial(create_ahead, store.engine))
+        await anyio.sleep(24 * 3600)
 
 
 def _probe(scope: Scope) -> bool:

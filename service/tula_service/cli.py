@@ -104,17 +104,26 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only say what would go.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Delete archived jobs past their retention, finish deletions that were cut short, and drop old events."""
+    """Delete archived jobs past their retention, unfinished deletions, old events, and old months of telemetry."""
     with _one_sentence():
         settings = Settings.read(database=database)
         with _opened(settings) as store:
             days = settings.retention_days if older_than_days is None else older_than_days
-            done = prune_store(store, older_than=timedelta(days=days), actor=_OPERATOR, dry_run=not yes)
+            done = prune_store(
+                store,
+                older_than=timedelta(days=days),
+                actor=_OPERATOR,
+                dry_run=not yes,
+                telemetry_older_than=timedelta(days=settings.telemetry_days) if settings.telemetry_days else None,
+                archive=settings.archive,
+            )
         if as_json:
-            typer.echo(json.dumps({"jobs": done.job_ids, "events": done.num_events, "deleted": yes}))
+            found = {"jobs": done.job_ids, "events": done.num_events, "telemetry": done.telemetry, "deleted": yes}
+            typer.echo(json.dumps(found))
             return
-        verb = "Deleted" if yes else "Would delete"
-        typer.echo(f"{verb} {len(done.job_ids)} jobs and {done.num_events} events." + ("" if yes else " Add --yes."))
+        months = f" and {len(done.telemetry)} months of telemetry" if done.telemetry else ""
+        text = f"{'Deleted' if yes else 'Would delete'} {len(done.job_ids)} jobs and {done.num_events} events{months}."
+        typer.echo(text + ("" if yes else " Add --yes."))
 
 
 @token.command("create")

@@ -42,6 +42,10 @@ class Settings(BaseSettings):
     ingest_per_minute: int = Field(240_000, ge=1, description="The same for samples and telemetry.")
     shutdown_s: int = Field(20, ge=1, description="How long accepted requests may take to finish at shutdown.")
     retention_days: float = Field(90.0, ge=0, description="Age at which `tula prune` deletes archived jobs.")
+    telemetry_days: float = Field(
+        0.0, ge=0, description="Age at which `tula prune` drops a month of telemetry, on Postgres; 0 keeps all."
+    )
+    archive: str = Field("", description="Folder or s3:// URL: a month goes there as Parquet before it is dropped.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug also logs ingest.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, else json.")
     read_only: bool = Field(False, description="Refuse every change, and show the page of accuracy without a token.")

@@ -25,6 +25,13 @@ _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "cost": (jobs.c.predicted_cost_usd.nulls_last(),),
     "error": (sa.func.abs(jobs.c.prediction_error).desc().nulls_last(),),
 }
+_SEARCHED = sa.table("jobs_search", sa.column("rowid"))
+"""On SQLite: the trigrams of the names of each job, kept by triggers (migration 0009)."""
+_MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
+_TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
+"""On Postgres: the same, as the expression of an index."""
+_LEAST_SEARCHED = 3
+"""Characters of a search that has a trigram; a shorter one reads every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
 
 
@@ -129,10 +136,11 @@ class Jobs(Repository):
         """Jobs in `order`; `search` is a case-blind part of the job's or the model's name. Only newest first has
         further pages.
 
-        The page starts behind its cursor's key and the total is counted up to `count_up_to`, so that neither takes
-        longer with the number of jobs; a search that few match reads the project's part of the index through.
+        The page starts behind its cursor's key, the total is counted up to `count_up_to`, and a search of three
+        characters or more looks trigrams up, so that none takes longer with the number of jobs.
         """
         wanted: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
+        key: sa.ColumnElement[Any] = jobs.c.key
         if project_id is not None:
             wanted.append(jobs.c.project_id == project_id)
         if search:
@@ -141,15 +149,21 @@ class Jobs(Repository):
             wanted.append(
                 sa.or_(*(contains(each, search, autoescape=True) for each in (jobs.c.name, jobs.c.model_name)))
             )
+            if len(search) >= _LEAST_SEARCHED and self._postgres:
+                wanted.append(_TRIGRAMS.op("@>")(sa.func.tula_trigrams(sa.func.lower(search))))
+            elif len(search) >= _LEAST_SEARCHED:
+                phrase = '"' + search.replace('"', '""') + '"'
+                wanted += [_SEARCHED.c.rowid == jobs.c.key, _MATCH.op("MATCH")(phrase)]
+                key = _SEARCHED.c.rowid  # in this order SQLite reads the matches and their jobs until the page is full
         if states:
             wanted.append(jobs.c.state.in_(states))
         elif not include_archived:
             wanted.append(jobs.c.state != "archived")
-        some = sa.select(sa.literal(1)).select_from(jobs).where(*wanted).limit(count_up_to).subquery("some")
+        some = sa.select(jobs.c.key).where(*wanted).order_by(key.desc()).limit(count_up_to).subquery("some")
         total = self._scalar(sa.select(sa.func.count()).select_from(some))
-        page = sa.select(jobs).where(*wanted).order_by(*_ORDERS[order], jobs.c.key.desc()).limit(limit + 1)
+        page = sa.select(jobs).where(*wanted).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
         if cursor is not None:
-            page = page.where(jobs.c.key < cursor)
+            page = page.where(key < cursor)
         rows = self._rows(page)
         counts = self._counts([row["id"] for row in rows[:limit]])
         records = [self._record(row, counts) for row in rows[:limit]]

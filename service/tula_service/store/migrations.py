@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from tula_service.errors import SchemaMismatch, StoreUnavailable
 from tula_service.store.database import is_sqlite
+from tula_service.store.partitions import create_ahead
 
 _LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
@@ -23,6 +24,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             _refuse_newer(_current(connection))
             _run_migrations(connection)
+        create_ahead(engine)
     except sa.exc.OperationalError as error:
         raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
 

@@ -39,7 +39,7 @@ _LOG = logging.getLogger("tula.store")
 _Row: TypeAlias = tuple[object, ...]
 _Chunk: TypeAlias = tuple[str, _Row]
 _Outcome: TypeAlias = bool | ServiceError
-_GONE: Final = "The run of this chunk was deleted: stop sending for it."
+_GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 
 
 class TelemetryWriter:

@@ -17,7 +17,9 @@ from tula_service.analysis.priors import contradiction
 from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
-from tula_service.store import JobOrder, JobRecord, NewJob, RunRecord, Store, Transaction
+from tula_service.store import JobOrder, JobRecord, NewJob, RunRecord, Store, Transaction, partitions
+from tula_service.store.archive import Archive
+from tula_service.store.database import is_sqlite
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.planning import replan
@@ -252,6 +254,8 @@ class Pruned:
 
     job_ids: Sequence[str]
     num_events: int
+    telemetry: Sequence[str] = ()
+    """The tables of the dropped months."""
 
 
 def delete_job(store: Store, caller: Principal, job_id: str) -> None:
@@ -264,21 +268,43 @@ def delete_job(store: Store, caller: Principal, job_id: str) -> None:
     _finish_deleting(store, job_id)
 
 
-def prune_store(store: Store, *, older_than: timedelta, actor: Principal, dry_run: bool = False) -> Pruned:
-    """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events."""
+def prune_store(
+    store: Store,
+    *,
+    older_than: timedelta,
+    actor: Principal,
+    dry_run: bool = False,
+    telemetry_older_than: timedelta | None = None,
+    archive: str = "",
+) -> Pruned:
+    """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
+
+    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped first, each after it
+    was written to `archive`, if that is given. Raises InvalidInput for such a limit on SQLite or an unusable archive,
+    StoreUnavailable when a month cannot be written: it stays.
+    """
     now = store.now()
+    months: Sequence[str] = ()
+    if telemetry_older_than is not None:
+        if is_sqlite(store.engine):
+            raise InvalidInput("Only Postgres keeps telemetry by month: leave TULA_TELEMETRY_DAYS out.")
+        months = partitions.due(store.engine, before=now - telemetry_older_than, now=now)
     with store.reading() as tx:
         old = tx.jobs.archived_before(now - older_than)
         begun = tx.jobs.deleting()
         num_events = tx.events.count_before(now - EVENTS_KEPT_FOR)
+    pruned = Pruned([*old, *begun], num_events, months)
     if dry_run:
-        return Pruned([*old, *begun], num_events)
+        return pruned
+    target = Archive(archive) if archive and months else None
+    for month in months:
+        partitions.drop(store.engine, month, target)
     for job_id in old:
         delete_job(store, actor, job_id)
     for job_id in begun:
         _finish_deleting(store, job_id)
     _delete_in_pieces(store, lambda tx, limit: tx.events.delete_before(now - EVENTS_KEPT_FOR, limit=limit))
-    return Pruned([*old, *begun], num_events)
+    return pruned
 
 
 def _delete_in_pieces(

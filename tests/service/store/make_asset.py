@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import subprocess
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 
-import numpy as np
-import psycopg
 import sqlalchemy as sa
-from sqlalchemy.schema import CreateIndex, CreateTable
 
 from benchmarks.support.postgres import PostgresServer
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
@@ -44,44 +42,26 @@ def sqlite_dump(folder: Path) -> str:
     store.close()
     connection = sqlite3.connect(path)
     statements = [line.rstrip(";") for line in connection.iterdump()]
+    # The index of names is built from the jobs: of its tables only the statement that made it is kept.
+    (index,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'jobs_search'").fetchone()
     connection.close()
-    return SEPARATOR.join(one for one in statements if one not in ("BEGIN TRANSACTION", "COMMIT"))
+    left_out = ("BEGIN TRANSACTION", "COMMIT", "PRAGMA writable_schema")
+    kept = [one for one in statements if not one.startswith(left_out) and not re.search(r"""['"]jobs_search""", one)]
+    return SEPARATOR.join([*kept, index, "INSERT INTO jobs_search (jobs_search) VALUES ('rebuild')"])
 
 
 def postgres_dump(server: PostgresServer) -> str:
-    """The same for Postgres: tables, rows and sequences of what the migrations built, as the server tells them."""
+    """The same for Postgres, by its own program: schema and rows, without what belongs to a session."""
     url = server.create_database("asset")
     store = Store.open(url, now=ManualClock())
     fill(store)
-    found = sa.MetaData()
-    found.reflect(store.engine)
-    statements: list[str] = []
-    dialect = store.engine.dialect
-    with psycopg.connect(sa.make_url(url).set(drivername="postgresql").render_as_string(False)) as raw:
-        for table in found.sorted_tables:
-            statements.append(str(CreateTable(table).compile(dialect=dialect)).strip())
-            statements += [str(CreateIndex(index).compile(dialect=dialect)).strip() for index in table.indexes]
-        for table in found.sorted_tables:
-            columns = ", ".join(f'"{column.name}"' for column in table.columns)
-            for row in raw.execute(f'SELECT {columns} FROM "{table.name}"'):  # type: ignore[arg-type]
-                values = ", ".join(psycopg.sql.Literal(_plain(value)).as_string(raw) for value in row)
-                statements.append(f'INSERT INTO "{table.name}" ({columns}) VALUES ({values})')
-        for table in found.sorted_tables:
-            for column in table.primary_key.columns:
-                sequence = raw.execute("SELECT pg_get_serial_sequence(%s, %s)", (table.name, column.name)).fetchone()
-                if sequence and sequence[0]:
-                    top = f'(SELECT coalesce(max("{column.name}"), 0) + 1 FROM "{table.name}")'
-                    statements.append(f"SELECT setval('{sequence[0]}', {top}, false)")
     store.close()
-    return SEPARATOR.join(statements)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (dict, list)):
-        return psycopg.types.json.Jsonb(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return value.astimezone(timezone.utc) if isinstance(value, datetime) else value
+    address = sa.make_url(url).set(drivername="postgresql").render_as_string(False)
+    program = [str(server.programs / "pg_dump"), "--inserts", "--no-owner", "--no-privileges", "--dbname", address]
+    dump = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    of_a_session = ("--", "SET ", "SELECT pg_catalog.set_config", "\\")
+    kept = "\n".join(line for line in dump.splitlines() if not line.startswith(of_a_session))
+    return SEPARATOR.join(one.strip() for one in re.split(r";\n", kept) if one.strip())
 
 
 def main() -> None:

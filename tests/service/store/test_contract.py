@@ -89,6 +89,27 @@ class TestJobs:
             assert [job.id for job in tx.jobs.list(search="0% r").jobs] == [by_name]
             assert tx.jobs.list(search="%").total == 1
 
+    def test_a_search_finds_every_name_with_this_part_and_no_other_page_by_page(self, store: Store) -> None:
+        """Of any length and with any characters, as a comparison with each name would; a deleted job is gone."""
+        names = ["a_b", "aXb", 'say "abc"', "ABCD", "abd bcd", "Größe", "ab", "x*y-z OR w", "net"]
+        made = [a_job(store, name=name, model_name="NET").id for name in names]
+        with store.transaction() as tx:
+            tx.jobs.delete(made.pop())
+            names.pop()
+        for search in ("a_b", "b", "abc", "bcd", '"abc"', "*y-z", " OR ", "öße", "net", "netz", "%%%"):
+            found: list[str] = []
+            cursor = None
+            with store.reading() as tx:
+                while True:
+                    page = tx.jobs.list(search=search, limit=3, cursor=cursor)
+                    found += [job.name for job in page.jobs]
+                    if (cursor := page.next_cursor) is None:
+                        break
+                total = tx.jobs.list(search=search).total
+            expected = [name for name in reversed(names) if search.lower() in name.lower() or search == "net"]
+            assert (search, found) == (search, expected)
+            assert total == len(expected)
+
     def test_archived_jobs_leave_the_list_and_stay_readable(self, store: Store) -> None:
         job = a_job(store)
         with store.transaction() as tx:

@@ -1,0 +1,204 @@
+"""Telemetry by month on Postgres: counted once, dropped whole, and only after it lies in the archive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from pyarrow import parquet
+
+from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk
+from tests.support.clock import ManualClock
+from tula_service.app import create_app
+from tula_service.domain import RunKind, RunState
+from tula_service.errors import InvalidInput, NotFound, StoreUnavailable
+from tula_service.settings import Settings
+from tula_service.store import NewChunk, RunRecord, Store, partitions
+from tula_service.store.migrations import upgrade_schema
+from tula_service.store.telemetry import chunk_row
+from tula_service.store.telemetry_writer import TelemetryWriter
+from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.jobs import Pruned, prune_store
+
+KEPT = timedelta(days=30)
+
+
+def following(moment: datetime) -> datetime:
+    """The start of the next month."""
+    return (moment.replace(day=1) + timedelta(days=32)).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+
+
+THIS = datetime.now(timezone.utc).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+NEXT = following(THIS)
+
+
+def table(month: datetime) -> str:
+    """The name of a month's partition."""
+    return f"telemetry_chunks_{month:%Y%m}"
+
+
+@pytest.fixture
+def store(postgres_url: str) -> Iterator[Store]:
+    """A store whose clock stands where this month has just been kept for long enough."""
+    made = Store.open(postgres_url, now=ManualClock(NEXT + KEPT))
+    upgrade_schema(made.engine)
+    yield made
+    made.close()
+
+
+def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
+    """A run that began in a month, by its key, which Postgres would have given it then."""
+    job = a_job(store, name=f"job-{month:%Y%m}")
+    run = a_run(store, job.id, kind=RunKind.TRAIN, **options)
+    key = int(f"{month:%Y%m}") * partitions.KEYS_OF_A_MONTH + 999
+    if month != THIS:
+        with store.transaction() as tx:
+            tx.connection.exec_driver_sql("UPDATE runs SET key = %s WHERE id = %s", (key, run.id))
+    with store.reading() as tx:
+        return tx.runs.get(run.id)
+
+
+def rows_of(store: Store, name: str) -> int:
+    """How many chunks a table holds."""
+    with store.reading() as tx:
+        return int(tx.connection.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one())
+
+
+def tables(store: Store) -> set[str]:
+    """All tables of telemetry, attached or not."""
+    found = "SELECT relname FROM pg_class WHERE relname LIKE 'telemetry_chunks%%' AND relkind IN ('r', 'p')"
+    with store.reading() as tx:
+        return set(tx.connection.exec_driver_sql(found).scalars())
+
+
+def prune(store: Store, archive: Path | str = "", **options: bool) -> Pruned:
+    """Prune with the limit for telemetry."""
+    age = {"older_than": timedelta(days=9999), "telemetry_older_than": KEPT}
+    return prune_store(store, actor=ANONYMOUS, archive=str(archive), **age, **options)
+
+
+def test_a_chunk_sent_again_is_stored_once_whichever_month_its_run_began_in(store: Store) -> None:
+    """In the same group, and later: a chunk's partition depends on its run, not on when it arrives."""
+    runs = [run_of(store, month) for month in (THIS, NEXT, following(NEXT))]
+    writer = TelemetryWriter(store)
+
+    async def send() -> list[bool]:
+        rows = [(run.id, chunk_row(run.key, a_chunk(0, 5))) for run in runs]
+        return list(await asyncio.gather(*(writer.add(run_id, row) for run_id, row in rows * 2)))
+
+    assert sorted(asyncio.run(send())) == [False] * 3 + [True] * 3
+    assert not any(asyncio.run(send()))
+    writer.close()
+    assert rows_of(store, "telemetry_chunks") == 3
+    assert [rows_of(store, table(month)) for month in (THIS, NEXT, following(NEXT))] == [1, 1, 1]
+
+
+def test_a_new_run_has_the_month_in_its_key(store: Store) -> None:
+    month, number = divmod(a_run(store, a_job(store).id).key, partitions.KEYS_OF_A_MONTH)
+    assert str(month) in (f"{THIS:%Y%m}", f"{NEXT:%Y%m}")
+    assert number == 1
+
+
+def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_path: Path) -> None:
+    """The file holds every value that the service had, and the other months are untouched."""
+    old, new = run_of(store, THIS), run_of(store, NEXT)
+    gaps = NewChunk(3, "boot", 7, np.array([5, 9, 6]), ["loss"], np.array([[1.5, np.nan, -0.0]]))
+    with store.transaction() as tx:
+        for run in (old, new):
+            assert add_chunk(tx, run.key, a_chunk(0, 50))
+        assert add_chunk(tx, old.key, gaps)
+        steps, values = tx.telemetry.read(old.key, "grad_norm")
+    assert prune(store, tmp_path, dry_run=True).telemetry == [table(THIS)]
+    assert rows_of(store, "telemetry_chunks") == 3
+    assert prune(store, tmp_path / "new").telemetry == [table(THIS)]
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.name == f"{table(THIS)}.parquet"
+    stored = parquet.read_table(file).to_pylist()
+    mine = [row for row in stored if (row["rank"], row["name"]) == (0, "grad_norm")]
+    assert ([row["step"] for row in mine], [row["value"] for row in mine]) == (steps.tolist(), values.tolist())
+    assert {(row["job_id"], row["run_id"], row["boot_id"]) for row in stored} == {(old.job_id, old.id, "boot")}
+    late = [row for row in stored if row["rank"] == 3]
+    assert [(row["sequence"], row["step"], row["name"]) for row in late] == [(7, at, "loss") for at in (5, 9, 6)]
+    assert np.array_equal([row["value"] for row in late], [1.5, np.nan, -0.0], equal_nan=True)
+    assert len(stored) == 103
+    with store.reading() as tx:
+        assert tx.telemetry.columns(old.key) == {}
+        assert tx.telemetry.read(new.key, "loss")[1].size == 50
+    assert table(THIS) not in tables(store)
+    assert prune(store, tmp_path).telemetry == []
+
+
+def test_a_chunk_for_a_dropped_month_is_refused_and_takes_no_other_with_it(store: Store) -> None:
+    old, new = run_of(store, THIS), run_of(store, NEXT)
+    prune(store)
+    writer = TelemetryWriter(store)
+
+    async def send() -> list[object]:
+        sent = (writer.add(run.id, chunk_row(run.key, a_chunk(0, 5))) for run in (old, new))
+        return list(await asyncio.gather(*sent, return_exceptions=True))
+
+    refused, stored = asyncio.run(send())
+    writer.close()
+    assert isinstance(refused, NotFound)
+    assert stored is True
+
+
+def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Store, tmp_path: Path) -> None:
+    old = run_of(store, THIS)
+    with store.transaction() as tx:
+        add_chunk(tx, old.key, a_chunk(0, 50))
+    in_the_way = tmp_path / f"{table(THIS)}.parquet"
+    in_the_way.mkdir()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match=f"stays in the table {table(THIS)}"):
+            prune(store, tmp_path)
+        assert rows_of(store, table(THIS)) == 1
+    in_the_way.rmdir()
+    assert prune(store, tmp_path).telemetry == [table(THIS)]
+    assert parquet.read_metadata(in_the_way).num_rows == 100
+    assert table(THIS) not in tables(store)
+
+
+@pytest.mark.parametrize("place", ["nowhere://bucket", "/dev/null/folder"])
+def test_an_archive_that_cannot_be_written_is_refused_before_anything_changes(store: Store, place: str) -> None:
+    old = run_of(store, THIS)
+    with store.transaction() as tx:
+        add_chunk(tx, old.key, a_chunk(0, 50))
+    with pytest.raises(InvalidInput, match="TULA_ARCHIVE"):
+        prune(store, place)
+    assert rows_of(store, "telemetry_chunks") == 1
+
+
+def test_a_month_stays_while_a_run_of_it_holds_a_lease_or_until_it_is_old_enough(store: Store) -> None:
+    run_of(store, THIS, state=RunState.RUNNING, lease_s=60.0)
+    assert prune(store).telemetry == []
+    store.now.advance(61)  # type: ignore[attr-defined] # the fixture's clock
+    assert prune(store, dry_run=True).telemetry == [table(THIS)]
+    store.now.advance(-62)  # type: ignore[attr-defined] # the same
+    assert prune(store).telemetry == []
+
+
+def test_sqlite_refuses_the_limit_instead_of_ignoring_it(sqlite_store: Store) -> None:
+    with pytest.raises(InvalidInput, match="TULA_TELEMETRY_DAYS"):
+        prune(sqlite_store)
+
+
+def test_the_service_makes_the_partitions_of_the_next_months(
+    postgres_url: str, open_store: Callable[[str], Store]
+) -> None:
+    """Without a migration or a restart: a worker looks daily."""
+    store = open_store(postgres_url)
+    months = {table(NEXT), table(following(NEXT))}
+    assert months <= tables(store)
+    for name in months:
+        partitions.drop(store.engine, name, None)
+    with TestClient(create_app(Settings(database=postgres_url))):
+        ends = time.monotonic() + 20
+        while not months <= tables(store):
+            assert time.monotonic() < ends
