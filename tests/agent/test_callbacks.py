@@ -46,6 +46,27 @@ def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, scr
     assert sink.states == ["running", "succeeded"]
 
 
+@pytest.mark.parametrize("script", BATCHES)
+def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cut(
+    sink: Sink, launch: Launch, script: str
+) -> None:
+    """Lightning's strategy and accelerate's loader do; the Trainer's callbacks get no batch."""
+    plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "6", "TULA_LOCAL_BATCH_SIZE": str(BATCHES[script])}
+    done = launch(script, "50", TULA_COLUMN="2=small", **plan)
+    assert not sink.invalid
+    seen = [path.split("/")[3] for _, path, body in sink.requests if path.endswith("/samples") for _ in body["step"]]
+    sizes = {
+        (path.split("/")[3], body["local_batch_size"]) for _, path, body in sink.requests if path.endswith("/samples")
+    }
+    whole = {("run1", BATCHES[script])}
+    if script == "transformers_train.py":
+        assert (sizes, seen.count("run1")) == (whole, 8)
+        assert done.stderr.count("measures one batch instead of several") == 1
+    else:
+        assert (sizes, seen.count("small"), seen.count("run1")) == (whole | {("small", 2)}, 8, 8)
+        assert sorted(sink.states) == ["running", "running", "succeeded", "succeeded"]
+
+
 @pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])
 def test_a_training_that_the_framework_resumes_reports_its_earlier_epochs(
     sink: Sink, launch: Launch, tmp_path: Path, script: str

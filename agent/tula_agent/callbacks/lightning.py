@@ -26,6 +26,8 @@ __all__ = ["TulaCallback"]
 class TulaCallback(Callback):
     """Measures `fit`, stops it when a profiling run has enough samples, and reports how it ended.
 
+    A launch that measures several batches cuts each where the trainer's strategy moves it to the device.
+
     At a training's limit it stops too, and saves `stopped.ckpt` beside the checkpoints, if the trainer keeps any.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
@@ -48,11 +50,12 @@ class TulaCallback(Callback):
                 self.run.begin_at(_epochs_before(trainer))
             model = getattr(trainer.strategy, "model", None) or pl_module
             self.run.watch(model, list(trainer.optimizers))
+            _cut_batches(trainer, self.run)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
         if self.run is not None:
-            self.run.begin_loop(trainer.train_dataloader)
+            self.run.begin_loop(trainer.train_dataloader, cuts=True)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step begins."""
@@ -111,6 +114,17 @@ class TulaCallback(Callback):
         """Send the remaining measurements and end the run."""
         if self.run is not None:
             self.run.finish()
+
+
+def _cut_batches(trainer: Any, run: Run) -> None:
+    """Of each batch of training, give the module the examples that the run is to measure."""
+    to_device = trainer.strategy.batch_to_device
+
+    def cut(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = to_device(batch, *args, **kwargs)
+        return run.cut(moved) if trainer.training else moved
+
+    trainer.strategy.batch_to_device = cut
 
 
 def _epochs_before(trainer: Any) -> float:
