@@ -26,10 +26,6 @@ class ScalingThresholds(WireModel):
     s_min: Factor | None = Field(None, description="Smallest factor.")
     s_max: Factor | None = Field(None, description="Largest factor.")
     refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")
-    restore_step: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = Field(
-        None, description="Deprecated, always null: weights are no longer restored with a setting."
-    )
-    restore_run_id: str | None = Field(None, description="Deprecated, always null, as `restore_step`.")
     gradient_noise_scale: float | None = Field(None, description="Estimated gradient noise scale, in examples.")
     gradient_noise_scale_error: float | None = Field(None, description="Standard error of it, in examples.")
     critical_batch_size: float | None = Field(

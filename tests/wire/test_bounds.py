@@ -19,7 +19,6 @@ from tula_wire.text import printable, printable_lines
         (wire.ScalingPatch, "s_min", 1e-30),
         (wire.ScalingPatch, "delta", 1e24),
         (wire.ScalingPatch, "small_batch_size", 2**31),
-        (wire.ScalingThresholds, "restore_step", 2**63),
         (wire.Price, "usd_per_node_hour", 1e308),
         (wire.Price, "usd_per_gb_hour", 1e7),
         (wire.SpotPrice, "restart_s", 1.7e308),

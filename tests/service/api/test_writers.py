@@ -40,7 +40,7 @@ from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import MAX_STEPS, routes
 
-SECONDS = float(os.environ.get("TULA_WRITERS_S", "6"))
+SECONDS = float(os.environ.get("TULA_WRITERS_S", "2"))
 
 
 @pytest.fixture

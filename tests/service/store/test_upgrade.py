@@ -31,7 +31,7 @@ from tula_service.store.migrations import check_schema, head_revision, is_empty,
 from tula_service.store.tables import METADATA, scaling_versions
 
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
-KILLS = int(os.environ.get("TULA_MIGRATION_KILLS", "12"))
+KILLS = int(os.environ.get("TULA_MIGRATION_KILLS", "6"))
 ASSETS = Path(__file__).parent / "assets"
 """One dump for each released schema: what `python -m tests.service.store.make_asset` wrote when it was the newest.
 
