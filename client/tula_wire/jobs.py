@@ -242,6 +242,7 @@ class JobPatch(WireModel):
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = Field(None, description="By instance type.")
     columns: bool | None = Field(None, description="`profiling.columns` from now on.")
     archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")
+    retry_failed: bool = Field(False, description="True: failed runs no longer rule out their configuration.")
 
 
 class JobSummary(WireModel):

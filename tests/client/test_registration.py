@@ -17,7 +17,6 @@ from tests.client.test_client import profile
 from tula_client import Client
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
-from tula_client.launch.workdir import WorkDir
 from tula_wire import ClaimRequest, JobPatch, JobSpec, ProfilingSpec, RunPatch
 
 __all__ = ["tula"]
@@ -112,12 +111,11 @@ def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:
     assert client.job(first.id).state == "archived"
 
 
-def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spec: JobSpec, tmp_path: Path) -> None:
+def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spec: JobSpec) -> None:
     spec = changed(spec, batch={"min_local_batch_size": 32, "max_local_batch_size": 32})
     for objective in ("knee", "time", "cost", "cost"):
         wanted = changed(spec, objective=objective)
-        found = register(client, wanted, tmp_path)
-        found.save(WorkDir(tmp_path, found.job.id))
+        found = register(client, wanted, retry_failed=True)
         assert found.job.objective == objective
         states = [run.state for run in found.job.plan]
         assert states.count("pending") >= 1, (objective, states)
@@ -126,11 +124,10 @@ def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spe
     assert len(client.jobs(search=spec.name).jobs) == 1
 
 
-def test_a_job_that_was_changed_is_found_from_another_folder(client: Client, spec: JobSpec, tmp_path: Path) -> None:
+def test_a_job_that_was_changed_is_found_again(client: Client, spec: JobSpec) -> None:
     for objective in ("knee", "cost"):
-        found = register(client, changed(spec, objective=objective), tmp_path / "first")
-        found.save(WorkDir(tmp_path / "first", found.job.id))
-    again = register(client, changed(spec, objective="cost"), tmp_path / "second")
+        found = register(client, changed(spec, objective=objective))
+    again = register(client, changed(spec, objective="cost"))
     assert (again.job.id, again.notes) == (found.job.id, ())
 
 
@@ -142,6 +139,7 @@ def test_registration_handles_every_field_of_a_patch() -> None:
         "prices",
         "columns",
         "archived",
+        "retry_failed",
     }
 
 

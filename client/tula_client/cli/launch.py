@@ -95,10 +95,9 @@ def tune(
     job_spec = load_spec(spec)
     template.check(job_spec)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
-        registered = register(client, job_spec, work_dir)
+        registered = register(client, job_spec, retry_failed=True)
         job, work = registered.job, WorkDir(work_dir, registered.job.id)
         with work.locked() as holder, _signals_interrupt():
-            registered.save(work)
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)

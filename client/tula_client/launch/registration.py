@@ -6,18 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
-
-from pydantic import ValidationError
 
 from tula_client._client import Client
 from tula_client.handle import all_jobs
-from tula_client.launch.spec import idempotency_key
-from tula_client.launch.workdir import WorkDir
 from tula_wire import Job, JobPatch, JobSpec
 
-_STATE: Final = "registered"
 _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
@@ -31,21 +25,10 @@ Changes = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Registered:
-    """The job, and notes for the user about what changed.
-
-    `first_spec` is the specification under which the job was first registered, if known: the job is found, and its
-    failed runs are planned again, only by that one.
-    """
+    """The job, and notes for the user about what changed."""
 
     job: Job
     notes: tuple[str, ...]
-    first_spec: JobSpec | None
-
-    def save(self, work: WorkDir) -> None:
-        """Keep the first specification for the next `tula tune` in this folder."""
-        spec = None if self.first_spec is None else self.first_spec.model_dump(mode="json")
-        key = None if self.first_spec is None else idempotency_key(self.first_spec)
-        work.save(_STATE, {"spec": spec, "key": key})
 
 
 @dataclass(frozen=True)
@@ -57,49 +40,42 @@ class _Comparison:
     fixed: tuple[str, ...]
 
 
-def register(client: Client, spec: JobSpec, work_dir: Path | None = None) -> Registered:
+def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
     """The job of `spec`: a job of the same name that is equal, or equal once it is changed, else a new job.
 
-    With `work_dir`, the failed runs of a job that is found are planned again. Raises the client's errors.
+    With `retry_failed`, the failed runs of a job that is found are planned again. Raises the client's errors.
     """
     known = [_compare(job, spec) for job in _jobs_named(client, spec.name)]
-    job, first_spec = _find(known, spec, work_dir)
+    job = _find(known)
     notes: list[str] = []
-    if job is None or (first_spec is not None and work_dir is not None and _any_failed(job)):
-        first_spec = first_spec or spec
-        job = client.register(first_spec, idempotency_key=idempotency_key(first_spec)).job
+    if job is None:
+        job = client.register(spec).job
         if known and job.id not in {one.job.id for one in known}:
             notes.append(_explain_new_job(spec.name, job, known))
-    comparison = _compare(job, spec)
-    if comparison.changes and not comparison.fixed:
-        prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
+    changes = _compare(job, spec).changes
+    retried = retry_failed and any(run.state in ("failed", "out_of_memory") for run in job.plan)
+    if changes or retried:
         wanted = JobPatch(
             objective=spec.objective,
             usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
             limits=spec.limits,
-            prices=prices,
+            prices={cluster.instance_type: cluster.price for cluster in spec.cluster},
+            columns=spec.profiling.columns if "profiling.columns" in changes else None,
+            retry_failed=retried,
         )
-        if "profiling.columns" in comparison.changes:
-            wanted = wanted.model_copy(update={"columns": spec.profiling.columns})
         job = client.patch_job(job.id, wanted)
-        changes = _format_changes(comparison.changes)
-        notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {changes}.")
-    return Registered(job, tuple(notes), first_spec)
+    if changes:
+        notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {_format_changes(changes)}.")
+    return Registered(job, tuple(notes))
 
 
-def _any_failed(job: Job) -> bool:
-    return any(run.state in ("failed", "out_of_memory") for run in job.plan)
-
-
-def _find(known: list[_Comparison], spec: JobSpec, work_dir: Path | None) -> tuple[Job | None, JobSpec | None]:
-    """(the job to use, the specification it was first registered under); None for a job to create, for unknown."""
+def _find(known: list[_Comparison]) -> Job | None:
+    """The job to use: the newest equal one, else the only one that can be changed; None for a job to create."""
     usable = [one for one in known if not one.fixed]
     equal = [one.job for one in usable if not one.changes]
     if equal:
-        return equal[0], _first_spec(equal[0], work_dir, default=spec)
-    if len(usable) == 1:
-        return usable[0].job, _first_spec(usable[0].job, work_dir, default=None)
-    return None, spec
+        return equal[0]
+    return usable[0].job if len(usable) == 1 else None
 
 
 def _jobs_named(client: Client, name: str) -> list[Job]:
@@ -108,21 +84,6 @@ def _jobs_named(client: Client, name: str) -> list[Job]:
         return []
     ids = (one.id for one in all_jobs(client, search=name) if one.name == name)
     return [client.job(job_id) for job_id in islice(ids, _MAX_JOBS)]
-
-
-def _first_spec(job: Job, work_dir: Path | None, *, default: JobSpec | None) -> JobSpec | None:
-    """The specification under which `job` was registered, as saved in `work_dir`; `default` if nothing is saved.
-
-    None if it is unknown: a job that was changed is not found by its current specification.
-    """
-    state = None if work_dir is None else WorkDir(work_dir, job.id).load(_STATE)
-    if state is None:
-        return default
-    try:
-        spec = JobSpec.model_validate(state.get("spec"))
-    except ValidationError:
-        return None
-    return spec if idempotency_key(spec) == state.get("key") else None  # another version of Tula may add fields
 
 
 def _compare(job: Job, spec: JobSpec) -> _Comparison:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,8 +52,3 @@ def _explain(name: str, document: Mapping[str, Any], error: ValidationError) -> 
     if len(lines) == 1:
         return f"{name}: {lines[0]}"
     return "\n  ".join([f"{name}: {len(lines)} fields are wrong:", *lines])
-
-
-def idempotency_key(spec: JobSpec) -> str:
-    """A key that is equal for equal specifications, so that registering one again finds its job."""
-    return "tune-" + hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

@@ -143,6 +143,8 @@ def list_jobs(
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
     """Change objective, price of waiting, limits, prices or columns, or archive; then plan and recommend again.
 
+    On request, configurations whose runs failed may be planned again.
+
     Raises InvalidInput for a price of an instance type that the job does not have.
     """
     with store.transaction() as tx:
@@ -154,6 +156,8 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
         if patch.archived is not None and patch.archived != (job.state == "archived"):
             values["state"] = "archived" if patch.archived else "planning"
         job = tx.jobs.update(job_id, bump=True, **values)
+        if patch.retry_failed:
+            _allow_retries(tx, job)
         if "state" in values:
             tx.events.append(job_id, "job", data={"state": job.state, "name": job.name})
         if job.state != "archived":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tula_client._errors import LaunchError, UsageError
 from tula_client._faults import faults
-from tula_client.launch.spec import idempotency_key, load_spec
+from tula_client.launch.spec import load_spec
 from tula_client.launch.workdir import WorkDir
 from tula_service.api.errors import field_errors
 from tula_wire import JobSpec
@@ -119,15 +119,6 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"job\.toml cannot be read \(No such file"):
         load_spec(tmp_path / "job.toml")
-
-
-def test_only_the_same_specification_has_the_same_key(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text(SPEC)
-    first = load_spec(path)
-    assert idempotency_key(load_spec(path)) == idempotency_key(first)
-    path.write_text(SPEC.replace("10", "11"))
-    assert idempotency_key(load_spec(path)) != idempotency_key(first)
 
 
 def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
