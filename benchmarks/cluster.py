@@ -379,8 +379,8 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
         database = f"{folder}/tula.db"
         migrate(database)
         secret = make_token(database, "admin")  # before the service: without one it listens on the loopback only
-        with Server(database, host=cluster.host) as server:
-            yield Client(server.url, secret), clean_environment(TULA_URL=server.url, PYTHONPATH=str(ROOT))
+        with Server(database, host=cluster.host) as server, Client(server.url, secret) as client:
+            yield client, clean_environment(TULA_URL=server.url, PYTHONPATH=str(ROOT))
 
 
 def stolen_share(since: tuple[int, int]) -> float:

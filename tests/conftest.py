@@ -16,7 +16,7 @@ import pytest
 from benchmarks.support import cluster
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import migrate
-from tests.e2e import memory_limit, slurm
+from tests.e2e import memory_limit, slurm, ssh
 from tests.support.clock import ManualClock
 from tula_service.store import Store
 
@@ -31,6 +31,7 @@ WHY_NO_CLUSTER = {
     "namespaces": cluster.why_not,
     "delay": cluster.why_no_delay,
     "slurm": slurm.why_not,
+    "ssh": ssh.why_not,
     "memory": memory_limit.why_not,
 }
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What the tests need beyond Python: SLURM and munge (launchers), iproute2 (cluster), Chromium (pages), strace (service), binutils (image).
+# What the tests need beyond Python: SLURM, munge and OpenSSH (launchers), iproute2 (cluster), Chromium (pages), strace (service), binutils (image).
 # Quick when nothing is missing; installs with apt as root on Debian-like systems; elsewhere lists what is missing.
 set -euo pipefail
 declare -A package_of=(
   [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client [munged]=munge
+  [ssh]=openssh-client [ssh-keygen]=openssh-client [sshd]=openssh-server
   [ip]=iproute2 [tc]=iproute2 [chromium]=chromium [strace]=strace [strip]=binutils
 )
 PATH="$PATH:/usr/sbin:/sbin"

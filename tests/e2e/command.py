@@ -55,7 +55,7 @@ class Tula:
     how they start nor that none is left.
     """
 
-    def __init__(self, server: Server, folder: Path, *, forked: bool = False, **environment: str) -> None:
+    def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
         path = os.pathsep.join([*([str(launchers())] if forked else []), str(FOLDER), os.environ["PATH"]])
         if forked:
             environment["PYTHON_EXEC"] = str(launchers() / "python")
@@ -90,9 +90,13 @@ class Tula:
         )
         return str(path)
 
+    def client(self) -> Client:
+        """The service, with this person's token if there is one."""
+        return Client(self.environment["TULA_URL"], token=self.environment.get("TULA_TOKEN", ""))
+
     def register(self, name: str, **options: int) -> None:
         """Register the job without measuring it, to train with the prior's answer for its one candidate."""
-        with Client(self.environment["TULA_URL"], token="") as client:
+        with self.client() as client:
             client.register(load_spec(Path(self.spec(name, **options))))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
@@ -114,7 +118,7 @@ class Tula:
 
     def runs(self, name: str) -> list[Run]:
         """All runs of a job, oldest first."""
-        with Client(self.environment["TULA_URL"], token="") as client:
+        with self.client() as client:
             return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
 
     def processes(self, script: str = SCRIPT) -> list[int]:

@@ -17,18 +17,18 @@ import yaml
 from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
+from benchmarks.cluster import served
+from benchmarks.support.cluster import Cluster
 from benchmarks.support.forked import Server
-from tests.e2e.command import BATCH, SCRIPT, Tula
+from tests.e2e.command import BATCH, SCRIPT, Tula, wait_until
 from tests.e2e.slurm import slurm
+from tests.e2e.ssh import ssh_nodes
+from tula_client import Client
 from tula_client.launch.template import Template
-from tula_wire import Configuration, JobSpec
+from tula_wire import Configuration, JobSpec, ProjectCreate, TokenCreate
 
 RECIPES = Path(__file__).parents[2] / "examples" / "launchers"
-SSH = """#!/bin/sh
-# Stands in for a connection to another machine: the program that runs there gets the same input, and nothing else.
-shift 3
-exec env -i HOME="$HOME" "$@"
-"""
+SSH = ["--", "bash", str(RECIPES / "ssh.sh"), "{num_nodes}", "{ranks_per_node}"]
 KUBECTL = """#!{python}
 import json, sys
 from pathlib import Path
@@ -79,7 +79,7 @@ def train_job(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
     """What is published of a PyTorchJob: Kubernetes' model of its pods, and the names of its fields."""
-    assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs"}
+    assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
     assert replicas.keys() <= {"Master", "Worker"}
     kept = {
@@ -100,15 +100,34 @@ def program(folder: Path, name: str, text: str) -> str:
     return os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
 
 
-def test_two_nodes_over_ssh_are_one_job(server: Server, tmp_path: Path) -> None:
-    path = program(tmp_path / "bin", "ssh", SSH)
-    tula = Tula(server, tmp_path, PATH=path, HOSTS="127.0.0.1 localhost")
+@pytest.fixture(scope="module")
+def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, dict[str, str]]]:
+    """Two machines with an sshd and the service on a third, which asks for a token; the environment of `tula`."""
+    with Cluster(2, 1000) as cluster, served(cluster) as (client, _):
+        client.create_project(ProjectCreate(name="ssh"))
+        token = client.create_token(TokenCreate(name="ssh", scope="user", project="ssh"))
+        with ssh_nodes(cluster, tmp_path_factory.mktemp("ssh")) as (path, names):
+            where = os.pathsep.join((str(Path(sys.executable).parent), path))
+            yield client, {"TULA_TOKEN": token.secret, "PATH": where, "HOSTS": " ".join(names)}
+
+
+@pytest.mark.cluster("ssh")
+def test_two_machines_over_ssh_are_one_job_and_keep_no_process_of_it(
+    tmp_path: Path, two_machines: tuple[Client, dict[str, str]]
+) -> None:
+    service, environment = two_machines
+    tula = Tula(service, tmp_path, **environment)
     spec = tula.spec("by-ssh", nodes=2, least_nodes=2)
-    tula("tune", spec, "--", "bash", str(RECIPES / "ssh.sh"), "{num_nodes}", "{ranks_per_node}", SCRIPT, *BATCH)
+    tula("tune", spec, *SSH, SCRIPT, *BATCH)
     (run,) = tula.runs("by-ssh")
     assert (run.state, run.configuration.world_size) == ("succeeded", 2)
     assert run.num_samples >= 8
     assert not tula.processes(SCRIPT)
+    command = tula.start("run", "by-ssh", *SSH, SCRIPT, *BATCH, "--steps=100000")
+    wait_until(lambda: tula.logs().count("starts at step") == 2)  # of the profiling run, and of this one
+    assert len(tula.processes(SCRIPT)) >= 4  # a torchrun and a rank on each machine
+    command.kill()
+    wait_until(lambda: not tula.processes(SCRIPT))
 
 
 def test_too_few_hosts_are_named() -> None:
@@ -146,7 +165,7 @@ def test_manifests_for_kubernetes_have_the_published_fields(
     run = {"TULA_URL": "http://tula", "TULA_RUN_ID": "run-1", "TULA_TOKEN": "secret-1", "TULA_SPOOL_DIR": "/here"}
     asked = [
         sys.executable,
-        str(RECIPES / "kubernetes.py"),
+        str(RECIPES / "kubernetes_job.py"),
         "--image=train:1",
         *more,
         "4",

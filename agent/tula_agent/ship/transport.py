@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -51,6 +52,8 @@ class Transport:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
+        self._not_ours = lambda record: url not in record.getMessage()
+        logging.getLogger("httpx").addFilter(self._not_ours)  # which logs each request at level INFO
 
     def send(self, request: SpooledRequest) -> Reply:
         """Deliver one request. Failures of service and network are replies, never exceptions."""
@@ -62,6 +65,7 @@ class Transport:
 
     def close(self) -> None:
         """Close the connection."""
+        logging.getLogger("httpx").removeFilter(self._not_ours)
         self._client.close()
 
     def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:

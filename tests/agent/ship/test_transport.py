@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import tracemalloc
 
+import httpx
 import pytest
 
 from tests.agent.liar import DELIVERIES, Liar, Lie, lying
@@ -38,3 +40,15 @@ def test_a_connection_is_kept_and_its_deadline_begins_again_with_each_request() 
             time.sleep(0.15)
         transport.close()
     assert verdicts == ["delivered"] * 4
+
+
+def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """Ray's workers and `logging.basicConfig(level=INFO)` printed a line of httpx for each request."""
+    caplog.set_level(logging.INFO)
+    with lying(Liar({"/scaling": [Lie("whole", "{}")] * 3})) as liar:
+        transport = Transport(liar.url, None, 5.0)
+        assert transport.get("/v1/jobs/j/scaling").verdict == "delivered"
+        assert not caplog.records
+        transport.close()
+        httpx.get(f"{liar.url}/scaling")  # the script's
+    assert "HTTP Request" in caplog.text

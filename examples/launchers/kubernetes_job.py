@@ -1,7 +1,7 @@
 """A TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for each run; waits for its end.
 
     tula tune job.toml --stop-command 'kubectl delete trainjob,secret tula-{launch_id}' -- \
-        python kubernetes.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \
+        python kubernetes_job.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \
         train.py --batch-size={local_batch_size}
 
 `TULA_*` go into a Secret, from which the pods take them; nothing is typed by hand. For a PyTorchJob add `--pytorchjob`,
@@ -67,7 +67,8 @@ def pytorch_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]
     replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": template}}
     if options.nodes > 1:
         replicas["Worker"] = {"replicas": options.nodes - 1, "restartPolicy": "Never", "template": template}
-    spec = {"nprocPerNode": str(options.ranks), "pytorchReplicaSpecs": replicas}
+    policy = {"cleanPodPolicy": "None"}  # pods stay until their logs are printed; the model requires a policy
+    spec = {"nprocPerNode": str(options.ranks), "pytorchReplicaSpecs": replicas, "runPolicy": policy}
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name}, "spec": spec}
 
 
