@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -287,7 +287,7 @@ def _engine(
         limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
         measured = {engine: case(one, engine, "packed 1,000 x 4, 1 worker", "packed", 1000)}
         limits.append(raw())
-        with databases.serve(workers) as two:
+        with nullcontext(one) if workers == 1 else databases.serve(workers) as two:
             key = f"{engine}.workers_2"
             measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
             agents(two, ".workers_2", "2 workers")

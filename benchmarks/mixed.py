@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     options = parser.parse_args(arguments)
-    seconds = 2.0 if options.smoke else options.seconds
+    seconds = 0.4 if options.smoke else options.seconds
     figures: dict[str, float] = {}
     for engine, database in databases(options.engines):
         figures |= measure(engine, database, seconds)
