@@ -6,9 +6,9 @@
 page every five seconds, and two recommendations a second follow a new sample. Each flood comes from a separate process:
 `wrong_tokens` on 20 connections, as fast as they are answered; `slow_bodies` that never complete, on 300 connections
 without a token and 300 with one; `images` of charts on 20 connections of one token; `streams` of events on 100
-connections of one token. `ratio` is a median latency beside the flood over the one alone. To reach: no error for
-agents, at most 1 % for pages, ratios of at most 2. Load and service share the machine's cores. `--smoke` runs each for
-a fraction of a second: its figures only show that the benchmark works.
+connections of one token. Each is measured beside the flood and, just before, alone: `ratio` is the one median latency
+over the other. To reach: no error for agents, at most 1 % for pages, ratios of at most 2. Load, flood and service share
+the machine's cores. `--smoke` runs each for two seconds: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -245,11 +245,8 @@ FLOODS = ("wrong_tokens", "slow_bodies", "images", "streams")
 
 
 @contextmanager
-def flooding(kind: str | None, port: int, made: Tenant) -> Iterator[None]:
-    """A flood of this kind, or none, for the length of a block."""
-    if kind is None:
-        yield
-        return
+def flooding(kind: str, port: int, made: Tenant) -> Iterator[None]:
+    """A flood of this kind for the length of a block."""
     process = multiprocessing.get_context("fork").Process(target=flood, args=(kind, port, made), daemon=True)
     process.start()
     try:
@@ -266,20 +263,28 @@ def measure(engine: str, database: str, seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     with Server(database) as server:
         asyncio.run(ask(server.port, good, min(seconds, 5.0)))  # what is measured finds warm caches
-        for kind in (None, *FLOODS):
+        for kind in FLOODS:
+            alone = asyncio.run(ask(server.port, good, seconds))
             with flooding(kind, server.port, bad):
-                asked = asyncio.run(ask(server.port, good, seconds))
+                beside = asyncio.run(ask(server.port, good, seconds))
             for who in ("agents", "pages", "recommendations"):
-                found, failed = asked.latencies[who], asked.failed[who]
-                key, alone = f"{engine}.{kind or 'alone'}.{who}", f"{engine}.alone.{who}"
-                figures[f"{key}.answered"] = len(found)
-                figures[f"{key}.failed_share"] = failed / max(1, failed + len(found))
-                # A flood after which nothing was answered counts as long as the measurement.
-                figures[f"{key}.p50_ms"] = 1e3 * (median(found) if found else seconds)
-                figures[f"{key}.p99_ms"] = 1e3 * (percentile(found, 0.99) if found else seconds)
-                if kind is not None:
-                    figures[f"{key}.ratio"] = figures[f"{key}.p50_ms"] / figures[f"{alone}.p50_ms"]
+                key = f"{engine}.{kind}.{who}"
+                for name, asked in (("alone", alone), ("beside", beside)):
+                    figures |= {f"{key}.{name}.{each}": value for each, value in summary(asked, who, seconds).items()}
+                figures[f"{key}.ratio"] = figures[f"{key}.beside.p50_ms"] / figures[f"{key}.alone.p50_ms"]
     return figures
+
+
+def summary(asked: Asked, who: str, seconds: float) -> dict[str, float]:
+    """Answers of one kind, the share of failures, and latencies: without an answer, those of the whole measurement."""
+    found, failed = asked.latencies[who] or [seconds], asked.failed[who]
+    answered = len(asked.latencies[who])
+    return {
+        "answered": answered,
+        "failed_share": failed / max(1, failed + answered),
+        "p50_ms": 1e3 * median(found),
+        "p99_ms": 1e3 * percentile(found, 0.99),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,13 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, float] = {}
     for engine, database in databases(options.engines):
         figures |= measure(engine, database, seconds)
-    rows = []
-    for case in dict.fromkeys(key.rpartition(".")[0] for key in figures):
-        found = [figures.get(f"{case}.{each}") for each in ("failed_share", "p50_ms", "p99_ms", "ratio")]
-        rows.append((case, *("" if each is None else f"{each:.3f}" for each in found)))
-    print_table("Mixed", ("case", "failed share", "p50 ms", "p99 ms", "p50 over alone"), rows)
-    for key, value in figures.items():
-        print(f"{key} = {value:.4g}")
+    columns = ("alone.failed_share", "beside.failed_share", "alone.p50_ms", "beside.p50_ms", "beside.p99_ms", "ratio")
+    cases = [key.removesuffix(".ratio") for key in figures if key.endswith(".ratio")]
+    rows = [(case, *(f"{figures[f'{case}.{each}']:.3f}" for each in columns)) for case in cases]
+    print_table("Mixed", ("case", *columns), rows)
     write_json(options.json, figures)
     return 0
 

@@ -25,6 +25,8 @@ BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
 """Most bytes of one sender's incomplete bodies: eight of the largest chunks, or one small one of each of 200 agents."""
+LIMITED_S: Final = 1.0
+"""How long the answer 429 waits: a sender that asks again at once would take the event loop with refusals."""
 
 
 @dataclass
@@ -39,7 +41,8 @@ class Admission:
     """Pure ASGI inside `BrowserSession`, whose cookie says who sends.
 
     A body on its way takes no room of others: it holds memory, which counts against its sender alone. After
-    that, requests of agents and all others are counted separately.
+    that, requests of agents and all others are counted separately. A sender beyond its limits waits for that answer,
+    and takes no room meanwhile.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -55,6 +58,21 @@ class Admission:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limited: list[Message] = []
+
+        async def send_unless_limited(message: Message) -> None:
+            if limited or message.get("status") == 429:
+                limited.append(message)
+            else:
+                await send(message)
+
+        await self._answer(scope, receive, send_unless_limited)
+        if limited:
+            await asyncio.sleep(LIMITED_S)
+        for message in limited:
+            await send(message)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._services.metrics
         try:
             if scope["method"] in _WITH_BODY:
@@ -106,7 +124,7 @@ class Admission:
         self._arriving[sender] += 1
         try:
             if self._arriving[sender] > self._services.settings.max_in_flight:
-                raise _busy("Too many bodies of this sender are on their way")
+                raise _busy("Too many bodies of this sender are on their way", limited=True)
             yield
         finally:
             self._arriving[sender] -= 1
@@ -126,7 +144,7 @@ class Admission:
                 if len(body) > limit:
                     raise too_large(limit, "as sent")
                 if self._arriving_bytes[sender] > ARRIVING_BYTES:
-                    raise _busy("Too many bodies of this sender are on their way")
+                    raise _busy("Too many bodies of this sender are on their way", limited=True)
                 if not message.get("more_body", False):
                     return bytes(body)
         finally:
@@ -142,5 +160,5 @@ async def _sender(scope: Scope) -> str:
     return (await identify(Request(scope))).sender
 
 
-def _busy(what: str) -> Busy:
-    return Busy(f"{what}: send this one again after Retry-After seconds.", retry_after_s=1.0)
+def _busy(what: str, *, limited: bool = False) -> Busy:
+    return Busy(f"{what}: send this one again after Retry-After seconds.", retry_after_s=1.0, limited=limited)

@@ -33,8 +33,7 @@ _ANSWER: Final[dict[int | str, dict[str, Any]]] = {
 }
 MAX_TRAININGS = 200
 _MOST_DRAWINGS: Final = 6
-_DRAWINGS_OF_ONE: Final = 2
-"""Images that are drawn or wait for that, in all and of one token: two are drawn at a time, each for seconds."""
+"""Images that are drawn or wait for that, one of each token: two are drawn at a time, each for seconds."""
 
 
 @router.get(routes.JOB_CHART, response_class=Response, responses=_ANSWER)
@@ -146,9 +145,10 @@ async def _answer(services: Services, caller: Principal, make: Callable[[], char
     if format == "json":
         return await to_thread.run_sync(lambda: JSONResponse(make()))
     waiting, sender = services.drawings, caller.sender
-    if len(waiting) >= _MOST_DRAWINGS or waiting.count(sender) >= _DRAWINGS_OF_ONE:
-        raise Busy("Too many charts are being drawn: ask again in a few seconds.", retry_after_s=5.0)
-    waiting.append(sender)
+    if sender in waiting or len(waiting) >= _MOST_DRAWINGS:
+        text = "Too many charts are being drawn, one at a time of each token: ask again in a few seconds."
+        raise Busy(text, retry_after_s=5.0, limited=sender in waiting)
+    waiting.add(sender)
     try:
         spec = await to_thread.run_sync(make)
         draw, media_type = (charts.png, "image/png") if format == "png" else (charts.svg, "image/svg+xml")

@@ -32,8 +32,8 @@ class Services:
     """Everything that a request may need, built once in `create_app`.
 
     `intake` limits the threads reserved for requests of agents, `lookups` those that look up a token. `streams` holds
-    the sender of each open event stream; streams end when `stopping` is set. `drawings` are the senders of images that
-    are drawn or wait for that.
+    the sender of each open event stream; streams end when `stopping` is set. `drawings` are the senders whose image is
+    drawn or waits for that.
     """
 
     settings: Settings
@@ -47,7 +47,7 @@ class Services:
     lookups: CapacityLimiter
     drawers: CapacityLimiter
     streams: list[str] = field(default_factory=list)
-    drawings: list[str] = field(default_factory=list)
+    drawings: set[str] = field(default_factory=set)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -87,20 +87,25 @@ async def identify(request: Request) -> Principal:
 
     Takes `Authorization: Bearer TOKEN`, and for reading also `Basic` with the token as password, which is what a
     browser or a scraper sends. Without a token, the user of this machine. Raises Unauthenticated, or Busy after too
-    many wrong tokens.
+    many requests of this address without a right token.
     """
     known: Principal | None = request.scope.get("tula.principal")
     if known is not None:
         return known
     services: Services = request.app.state.services
+    try:
+        principal = request.scope["tula.principal"] = await _found(request, services)
+    except Unauthenticated:
+        services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+        raise
+    return principal
+
+
+async def _found(request: Request, services: Services) -> Principal:
     secret = _secret(request)
     principal = services.access.cached(secret) if secret is not None else services.access.tokenless_now()
     if principal is None and secret is not None:
-        try:
-            principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.lookups)
-        except Unauthenticated:
-            services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
-            raise
+        principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.lookups)
     elif principal is None and services.access.tokenless_allowed:
         principal = await to_thread.run_sync(services.access.tokenless, limiter=services.lookups)
     if principal is None:
@@ -109,7 +114,6 @@ async def identify(request: Request) -> Principal:
         )
     if secret is None:
         _refuse_foreign(request)
-    request.scope["tula.principal"] = principal
     return principal
 
 

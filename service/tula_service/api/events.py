@@ -41,8 +41,10 @@ async def _opened(
     newest = await to_thread.run_sync(events.last_id, services.store, caller, job_id)
     start = _start(last_event_id, after, newest)
     sender, most = caller.sender, services.settings.max_streams
-    if len(services.streams) >= most or services.streams.count(sender) >= max(1, most // _SHARES):
-        raise Busy("Too many event streams are open: close one or try again later.", retry_after_s=10.0)
+    own = services.streams.count(sender) >= max(1, most // _SHARES)
+    if own or len(services.streams) >= most:
+        text = "Too many event streams are open: close one or try again later."
+        raise Busy(text, retry_after_s=10.0, limited=own)
     services.streams.append(sender)
     try:
         yield start

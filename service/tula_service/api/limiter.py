@@ -1,4 +1,4 @@
-"""Rate limits: requests of a token per minute, and wrong tokens of an address per minute."""
+"""Rate limits: requests of a token, and requests of an address without a right one, per minute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Limiter:
         self._count(kind, principal.sender, limit)
 
     def refuse_wrong(self, address: str) -> None:
-        """Count a wrong token of this address. Raises Busy after too many of them.
+        """Count a wrong or missing token of this address. Raises Busy after too many of them.
 
         Only what was looked up and found wrong counts: behind a proxy all valid tokens come from one address.
         """

@@ -40,7 +40,8 @@ async def post_login(request: Request) -> Response:
     try:
         session = await run_in_threadpool(_signed_in, request, secret)
     except (Busy, Unauthenticated) as error:
-        return HTMLResponse(render("login.html", next=target, error=error.message), 401)
+        page = render("login.html", next=target, error=error.message)
+        return HTMLResponse(page, 429 if isinstance(error, Busy) else 401)
     response = RedirectResponse(target, 303)
     secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
     response.set_cookie(COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", secure=secure)

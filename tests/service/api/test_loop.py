@@ -236,7 +236,7 @@ def test_open_streams_leave_room_for_other_requests_and_end_when_the_service_sto
         reading = [stream.iter_lines() for stream in streams]  # closing an iterator would close its stream
         assert [next(lines) for lines in reading] == ["retry: 2000"] * 3
         one_more = client.get(target)
-        assert one_more.status_code == 503
+        assert one_more.status_code == 429
         assert int(one_more.headers["retry-after"]) > 0
         ok(client.get(path(wire.routes.JOB, job_id=job_id)))
         server.process.terminate()

@@ -9,15 +9,15 @@ import json
 import os
 import sys
 
-import vl_convert
-
-NICER = 10
-"""Lower priority: at the same, images that one sender asks for slow down all other answers where cores are few."""
+NICER = 19
+"""Lowest priority: else images that one sender asks for slow down all other answers where cores are few."""
 
 
 def main() -> None:
     """Draw one chart, or write the JavaScript bundle; what the service answers goes first."""
     os.nice(NICER)
+    import vl_convert  # which takes a while by itself
+
     asked = json.load(sys.stdin)
     if asked["kind"] == "javascript":
         made = vl_convert.javascript_bundle(asked["snippet"]).encode()
