@@ -70,6 +70,12 @@ class Service:
             run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, make_configuration(1, 1, 32), RunState.RUNNING))
         return Tenant(project.id, job.id, run.id, self.token("user", project=name), self.token("agent", job_id=job.id))
 
+    def another_job(self, tenant: Tenant) -> str:
+        """The id of one more job in the tenant's project."""
+        with self.store.transaction() as tx:
+            spec = SPEC.model_dump(mode="json") | {"name": "another"}
+            return tx.jobs.create(NewJob(tenant.project_id, "another", "digits-net", "knee", spec))[0].id
+
     def close(self) -> None:
         """Shut down."""
         self.transport.shut_down()

@@ -38,7 +38,7 @@ BODIES: dict[tuple[str, str], dict[str, object]] = {
     ("PATCH", routes.JOB_SCALING): {},
     ("POST", routes.JOB_CLAIM): {"holder": "h"},
     ("POST", routes.JOB_RUNS): {"kind": "train", "configuration": CONFIGURATION},
-    ("PATCH", routes.RUN): {"state": "running"},
+    ("PATCH", routes.RUN): {"state": "running", "output": "dGV4dA=="},
     ("POST", routes.RUN_SAMPLES): {"rank": 0, "boot_id": "b", "sequence": [0], "step": [0], "step_time_s": [0.1]},
     ("POST", routes.RUN_TELEMETRY): {"boot_id": "b", "sequence": 0, "steps": [0], "columns": {"loss": [1.0]}},
 }
@@ -91,15 +91,21 @@ def test_routes_without_a_guard_are_the_ones_listed(service: Service) -> None:
     assert set(all_routes(service)) >= UNGUARDED
 
 
-def test_a_tenant_finds_nothing_of_another_on_any_route(service: Service, red: Tenant, blue: Tenant) -> None:
-    """Red's ids with blue's user and agent tokens: 403 or 404 everywhere, the same as for ids that never were."""
+def test_a_token_finds_nothing_of_what_it_is_not_bound_to_on_any_route(
+    service: Service, red: Tenant, blue: Tenant
+) -> None:
+    """Red's ids with tokens of another project, and of another job of red's: as for ids that never were."""
+    beside = {"name": "beside", "scope": "agent", "job_id": service.another_job(red)}
+    with service.client(red.user) as client:
+        of_another_job = client.post(routes.TOKENS, json=beside).json()["secret"]
+    foreigners = (blue.user, blue.agent, service.token("read", project="blue"), of_another_job)
     checked = 0
     for method, path in all_routes(service):
         if "{job_id}" not in path and "{run_id}" not in path:
             continue
         body = BODIES.get((method, path))
         asked = {"column": "loss"} if path == routes.RUN_TELEMETRY else None
-        for token in (blue.user, blue.agent):
+        for token in foreigners:
             with service.client(token) as client:
                 foreign = client.request(method, concrete(path, red), json=body, params=asked)
                 assert foreign.status_code in (403, 404), (method, path, foreign.text)
@@ -108,7 +114,11 @@ def test_a_tenant_finds_nothing_of_another_on_any_route(service: Service, red: T
                 absent = client.request(method, nowhere, json=body, params=asked)
                 assert absent.status_code == foreign.status_code, "an answer must not tell that an id exists"
                 checked += 1
-    assert checked >= 20
+    assert checked >= 80
+    with service.store.reading() as tx:
+        run = tx.runs.get(red.run_id)
+        assert run is not None
+        assert (run.num_samples, tx.runs.output(run.key)) == (0, None)
 
 
 def test_lists_hold_only_the_tenants_own(service: Service, red: Tenant, blue: Tenant) -> None:
