@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -106,13 +107,12 @@ def test_answers_to_measurements_cost_neither_memory_nor_time(launch: Launch, de
     assert_costs_little(done, without, lied_to)
 
 
-JOB_ID, RUN_ID = "job-7", "run-7"
+JOB_ID, RUN_ID, NAME = "job-7", "run-7", "a known job"
 JOINING: dict[str, Any] = {
-    f"/jobs/{JOB_ID}/runs": {"id": RUN_ID},
-    "/jobs/known/runs": {"runs": []},
-    "/jobs": {"jobs": [{"id": JOB_ID, "name": "known"}], "job": {"id": JOB_ID}},
+    f"/jobs/{JOB_ID}/runs": {"id": RUN_ID, "runs": []},
+    "/jobs": {"jobs": [{"id": JOB_ID, "name": NAME}], "job": {"id": JOB_ID}},
 }
-"""True answers to an agent that makes a run of the job `known` by itself, by the ends of their paths."""
+"""True answers to an agent that makes a run of a job by itself, by the ends of their paths."""
 IDS = [
     Lie(f"id {text}", text)
     for text in ('".."', '"../tokens"', '"a/b"', '""', '"a\\u0000b"', f'"{"x" * 201}"', "null", "7")
@@ -122,7 +122,7 @@ IDS = [
 def joining_lies() -> list[tuple[str, Lie]]:
     """Every field of every answer to a rank that joins, with each nonsense and each id that is none, and deliveries."""
     lies = [(f"/jobs/{JOB_ID}/runs", Lie(lie.name, f'{{"id": {lie.text}}}')) for lie in IDS]
-    lies += [("/jobs", Lie(lie.name, f'{{"jobs": [{{"name": "known", "id": {lie.text}}}]}}')) for lie in IDS]
+    lies += [("/jobs", Lie(lie.name, f'{{"jobs": [{{"name": "{NAME}", "id": {lie.text}}}]}}')) for lie in IDS]
     lies += [("/jobs", Lie(lie.name, f'{{"jobs": [], "job": {{"id": {lie.text}}}}}')) for lie in IDS]
     lies.append(("/jobs", Lie("an entry", '{"jobs": [7]}')))
     at_once = [lie for lie in deliveries() if "drip" not in lie.name]
@@ -132,17 +132,40 @@ def joining_lies() -> list[tuple[str, Lie]]:
 
 
 def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> None:
-    """An id `..` became part of the path of a request with the agent's token."""
+    """An id `..` became part of the path of a request with the agent's token. Jobs are named by name and by id."""
     request = SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
-    for path, lie in joining_lies():
-        with lying(Liar({path: [lie]}, truths=JOINING)) as liar:
-            rank = JoiningRank(dist.HashStore(), 0, liar.url, job="known", world_size=1)
+    for (path, lie), job in itertools.product(joining_lies(), (NAME, JOB_ID)):
+        if (path, job) == ("/jobs", JOB_ID):
+            continue  # which is not asked for
+        lies = [lie, lie]  # a job that is not in a list is registered by another request
+        with lying(Liar({path: lies}, truths=JOINING)) as liar:
+            rank = JoiningRank(dist.HashStore(), 0, liar.url, job=job, world_size=1)
             sent = rank.joining.sent(request)
+        assert len(lies) < 2, f"{lie.name} was not sent"
         assert rank.joining.run_id in (None, RUN_ID, "boom"), lie.name
         if isinstance(sent, SpooledRequest):
             assert sent.path == f"/v1/runs/{rank.joining.run_id}"
-        allowed = {"/v1/jobs", *(f"/v1/jobs/{job}/runs" for job in ("known", JOB_ID, "boom"))}
-        assert set(liar.paths) <= allowed, lie.name
+        assert set(liar.paths) <= {"/v1/jobs", *(f"/v1/jobs/{each}/runs" for each in (JOB_ID, "boom"))}, lie.name
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_no_answer_to_a_joining_training_changes_it(launch: Launch, ranks: int) -> None:
+    """Late, endless or senseless, for all policies: a join that is refused ends asking, any other is tried again."""
+    arguments = ("--steps", "20", "--job", NAME)
+    without = launch(SCRIPT, *arguments, ranks=ranks, TULA_URL=NOWHERE, TULA_RUN_ID="")
+
+    def lied_to() -> Done:
+        lies = {path: [*deliveries(), *IDS[:2]] for path in JOINING}
+        with lying(Liar(lies, truths=JOINING)) as liar:
+            done = launch(SCRIPT, *arguments, "--answers", "12", ranks=ranks, TULA_URL=liar.url, TULA_RUN_ID="")
+        assert lies == {path: [] for path in JOINING}, "not every lie was sent"
+        assert any(path.startswith(f"/v1/runs/{RUN_ID}") for path in liar.paths), "the last training joined"
+        return done
+
+    done = lied_to()
+    assert done.printed("trained") == without.printed("trained")
+    assert len(done.printed("trained")) == 5 * max(1, ranks)
+    assert_costs_little(done, without, lied_to)
 
 
 def test_a_run_id_that_is_none_is_not_taken_from_another_rank() -> None:

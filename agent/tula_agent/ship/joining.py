@@ -20,7 +20,7 @@ LEASE_S: Final = 600.0
 HOSTS_WITHIN_S: Final = 10.0
 AT_END_WITHIN_S: Final = 1.5
 """How long the first rank waits for the names of the others' hosts; how long ranks wait at the end of the script."""
-_TIMEOUT_S: Final = 20.0
+TIMEOUT_S: Final = 20.0
 """Of a request here: the service fits its models before it answers."""
 _JOBS_READ: Final = 50
 """Most jobs whose names are compared: a longer page might exceed what the agent reads of an answer."""
@@ -158,7 +158,7 @@ class Joining:
 
     def _make(self) -> None:
         config = self._process.config
-        service = _Service(Transport(config.url, config.token, _TIMEOUT_S))
+        service = _Service(Transport(config.url, config.token, TIMEOUT_S))
         try:
             num_nodes, ranks_per_node = self._nodes()
             job_id = self._job(service, num_nodes, ranks_per_node)

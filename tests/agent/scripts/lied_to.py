@@ -21,11 +21,13 @@ import tula_agent
 from benchmarks.support.gloo import leave_group
 from tula_agent import recorder
 from tula_agent.scaling import ScalingThresholds, thresholds
+from tula_agent.ship import exporter, joining
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, required=True, help="of each training")
 parser.add_argument("--answers", type=int, default=0, help="steps before each of which the agent asks the service once")
 parser.add_argument("--policies", default="gain,ags,static,measure,none")
+parser.add_argument("--job", help="which each training joins by itself; what counts is what is sent, then")
 parser.add_argument("--apply", default="", help="thresholds that the script asks for itself, as JSON")
 PATIENCE_S = 20.0
 
@@ -41,8 +43,8 @@ class Asking:
 
     def once(self) -> None:
         before, ends = Asking.answers, time.monotonic() + PATIENCE_S
-        self._exporter.wake()
         while Asking.answers == before:
+            self._exporter.wake()
             began = time.monotonic()
             assert began < ends, "the agent does not ask"
             time.sleep(0.001)
@@ -58,7 +60,7 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     scale = 2.0 if policy == "static" else None
     optimizer = tula_agent.TulaOptimizer(inner, policy=policy, delta=0.9, static_scale=scale)
-    run = tula_agent.init()
+    run = tula_agent.init(job=arguments.job)
     run.watch(model, optimizer)
     asking = Asking(run) if arguments.answers and os.environ.get("RANK", "0") == "0" else None
     generator = torch.Generator().manual_seed(5 + int(os.environ.get("RANK", "0")))
@@ -66,9 +68,12 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     worst_s, count = 0.0, 0
     if arguments.apply:
         optimizer.apply_thresholds(ScalingThresholds(**{"policy": policy, "delta": 0.9, **json.loads(arguments.apply)}))
+    first = 2 if arguments.job else 0  # until then a run that is to be made has no configuration
     for step, (inputs, labels) in enumerate(run.steps(batches)):
-        if asking is not None and step < arguments.answers:
+        if asking is not None and first <= step < first + arguments.answers:
             asking.once()
+        if arguments.job and dist.is_initialized():
+            dist.barrier()  # else the next step of other ranks lasts as long as the asking
         before = time.monotonic()
         for part in range(2):  # two micro-steps: one rank has a small batch, too
             loss = nn.functional.cross_entropy(model(inputs[part::2]), labels[part::2]) / 2
@@ -87,7 +92,8 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
 
 def main() -> None:
     arguments = parser.parse_args()
-    recorder.REQUEST_TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.0
+    recorder.REQUEST_TIMEOUT_S, joining.TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.3, 0.0
+    exporter.FIRST_PAUSE_S = exporter.LONGEST_PAUSE_S = 0.001
     apply = tula_agent.TulaOptimizer.apply_thresholds
 
     def record(optimizer: Any, wanted: ScalingThresholds) -> None:
@@ -95,15 +101,17 @@ def main() -> None:
         apply(optimizer, wanted)
 
     tula_agent.TulaOptimizer.apply_thresholds = record
-    ask = thresholds.ThresholdPoller.poll
+    asks: Any = exporter.Exporter if arguments.job else thresholds.ThresholdPoller
+    name = "deliver" if arguments.job else "poll"
+    ask = getattr(asks, name)
 
-    def count(poller: Any, transport: Any) -> None:
+    def count(*given: Any) -> None:
         try:
-            ask(poller, transport)
+            ask(*given)
         finally:
             Asking.answers += 1
 
-    thresholds.ThresholdPoller.poll = count
+    setattr(asks, name, count)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     worst_s = max(train(policy, arguments) for policy in arguments.policies.split(","))
