@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,8 @@ class Monitor:
     """The state of monitoring one run; without a prediction there is no detector, and only limits are checked.
 
     `low_s`, `high_s`: the predicted step time. `restart_s`: time from the run's start to its first steps. `checked_at`:
-    the step of the last projection. `announced`: limits whose violation was announced. `sentence`: the diagnosis of the
-    last change, None at the predicted speed. `changed`: the detector has fired before. `unsteady`: the speed changed
-    during the run, so that its mean step time describes neither speed. `elapsed_s` is the run's own time; `spent_s` and
-    `spent_usd` are those of the runs that it continues. `time_limit_s`: after which the run ends itself.
+    the step of the last projection. `announced`: limits whose violation was announced. `changed`: the detector has
+    fired before. `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues.
     """
 
     detector: DriftState | None = None
@@ -74,14 +72,11 @@ class Monitor:
     checked_at: int = 0
     announced: list[str] = field(default_factory=list)
     alarm: Alarm | None = None
-    sentence: str | None = None
     changed: bool = False
-    unsteady: bool = False
     peak_bytes: float | None = None
     elapsed_s: float = 0.0
     spent_s: float = 0.0
     spent_usd: float = 0.0
-    time_limit_s: float | None = None
 
     @classmethod
     def start(cls, expected: Interval | None, *, peak_bytes: float | None, spent_s: float, spent_usd: float) -> Monitor:
@@ -94,17 +89,10 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """The inverse of `to_json`; fields that only earlier versions had are ignored."""
-        known = {name: state[name] for name in (each.name for each in fields(cls)) if name in state}
-        # Earlier versions stored of a change of speed only its diagnosis, and the announced limits as `said`.
-        known.setdefault("unsteady", known.get("sentence") is not None)
-        known.setdefault("changed", known["unsteady"] or known.get("sentence") is not None)
-        known.setdefault("announced", state.get("said", []))
-        if known.get("detector") is not None:
-            known["detector"] = DriftState(**known["detector"])
-        if known.get("alarm") is not None:
-            known["alarm"] = Alarm(**known["alarm"])
-        return cls(**known)
+        """The inverse of `to_json`."""
+        detector, alarm = state.get("detector"), state.get("alarm")
+        parts = {"detector": detector and DriftState(**detector), "alarm": alarm and Alarm(**alarm)}
+        return cls(**{**state, **parts})
 
     def to_json(self) -> dict[str, Any]:
         """What the run stores."""
@@ -139,7 +127,7 @@ class Monitor:
         monitor = replace(self, detector=DriftState.expecting(level_s / width, level_s * width))
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
         if self.low_s <= level_s <= self.high_s:
-            return replace(monitor, alarm=None, sentence=None, changed=True, unsteady=True)
+            return replace(monitor, alarm=None, changed=True)
         alarm = Alarm(
             kind=self.detector.alarm,
             step=step,
@@ -150,7 +138,7 @@ class Monitor:
             examples_left=examples_left,
             input_s=known_mean(input_s),
         )
-        return replace(monitor, alarm=alarm, changed=True, unsteady=not from_start)
+        return replace(monitor, alarm=alarm, changed=True)
 
     def limits_due(self, step: int) -> bool:
         """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""

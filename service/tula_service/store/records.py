@@ -141,6 +141,9 @@ class RunRecord:
     straggler_rank: int | None
     drifted: bool
     drift_state: JsonObject | None
+    drift_sentence: str | None
+    unsteady: bool
+    time_limit_s: float | None
     scaling_step: int | None
     step_time_s: float | None = None
     observed_world_size: int | None = None

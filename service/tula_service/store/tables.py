@@ -151,7 +151,10 @@ runs = sa.Table(
     sa.Column("recommendation_id", sa.Text),
     sa.Column("straggler_rank", sa.Integer),
     sa.Column("drifted", sa.Boolean, nullable=False),
-    sa.Column("drift_state", JSON),
+    sa.Column("drift_state", JSON),  # analysis.monitoring.Monitor
+    sa.Column("drift_sentence", sa.Text),
+    sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("time_limit_s", sa.Double),
     sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )

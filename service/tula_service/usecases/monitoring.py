@@ -38,7 +38,7 @@ def start(
             "limits.deadline_s or limits.budget_usd, or set on_breach to 'warn'.",
             field="limits.on_breach",
         )
-    tx.runs.update(run.id, drift_state=replace(monitor, time_limit_s=limit_s).to_json())
+    tx.runs.update(run.id, drift_state=monitor.to_json(), time_limit_s=limit_s)
 
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
@@ -108,8 +108,9 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, l
     compute_s, input_s = (None if each is None else each[-_LEVEL_STEPS:] for each in columns)
     changed = monitor.raise_alarm(step, newest_s, compute_s, input_s, left)
     if changed.alarm is not None:
+        tx.runs.update(run.id, unsteady=not changed.alarm.from_start)
         return changed
-    tx.runs.update(run.id, drifted=False, drift_state=changed.to_json(), bump=True)
+    tx.runs.update(run.id, drifted=False, drift_sentence=None, unsteady=True, bump=True)
     level_s = robust_mean(newest_s)[0] or monitor.high_s
     event = monitor.event("recovered", step=step, after_steps=monitor.detector.alarm_after_steps, level_s=level_s)
     sentence = "Training runs at the predicted speed again."
@@ -154,8 +155,8 @@ def _announce(store: Store, run_id: str, *, explained: bool) -> None:
             if found is not None:
                 tx.events.append(run.job_id, "advice", run_id=run_id, data=found)
             return
-        current = replace(current, alarm=replace(alarm, explained=True), sentence=found["sentence"])
-        tx.runs.update(run_id, drifted=True, drift_state=current.to_json(), bump=True)
+        state = replace(current, alarm=replace(alarm, explained=True)).to_json()
+        tx.runs.update(run_id, drifted=True, drift_sentence=found["sentence"], drift_state=state, bump=True)
         event = current.event(alarm.kind, step=alarm.step, after_steps=alarm.after_steps, level_s=alarm.level_s)
         sentence = f"{found['sentence']}."
         tx.events.append(run.job_id, "drift", run_id=run_id, data=event | found | {"sentence": sentence})

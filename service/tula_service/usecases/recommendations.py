@@ -57,7 +57,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         seen_tokens=_seen_tokens(tx, runs),
         retried_up_to_key=job.retried_up_to_key,
         drift=_drift(runs),
-        ignored_step_times=frozenset(run.id for run in runs if _unsteady(run)),
+        ignored_step_times=frozenset(run.id for run in runs if run.unsteady),
         probes=stored_probes(tx, job),
     )
 
@@ -261,11 +261,4 @@ def _seen_tokens(tx: Transaction, runs: list[RunRecord]) -> SeenTokens | None:
 def _drift(runs: list[RunRecord]) -> str | None:
     """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
     newest = max((run for run in runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
-    if newest is None or not newest.drifted:
-        return None
-    return (newest.drift_state or {}).get("sentence")
-
-
-def _unsteady(run: RunRecord) -> bool:
-    """True if the run's speed changed while it ran; runs from before this was stored have only `drifted`."""
-    return bool((run.drift_state or {}).get("unsteady", run.drifted))
+    return newest.drift_sentence if newest is not None and newest.drifted else None

@@ -280,8 +280,7 @@ def output(store: Store, principal: Principal, run_id: str) -> str | None:
 def view(record: RunRecord) -> wire.Run:
     """A run as the wire's model."""
     run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
-    limit_s = (record.drift_state or {}).get("time_limit_s")
-    return run.model_copy(update={"configuration_mismatch": _mismatch(record), "time_limit_s": limit_s})
+    return run.model_copy(update={"configuration_mismatch": _mismatch(record)})
 
 
 def _mismatch(record: RunRecord) -> str | None:

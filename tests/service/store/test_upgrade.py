@@ -23,6 +23,7 @@ from benchmarks.support.fork_server import SERVICE, ForkedProcess, ForkServer
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.server import command
 from tests.service.store.examples import a_job
+from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.analysis.scaling import in_force
 from tula_service.domain import PlanState
 from tula_service.errors import InvalidInput, SchemaMismatch
@@ -224,6 +225,26 @@ def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_pat
         (earlier,) = tx.lessons.of_earlier_jobs(second.project_id, before=second.cursor, limit=10)
     assert earlier.posteriors == {"default": posterior}
     store.close()
+
+
+def test_facts_in_the_state_of_a_monitor_move_to_columns_of_the_run(tmp_path: Path) -> None:
+    """Also from snapshots that knew less; the state then opens the monitor as it was."""
+    engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
+    alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
+    stored = Monitor(alarm=alarm, spent_s=3.0).to_json() | {"sentence": "Slower", "said": ["deadline"]}
+    stored |= {"ratios": {"run": 2.0}, "time_limit_s": 60.0}
+    del stored["alarm"]["explained"], stored["announced"], stored["changed"]
+    with engine.begin() as opened:
+        opened.exec_driver_sql("UPDATE runs SET drift_state = ?, drifted = 1", (json.dumps(stored),))
+    upgrade_schema(engine)
+    with Store(engine).reading() as tx:
+        (job,) = tx.jobs.list().jobs
+        (run,) = tx.runs.list(job.id)
+    engine.dispose()
+    assert (run.drift_sentence, run.unsteady, run.time_limit_s) == ("Slower", True, 60.0)
+    assert run.drift_state is not None
+    found = Monitor.read(dict(run.drift_state))
+    assert (found.alarm, found.announced, found.changed, found.spent_s) == (alarm, ["deadline"], True, 3.0)
 
 
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:

@@ -15,7 +15,6 @@ from tests.service.usecases.cluster import Cluster, Immediately, overlapping, sp
 from tests.support.clock import ManualClock
 from tula_service.analysis import monitoring as pure
 from tula_service.analysis.answer import Analysis
-from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.background import BackgroundQueue
 from tula_service.errors import Busy, StoreUnavailable
 from tula_service.usecases import monitoring
@@ -243,18 +242,6 @@ def test_advice_that_failed_after_its_diagnosis_is_retried_with_the_next_samples
     feed(cluster, run, 30)
     assert len(cluster.events(job_id, "drift")) == 1
     assert [each["kind"] for each in cluster.events(job_id, "advice")] == ["reconfigure"]
-
-
-def test_the_state_that_an_earlier_version_stored_is_read() -> None:
-    alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
-    stored = Monitor(alarm=alarm, sentence="Slower").to_json() | {"ratios": {"run": 2.0}, "level_s": 0.2}
-    stored["said"] = ["deadline"]
-    del stored["alarm"]["explained"], stored["announced"], stored["unsteady"]
-    found = Monitor.read(stored)
-    assert found.alarm == alarm
-    assert found.unsteady, "else the next samples would make its mean step time a measurement"
-    assert found.announced == ["deadline"]
-    assert not alarm.explained
 
 
 @pytest.mark.parametrize("continued", [False, True])

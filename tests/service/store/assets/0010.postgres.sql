@@ -231,7 +231,10 @@ CREATE TABLE public.runs (
     drift_state jsonb,
     origin text DEFAULT 'plan'::text NOT NULL,
     end_cause text,
-    scaling_step bigint
+    scaling_step bigint,
+    drift_sentence text,
+    time_limit_s double precision,
+    unsteady boolean DEFAULT false NOT NULL
 );
 -- next
 CREATE SEQUENCE public.runs_key_seq
@@ -384,19 +387,19 @@ ALTER TABLE ONLY public.runs ALTER COLUMN key SET DEFAULT (((to_char((now() AT T
 -- next
 ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('public.sample_sources_key_seq'::regclass);
 -- next
-INSERT INTO public.alembic_version VALUES ('0009');
+INSERT INTO public.alembic_version VALUES ('0010');
 -- next
-INSERT INTO public.answers VALUES ('job-d24eda76c9bb56ff', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-5e364e4fd818f420', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-d24eda76c9bb56ff', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
+INSERT INTO public.jobs VALUES (1, 'job-5e364e4fd818f420', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-a883ce5573453e9f', 'job-d24eda76c9bb56ff', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-02a647828f2c6bdc', 'job-5e364e4fd818f420', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 12:16:01.348389+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 12:44:33.785863+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-359c2556909f8e60', 'job-d24eda76c9bb56ff', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL);
+INSERT INTO public.runs VALUES (202611000000001, 'run-d5fe6ba54e689d83', 'job-5e364e4fd818f420', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', NULL, NULL, NULL, 'wall', NULL);
 -- next
