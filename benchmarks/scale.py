@@ -46,6 +46,8 @@ MONTHS = 12
 SAMPLES = 4
 """Of each profiled run; how samples grow is measured by `recommend`."""
 DELETED = 5
+VARIANTS = 25
+"""Telemetry that differs: jobs beside each other in a month do not repeat it, which an archive would compress."""
 
 COPIES = {
     "jobs": {
@@ -99,8 +101,12 @@ class Filler:
         with store.transaction() as tx:
             configuration = Configuration(num_nodes=8, ranks_per_node=4, local_batch_size=128)
             run = tx.runs.create(self.job_id, NewRun(RunKind.TRAIN, configuration))
-        bodies = itertools.islice(chunks(10**9), max(1, self.values // (CHUNK * len(COLUMNS))))
-        rows = [chunk_row(run.key, chunk_from_packed(msgpack.unpackb(body))) for body in bodies]
+        each = max(1, self.values // (CHUNK * len(COLUMNS)))
+        rows = []
+        for number, body in enumerate(itertools.islice(chunks(10**9), each * VARIANTS)):
+            at = np.arange(CHUNK) + CHUNK * (number % each)
+            own = {"boot_id": f"boot-{number // each}", "sequence": number % each, "steps": at.tobytes()}
+            rows.append(chunk_row(run.key, chunk_from_packed(msgpack.unpackb(body) | own)))
         self.months = [int(run.key // partitions.KEYS_OF_A_MONTH)]
         while len(self.months) < MONTHS:
             month = self.months[0]
@@ -137,13 +143,15 @@ class Filler:
                 names = [column.name for column in tables.METADATA.tables[table].columns]
                 values = ", ".join(own.get(name, name).format(run=run) for name in names)
                 which = f" WHERE id = '{self.job_id}'" if table == "jobs" else ""
+                variant = f" WHERE boot_id = 'boot-' || n % {VARIANTS}" if table == "telemetry_chunks" else ""
                 connection.execute(f"CREATE TEMP TABLE one_{table} AS {OF_THE_JOB[table]}{which}".encode())
                 connection.execute(
                     f"INSERT INTO {table} ({', '.join(names)}) SELECT {values} FROM generate_series"
-                    f"({numbers.start}, {numbers.stop - 1}) AS n, one_{table}".encode()
+                    f"({numbers.start}, {numbers.stop - 1}) AS n, one_{table}{variant}".encode()
                 )
         with psycopg.connect(self.address, autocommit=True) as connection:
-            connection.execute("ANALYZE")
+            connection.execute("VACUUM (ANALYZE) jobs, runs, sample_sources, step_samples")  # as autovacuum soon would
+            connection.execute("ANALYZE telemetry_chunks")
         self.newest = [(f"job-{n:016x}", f"run-{n:012x}{RUNS - 1:04x}") for n in numbers]
         self.made += self.newest
         self.jobs = jobs

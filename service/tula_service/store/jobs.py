@@ -159,7 +159,8 @@ class Jobs(Repository):
             wanted.append(jobs.c.state.in_(states))
         elif not include_archived:
             wanted.append(jobs.c.state != "archived")
-        some = sa.select(jobs.c.key).where(*wanted).order_by(key.desc()).limit(count_up_to).subquery("some")
+        counted = sa.select(jobs.c.key).where(*wanted)
+        some = (counted if self._postgres else counted.order_by(key.desc())).limit(count_up_to).subquery("some")
         total = self._scalar(sa.select(sa.func.count()).select_from(some))
         page = sa.select(jobs).where(*wanted).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
         if cursor is not None:

@@ -3,8 +3,10 @@ CREATE FUNCTION public.refuse_ledger_update() RETURNS trigger
     AS $$ BEGIN RAISE EXCEPTION 'ledger entries are immutable'; END $$;
 -- next
 CREATE FUNCTION public.tula_trigrams(text) RETURNS text[]
-    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
-    AS $_$ SELECT array_agg(DISTINCT substr($1, at, 3)) FROM generate_series(1, length($1) - 2) AS at $_$;
+    LANGUAGE plpgsql IMMUTABLE STRICT COST 500 PARALLEL SAFE
+    AS $_$
+DECLARE found text[] := '{}'; BEGIN
+FOR at IN 1 .. length($1) - 2 LOOP found := found || substr($1, at, 3); END LOOP; RETURN found; END $_$;
 -- next
 CREATE TABLE public.alembic_version (
     version_num character varying(32) NOT NULL
@@ -389,17 +391,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0010');
 -- next
-INSERT INTO public.answers VALUES ('job-5e364e4fd818f420', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-9236ae17f92a081b', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-5e364e4fd818f420', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
+INSERT INTO public.jobs VALUES (1, 'job-9236ae17f92a081b', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-02a647828f2c6bdc', 'job-5e364e4fd818f420', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-a68aea5e17337387', 'job-9236ae17f92a081b', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 12:44:33.785863+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 12:51:06.055974+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-d5fe6ba54e689d83', 'job-5e364e4fd818f420', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL, NULL, NULL, false);
+INSERT INTO public.runs VALUES (202611000000001, 'run-3ff4c4fdaadbb687', 'job-9236ae17f92a081b', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', NULL, NULL, NULL, 'wall', NULL);
 -- next

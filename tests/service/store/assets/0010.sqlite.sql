@@ -16,7 +16,7 @@ CREATE TABLE "answers" (
 	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "answers" VALUES('job-49c3e69e6db2536a','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+INSERT INTO "answers" VALUES('job-738c0bc7476b4ece','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
@@ -84,7 +84,7 @@ CREATE TABLE jobs (
 	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key)
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-49c3e69e6db2536a','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0,NULL,NULL,NULL);
+INSERT INTO "jobs" VALUES(1,'job-738c0bc7476b4ece','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -108,7 +108,7 @@ CREATE TABLE ledger (
 	CONSTRAINT uq_ledger_id UNIQUE (id)
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-4282da6ee015d312','job-49c3e69e6db2536a','2026-01-01 00:00:00.000000','knee','profiled',NULL,'{}','1',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-34a4d434cf3c9825','job-738c0bc7476b4ece','2026-01-01 00:00:00.000000','knee','profiled',NULL,'{}','1',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -147,7 +147,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-24 12:44:29.085226');
+INSERT INTO "projects" VALUES('default','default','2026-11-24 12:50:59.376740');
 -- next
 CREATE TABLE run_outputs (
 	run_key INTEGER NOT NULL, 
@@ -215,7 +215,7 @@ CREATE TABLE runs (
 	CONSTRAINT uq_runs_id UNIQUE (id)
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-6a8445babbe3d0fc','job-49c3e69e6db2536a','default','profile','pending',2,4,32,1,'default','',NULL,NULL,NULL,0,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',NULL,NULL,20,0,NULL,NULL,NULL,NULL,0,NULL,'plan',NULL,NULL,NULL,NULL,0);
+INSERT INTO "runs" VALUES(1,'run-57dcf6614d79b431','job-738c0bc7476b4ece','default','profile','pending',2,4,32,1,'default','',NULL,NULL,NULL,0,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',NULL,NULL,20,0,NULL,NULL,NULL,NULL,0,NULL,'plan',NULL,NULL,NULL,NULL,0);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
