@@ -30,7 +30,7 @@ STAND_IN = str(Path(__file__).parents[1] / "support" / "stand_in.py")
 BATCH = ["--batch-size={local_batch_size}"]
 SPEC = """
 name = "{name}"
-search = "partial"
+search = "{search}"
 objective = "time"
 epochs = 1
 model = {{ name = "linear" }}
@@ -73,6 +73,7 @@ class Tula:
         least_batch: int | None = None,
         steps: int = 8,
         dataset: int = 1000,
+        search: str = "partial",
     ) -> str:
         """Write a job, of one candidate unless a least number of nodes or batch is given; its path."""
         path = self.folder / "job.toml"
@@ -86,6 +87,7 @@ class Tula:
                 least_batch=least_batch or batch,
                 steps=steps,
                 dataset=dataset,
+                search=search,
             )
         )
         return str(path)

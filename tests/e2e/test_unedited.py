@@ -26,9 +26,7 @@ def test_a_plain_ddp_script_is_measured_and_ends_when_there_is_enough(server: Se
 
 def test_one_launch_of_a_plain_script_measures_every_batch(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
-    spec = Path(tula.spec("unedited-column", least_batch=2))
-    spec.write_text(spec.read_text() + "columns = true\n")
-    tula("tune", str(spec), *START, *BATCH)
+    tula("tune", tula.spec("unedited-column", least_batch=2), *START, *BATCH)
     runs = tula.runs("unedited-column")
     assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
     assert {run.configuration.local_batch_size for run in runs} == {2, 8}  # what the plan wants

@@ -1,4 +1,4 @@
-"""A small DDP job to which things happen: out-of-memory of one rank, a hang; checkpoints when asked."""
+"""A small DDP job to which things happen: out-of-memory or a crash of one rank, a hang; checkpoints when asked."""
 
 import argparse
 import os
@@ -24,6 +24,21 @@ def take_host_memory(group: str) -> None:
         taken.append(bytearray(os.urandom(1) * 2**20))
 
 
+def wait_while(hold: Path) -> None:
+    """Until the test deletes this file."""
+    if hold.exists():
+        print(f"waits for {hold.name}", flush=True)
+    while hold.exists():
+        time.sleep(0.02)
+
+
+def crash_once(at: Path) -> None:
+    """Where the test has left this file."""
+    if dist.get_rank() == 0 and at.exists():
+        at.unlink()
+        raise ValueError("on purpose")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
@@ -35,6 +50,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-at", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--folder", type=Path, default=Path("/nonexistent"), help="of files wait-BATCH, crash-BATCH")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -50,8 +66,10 @@ def main() -> None:
     for batch in run.steps(loader):
         time.sleep(args.step_s)
         number = run.position.step
+        wait_while(args.folder / f"wait-{len(batch)}")
+        crash_once(args.folder / f"crash-{len(batch)}")
         try:
-            if number > 6 and dist.get_rank() == dist.get_world_size() - 1 and args.batch_size > args.fits:
+            if number > 6 and dist.get_rank() == dist.get_world_size() - 1 and len(batch) > args.fits:
                 if args.memory_group:
                     take_host_memory(args.memory_group)
                 if args.memory_of == "device":  # as torch raises it there; no device is needed for that

@@ -1,0 +1,93 @@
+"""Launches of several batches through what interrupts them: nothing that was measured is lost or counted twice."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sqlite3
+from pathlib import Path
+
+from benchmarks.support.forked import Server
+from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
+
+STEPS = 10  # of warm-up and measuring
+
+
+def states(tula: Tula, name: str) -> dict[tuple[int, int], str]:
+    """By nodes and local batch."""
+    places = {run.id: (run.configuration.num_nodes, run.configuration.local_batch_size) for run in tula.runs(name)}
+    return {places[run.id]: run.state for run in tula.runs(name)}
+
+
+def check_each_run_ended_once(database: Path) -> None:
+    """With every step of the first rank once in each process that measured the run."""
+    ended = """SELECT r.id, count(e.id) FROM runs r LEFT JOIN events e
+        ON e.run_id = r.id AND json_extract(e.data, '$.state') = 'succeeded' GROUP BY r.id"""
+    steps = """SELECT count(*), count(DISTINCT step), count(DISTINCT sequence) FROM step_samples
+        WHERE rank = 0 GROUP BY run_key, source_key"""
+    with sqlite3.connect(database) as store:
+        assert {number for _, number in store.execute(ended)} == {1}
+        measured = store.execute(steps).fetchall()
+    assert len(measured) in (6, 7)  # two measured one run at the same time
+    assert set(measured) <= {(number, number, number) for number in range(1, STEPS + 1)}
+    assert measured.count((STEPS,) * 3) >= 6
+
+
+def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
+    database, folder = tmp_path / "tula.db", tmp_path / "files"
+    folder.mkdir()
+    for batch in (4, 8):
+        (folder / f"wait-{batch}").touch()
+    command = [*TORCHRUN, *BATCH, f"--folder={folder}"]
+    with Server(f"sqlite:///{database}") as first_service:
+        port, tula = first_service.port, Tula(first_service, tmp_path, forked=True)
+        spec = tula.spec("columns", least_nodes=1, least_batch=2, search="full")
+        first = tula.start("tune", spec, *command)
+        wait_until(lambda: "waits for wait-4" in tula.logs())
+        wait_until(lambda: states(tula, "columns")[1, 2] == "succeeded")
+        first_service.kill()
+    (folder / "wait-4").unlink()
+    wait_until(lambda: "waits for wait-8" in tula.logs())  # a batch was measured without the service
+    with Server(f"sqlite:///{database}", port=port):
+        wait_until(lambda: states(tula, "columns")[1, 4] == "succeeded")
+        first.send_signal(signal.SIGINT)
+        printed = "".join(first.communicate())
+        assert first.returncode == 130
+        assert re.search(r"plan +2 launches of 6 runs, about .*\nstart ", printed)
+        assert not tula.processes()
+        done = {(1, 2): "succeeded", (1, 4): "succeeded"}
+        pending = {(1, 8): "pending", (2, 2): "pending", (2, 4): "pending", (2, 8): "pending"}
+        assert states(tula, "columns") == done | pending
+
+        # Two go on at once; the lease of the first one's run is lost to a third.
+        others = [tula.start("tune", spec, "--work-dir=one", *command)]
+        wait_until(lambda: states(tula, "columns")[1, 8] == "running")
+        others.append(tula.start("tune", spec, "--work-dir=two", *command))
+        wait_until(lambda: states(tula, "columns")[2, 4] == "succeeded")
+        with sqlite3.connect(database) as store:
+            past = "UPDATE runs SET lease_expires_at = '2000-01-01 00:00:00.000000'"
+            lost = f"{past} WHERE num_nodes = 1 AND state = 'running'"
+            assert store.execute(lost).rowcount == 1
+        others.append(tula.start("tune", spec, "--work-dir=three", *command))
+        wait_until(lambda: len(list(tmp_path.glob("three/*/logs/*.log"))) == 1)
+        (folder / "wait-8").unlink()
+        for process in others:
+            out, said = process.communicate(timeout=150)
+            assert process.returncode == 0, out + said
+        assert states(tula, "columns") == dict.fromkeys(done | pending, "succeeded")
+        check_each_run_ended_once(database)
+
+
+def test_a_crash_in_the_middle_keeps_what_was_measured_and_the_same_command_measures_the_rest(
+    server: Server, tmp_path: Path
+) -> None:
+    tula = Tula(server, tmp_path, forked=True)
+    (tmp_path / "crash-4").touch()
+    tune = ["tune", tula.spec("crash", least_batch=2, search="full"), *TORCHRUN, *BATCH, f"--folder={tmp_path}"]
+    tuned, _ = tula(*tune)
+    assert states(tula, "crash") == {(2, 2): "succeeded", (2, 4): "failed", (2, 8): "succeeded"}
+    assert "ValueError: on purpose" in "".join(tuned["runs"][1]["lines"])
+    again, _ = tula(*tune)
+    assert [(run["configuration"]["local_batch_size"], run["state"]) for run in again["runs"]] == [(4, "succeeded")]
+    assert again["recommendation"]["model"]["num_runs"] == 3
+    assert not tula.processes()
