@@ -83,10 +83,6 @@ class Channel:
         """The value of a published `key`."""
         return json.loads(self._store.get(self._prefix + key))
 
-    def across_starts(self) -> Channel:
-        """The same store for a later start of this training by the same torchrun, whose store outlives the ranks."""
-        return Channel(self._store, "tula/starts/", self.rank, self.world_size)
-
     def post(self, message: Any) -> None:
         """Leave `message` for the first rank; the store keeps the last RING of each rank."""
         self.set(f"box/{self.rank}/{self._sent % RING}", [self._sent, message])

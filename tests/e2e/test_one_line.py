@@ -16,6 +16,7 @@ import torch.distributed as dist
 from benchmarks.support.forked import Server
 from benchmarks.support.gloo import free_port
 from tests.agent.joining_rank import JoiningRank
+from tests.e2e.slurm import slurm
 from tests.support.forked_commands import launchers
 from tula_agent.config import UNKNOWN_RUN, WantedJob, read_config
 from tula_agent.run import Run
@@ -25,6 +26,8 @@ from tula_client.handle import all_runs, find_job
 from tula_wire import Configuration, JobSpec, TokenCreate
 from tula_wire import Run as WireRun
 
+BIN = Path(sys.executable).parent
+UNEDITED = Path(__file__).parent / "scripts" / "unedited"
 SCRIPT = """
 import torch, torch.distributed as dist, tula_agent
 dist.init_process_group("gloo")
@@ -37,6 +40,30 @@ for batch in run.steps([torch.randn(8, 4) for _ in range(40)]):
     optimizer.step()
 dist.destroy_process_group()
 """
+KILLED = """
+import os, torch, torch.distributed as dist, tula_agent, tula_client
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = tula_agent.init(dataset_size=640, epochs=2)
+run.watch(model, optimizer)
+client = tula_client.Client()
+first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+dies = first_start and dist.get_rank() == int(os.environ["DIES"])
+
+def running():
+    jobs = client.jobs(search=os.environ["TULA_JOB"]).jobs
+    return any(run.state == "running" for run in client.runs(jobs[0].id).runs) if jobs else False
+
+for batch in run.steps([torch.randn(8, 4)] * (100_000 if first_start else 40)):
+    model(batch).sum().backward()
+    optimizer.step()
+    if dies and run.position.step % 50 == 0 and running():
+        os.kill(os.getpid(), 9)
+dist.destroy_process_group()
+"""
+OTHER_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""A store for each start: over one for all, a rank may read from it where gloo listened in the start before."""
 
 
 @pytest.fixture
@@ -47,6 +74,12 @@ def client(server: Server) -> Iterator[Client]:
 
 def runs_of(client: Client, job: str) -> list[WireRun]:
     return [run for run in all_runs(client, find_job(client, job)) if run.kind == "train"]
+
+
+@pytest.fixture
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process is one of torchrun's, whose folder of logs outlives its starts."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
 
 
 def spec(name: str, **fields: Any) -> JobSpec:
@@ -64,10 +97,11 @@ def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: 
     return run
 
 
-def torchrun(server: Server, *words: str, log: Path) -> None:
+def torchrun(server: Server, *words: str, log: Path, **environ: str) -> None:
     """Two ranks, to their end; the token and run of no `tula`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(launchers() / "python")}
+    environment |= environ
     command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", *words]
     with log.open("w") as output:
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=120, check=False)
@@ -91,19 +125,48 @@ def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Ser
     assert "no run" not in log.read_text()
 
 
-def test_a_script_without_an_edit_joins_the_job_in_its_environment(
-    client: Client, server: Server, tmp_path: Path
-) -> None:
-    client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 2}))
-    script = Path(__file__).parent / "scripts" / "unedited" / "plain_ddp.py"
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [str(torchrun), "--standalone", "--nproc-per-node=2", str(script), "--batch-size=8"]
+def without_an_edit(server: Server, job: str, folder: Path, *command: str, **environ: str) -> None:
+    """A command with its job in the environment, to its end."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
-    environment |= {"TULA_URL": server.url, "TULA_JOB": "no line", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, timeout=120, check=True)
-    (run,) = runs_of(client, "no line")
+    environment |= {"TULA_URL": server.url, "TULA_JOB": job, "OMP_NUM_THREADS": "1"} | environ
+    subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=120, check=True)
+
+
+def check_one_run_of_two_ranks(client: Client, job: str) -> None:
+    (run,) = runs_of(client, job)
     assert (run.state, run.configuration.local_batch_size, run.configuration.world_size) == ("succeeded", 8, 2)
     assert run.num_samples >= 8
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("torchrun", "--standalone", "--nproc-per-node=2", str(UNEDITED / "plain_ddp.py")),
+        ("python", str(UNEDITED / "mp_spawn.py"), "--epochs=4"),
+    ],
+    ids=["torchrun", "mp.spawn"],
+)
+def test_a_script_without_an_edit_joins_the_job_in_its_environment(
+    client: Client, server: Server, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    job = f"no line under {command[0]}"
+    client.register(spec(job, cluster={"max_nodes": 1, "ranks_per_node": 2}))
+    without_an_edit(server, job, tmp_path, str(BIN / command[0]), *command[1:], "--batch-size=8")
+    check_one_run_of_two_ranks(client, job)
+
+
+@pytest.mark.cluster("slurm")
+def test_ranks_that_srun_starts_join_the_job_in_their_environment(
+    client: Client, server: Server, tmp_path: Path
+) -> None:
+    client.register(spec("no line under srun", cluster={"max_nodes": 1, "ranks_per_node": 2}))
+    rank = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS"
+    script = f"{rank} {BIN / 'python'} {UNEDITED / 'plain_ddp.py'} --batch-size=8"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with slurm() as cluster:
+        srun = ["srun", "--ntasks=2", "--overcommit", "bash", "-c", script]
+        without_an_edit(server, "no line under srun", tmp_path, *srun, **place, **cluster)
+    check_one_run_of_two_ranks(client, "no line under srun")
 
 
 def test_each_training_is_a_run_of_the_named_job(client: Client, server: Server, tmp_path: Path) -> None:
@@ -146,6 +209,30 @@ def test_a_token_that_may_make_no_run_costs_one_warning(tmp_path: Path, caplog: 
     assert "no run of job 'guarded' could be made (403" in record.getMessage()
 
 
+@pytest.mark.parametrize("dies", [0, 1])
+def test_ranks_that_torchrun_starts_again_continue_their_run(
+    client: Client, server: Server, tmp_path: Path, dies: int
+) -> None:
+    script, log, job = tmp_path / "train.py", tmp_path / "log", f"rank {dies} is killed"
+    script.write_text(KILLED)
+    torchrun(server, "--max-restarts=1", str(script), log=log, DIES=str(dies), TULA_JOB=job, **OTHER_STORES)
+    now, before = runs_of(client, job)
+    assert (before.state, before.end_cause, now.state) == ("failed", "superseded", "succeeded")
+    assert now.configuration == before.configuration == Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
+    assert {page.rank for page in client.samples(now.job_id, run_id=now.id).samples} == {0, 1}
+
+
+@pytest.mark.usefixtures("started_by_torchrun")
+def test_a_run_of_another_job_is_not_continued(client: Client, server: Server) -> None:
+    request = SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
+    for job in ("first of two", "second of two"):
+        rank = JoiningRank(dist.HashStore(), 0, server.url, job=job, world_size=1)
+        assert rank.joining.ready(last=False)
+        rank.joining.sent(request)
+    assert [run.state for job in ("first of two", "second of two") for run in runs_of(client, job)] == ["claimed"] * 2
+
+
+@pytest.mark.usefixtures("started_by_torchrun")
 def test_an_elastic_round_of_another_size_continues_the_run(client: Client, server: Server) -> None:
     """torchrun counts no restart when ranks come or go."""
     store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
@@ -162,6 +249,7 @@ def test_an_elastic_round_of_another_size_continues_the_run(client: Client, serv
     assert (before.state, before.end_cause) == ("failed", "superseded")
 
 
+@pytest.mark.usefixtures("started_by_torchrun")
 def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server) -> None:
     store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
     for start in range(2):

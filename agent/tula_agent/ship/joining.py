@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode
 
@@ -76,7 +78,7 @@ class Joining:
         self.job_id: str | None = None
         self._process = process
         self._wanted = job
-        self._start = f"{job.name}/{number}"
+        self._mark = _mark(number)
         self._guard = guard
         self._timeout_s = timeout_s
         self._refused = False
@@ -151,10 +153,12 @@ class Joining:
             channel = self._process.channel()
             if channel is not None:
                 channel.set(_run(channel), self.run_id or "")
-                channel.across_starts().set(self._start, self.run_id or "")
         if self.run_id is not None:
             with self._guard("joining a run"):
                 self._process.joined()
+            with self._guard("leaving the run to a later start"):
+                if self._mark is not None:
+                    self._mark.write_text(self.run_id)
 
     def _make(self) -> None:
         config = self._process.config
@@ -173,20 +177,21 @@ class Joining:
                 "holder": f"agent-{self._process.boot_id}",
                 "lease_s": LEASE_S,
             }
-            run = service.ask("POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service))
+            run = service.ask("POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service, job_id))
             self.job_id, self.run_id = job_id, _checked(run["id"])
         finally:
             service.transport.close()
 
-    def _continued(self, service: _Service) -> dict[str, Any]:
+    def _continued(self, service: _Service, job_id: str) -> dict[str, Any]:
         """The training run before a restart by torchrun, if the service still has it."""
-        channel, before = self._process.channel(), None
+        before = ""
         with self._guard("finding the run before a restart"):
-            if channel is not None and channel.across_starts().has(self._start):
-                before = channel.across_starts().get(self._start)
+            if self._mark is not None and self._mark.exists():
+                before = _checked(self._mark.read_text())
         if not before or self._process.config.plan is not None:
             return {}
-        return {"continues": before} if service.find(routes.RUN.format(run_id=_checked(before))) else {}
+        found = service.find(routes.RUN.format(run_id=before))
+        return {"continues": before} if found and found["job_id"] == job_id else {}
 
     def _batch(self) -> tuple[int, int]:
         seen = self._process.seen_configuration()
@@ -263,6 +268,18 @@ class _JoiningTransport(Transport):
     def send(self, request: SpooledRequest) -> Reply:
         found = self._joining.sent(request)
         return found if isinstance(found, Reply) else super().send(found)
+
+
+def _mark(number: int) -> Path | None:
+    """The file that holds the run's id for a later start by the same torchrun; None without torchrun.
+
+    It lies in the folder of its logs, one for each torchrun, which that keeps over all starts and mostly removes at its
+    end. torchrun's store need not outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
+    """
+    for folder in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+        if folder.name.startswith("attempt_"):
+            return folder.parent / f"tula-run-{number}"
+    return None
 
 
 def _run(channel: Channel) -> str:
