@@ -24,7 +24,7 @@ from tula_wire import Configuration, Event, JobSpec
 
 if TYPE_CHECKING:
     from tula_client.handle import AsyncJobHandle, JobHandle
-    from tula_client.profile_run import ProfileRun
+    from tula_client.profile_run import AsyncProfileRun, ProfileRun
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class Client(_Methods):
         """A profiling run whose steps the caller measures itself, for use in `with`; `job` is an id or a name."""
         from tula_client.profile_run import ProfileRun
 
-        return ProfileRun(self, _flows.answered(_flows.job_id(job), self.send), configuration)
+        return ProfileRun(self, job, configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> Iterator[Event]:
         """Events of a job, each once; after a lost connection, reconnects and resumes after the last event.
@@ -207,6 +207,12 @@ class AsyncClient(_Methods):
         from tula_client.handle import AsyncJobHandle
 
         return AsyncJobHandle(self, await _flows.answered_async(_flows.job_of(job), self.send))
+
+    def profile_run(self, job: str, configuration: Configuration) -> AsyncProfileRun:
+        """Like `Client.profile_run`, for use in `async with`."""
+        from tula_client.profile_run import AsyncProfileRun
+
+        return AsyncProfileRun(self, job, configuration)
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
         """Like `Client.events`."""

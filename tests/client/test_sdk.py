@@ -10,6 +10,7 @@ import pytest
 
 from tests.client.test_client import profile
 from tula_client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, TulaError, recommend
+from tula_client.profile_run import AsyncProfileRun
 from tula_wire import Configuration, JobSpec
 
 TOML = """
@@ -49,7 +50,6 @@ def test_steps_that_the_caller_measures_become_a_run(client: Client, spec: JobSp
     with client.profile_run(handle.id, chosen) as run:
         run.log_steps([0.5, 0.4], warmup=True)
         run.log_steps([0.2] * 12, compute_time_s=[0.15] * 12, peak_bytes=2**30)
-    assert run.run is not None
     stored = client.run(run.run.id)
     assert (stored.state, stored.num_samples, stored.configuration) == ("succeeded", 14, chosen)
     assert stored.step_time_s == pytest.approx(0.2)
@@ -67,11 +67,31 @@ def test_an_exception_within_an_own_run_fails_it_and_is_raised(client: Client, s
             client.profile_run(spec.name, Configuration(num_nodes=1, local_batch_size=32)) as run,
         ):
             raise error
-        assert run.run is not None
         assert client.run(run.run.id).state == state
     assert {one.message for one in handle.runs()} >= {"ValueError: no data"}
     with pytest.raises(RuntimeError, match="inside"):
         ProfileRun(client, handle.id, Configuration(num_nodes=1, local_batch_size=32)).log_steps([0.1])
+
+
+def test_the_async_client_has_own_runs_too(async_client: AsyncClient, client: Client, spec: JobSpec) -> None:
+    job_id, chosen = client.handle(spec).id, Configuration(num_nodes=2, local_batch_size=64)
+
+    async def profile_one(error: Exception | None) -> str:
+        async with async_client.profile_run(spec.name, chosen) as run:
+            await run.log_steps([0.2] * 12, peak_bytes=2**30)
+            if error is not None:
+                raise error
+        return run.run.id
+
+    async def profile_two() -> str:
+        async with async_client:
+            with pytest.raises(ValueError, match="no data"):
+                await profile_one(ValueError("no data"))
+            return await profile_one(None)
+
+    run_id = asyncio.run(profile_two())
+    done, failed = [run for run in client.handle(job_id).runs() if run.configuration == chosen and run.num_samples]
+    assert (done.id, done.state, done.num_samples, failed.message) == (run_id, "succeeded", 12, "ValueError: no data")
 
 
 def test_a_prediction_takes_everything_that_the_route_takes(client: Client, spec: JobSpec) -> None:
@@ -107,7 +127,7 @@ def test_the_async_handle_answers_as_the_other(async_client: AsyncClient, addres
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient, JobHandle, AsyncJobHandle, ProfileRun])
+@pytest.mark.parametrize("kind", [Client, AsyncClient, JobHandle, AsyncJobHandle, ProfileRun, AsyncProfileRun])
 def test_every_public_method_has_a_signature_with_its_arguments_and_answer(kind: type) -> None:
     methods = {name: value for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")}
     assert methods
@@ -120,10 +140,13 @@ def test_every_public_method_has_a_signature_with_its_arguments_and_answer(kind:
         assert method.__doc__, name
 
 
-def test_the_async_handle_has_the_methods_of_the_other() -> None:
-    only_drawing = {"plot"}
-    public = [{name for name in vars(kind) if not name.startswith("_")} for kind in (JobHandle, AsyncJobHandle)]
-    assert public[0] - only_drawing == public[1]
-    for name in public[1]:
-        one, other = (inspect.signature(getattr(kind, name)) for kind in (JobHandle, AsyncJobHandle))
+@pytest.mark.parametrize(
+    ("sync", "awaited"), [(JobHandle, AsyncJobHandle), (ProfileRun, AsyncProfileRun), (Client, AsyncClient)]
+)
+def test_the_async_kind_has_the_methods_of_the_other(sync: type, awaited: type) -> None:
+    not_awaited = {"plot", "close"}
+    public = [{name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_"} for kind in (sync, awaited)]
+    assert public[0] - not_awaited == public[1] - {"aclose"}
+    for name in public[0] & public[1]:
+        one, other = (inspect.signature(getattr(kind, name)) for kind in (sync, awaited))
         assert list(one.parameters.values()) == list(other.parameters.values()), name
