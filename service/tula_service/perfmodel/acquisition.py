@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from scipy import special
 
 from tula_service.domain import Measure
-from tula_service.perfmodel.choice import OF_TOTALS, Limits
+from tula_service.perfmodel.choice import OF_TOTALS, Choice, Limits
+from tula_service.perfmodel.columns import Column, column_of
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray
 from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Offer, spot_slowdown
@@ -70,7 +73,7 @@ def most_promising(
     its run answers whether it does.
     """
     choice = recommendation.choice
-    forbidden = {f.estimate.key for f in choice.excluded if f.limit not in OF_TOTALS}
+    forbidden = _forbidden(choice)
     known = {e.key for e in recommendation.estimates if e.measured or e is choice.chosen}
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
@@ -88,6 +91,32 @@ def most_promising(
         if estimate.key not in forbidden and (estimate.key in known or estimate.configuration in runnable)
     ]
     return min(possible, key=rank, default=None)
+
+
+def expected_gain(recommendation: Recommendation, runnable: Collection[Configuration]) -> float:
+    """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
+
+    It is the sum of the expected improvements (Jones 1998) of the logarithm over the unmeasured batches that one launch
+    can measure; the improvement of the best of them is no larger. Infinite while the choice may break a limit.
+    """
+    choice = recommendation.choice
+    if choice.chosen is None or not choice.within_limits_is_likely:
+        return math.inf
+    best, forbidden = choice.preference.value(choice.chosen), _forbidden(choice)
+    gains: defaultdict[Column, float] = defaultdict(float)
+    for estimate in recommendation.estimates:
+        if not estimate.measured and estimate.configuration in runnable and estimate.key not in forbidden:
+            value = choice.preference.value(estimate)
+            sd = max(value.log_sd, 1e-9)
+            ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
+            density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
+            gains[column_of(estimate.configuration)] += sd * (ahead * float(special.ndtr(ahead)) + density)
+    return max(gains.values(), default=0.0)
+
+
+def _forbidden(choice: Choice) -> frozenset[tuple[Configuration, bool]]:
+    """The keys of estimates that no deadline or budget lets in."""
+    return frozenset(found.estimate.key for found in choice.excluded if found.limit not in OF_TOTALS)
 
 
 def _bound(value: Interval, sds: float) -> float:

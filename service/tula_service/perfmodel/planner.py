@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tula_service.domain import Measure, Search
-from tula_service.perfmodel.acquisition import log_value, most_promising
+from tula_service.perfmodel.acquisition import expected_gain, log_value, most_promising
 from tula_service.perfmodel.choice import Choice
 from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
 from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
@@ -26,6 +26,7 @@ _BATCHES_PER_LAUNCH = 3
 _CHEAP_RUNS = 2
 _CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
 _PRECISE_ENOUGH = 0.03  # relative error of predictions
+_WORTH_A_LAUNCH = 0.01  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
 _MEDIAN_OF_NORMAL = 0.67
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
@@ -146,7 +147,8 @@ def plan(
             recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
         # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
         cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
-        found = _refine_choice(state, state.model, goal, recommendation, cheap=cheap)
+        least_gain = _WORTH_A_LAUNCH if budget.by_column else 0.0
+        found = _refine_choice(state, state.model, goal, recommendation, cheap=cheap, least_gain=least_gain)
     return _with_column(state, found) if budget.by_column else found
 
 
@@ -288,7 +290,7 @@ def _least_certain(state: _State, model: StepTimeModel) -> Plan:
 
 
 def _refine_choice(
-    state: _State, model: StepTimeModel, goal: Goal, recommendation: Recommendation, *, cheap: int
+    state: _State, model: StepTimeModel, goal: Goal, recommendation: Recommendation, *, cheap: int, least_gain: float
 ) -> Plan:
     """The next run that may change or verify the choice, or why there is none. In this order:
 
@@ -297,7 +299,7 @@ def _refine_choice(
     3. While predictions are expected to err by more than 3 %, up to `cheap` runs that each cost at most a fifth of what
        was spent: the most informative about all candidates.
 
-    A knee has 1 only: it rests on the whole curve.
+    2 and 3 need an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
     """
     choice = recommendation.choice
     chosen = choice.chosen
@@ -305,7 +307,7 @@ def _refine_choice(
     if chosen is not None and not chosen.measured and chosen.configuration in runnable:
         purpose = "Verification: it would be recommended, so it is measured itself."
         return Plan((PlannedRun(chosen.configuration, purpose),), None)
-    if _ranks_candidates(goal):
+    if _ranks_candidates(goal) and expected_gain(recommendation, runnable) >= least_gain:
         best = most_promising(recommendation, goal.limits, runnable)
         if best is not None and not best.measured and best.configuration in runnable:
             purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."

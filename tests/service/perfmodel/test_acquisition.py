@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import most_promising
+from tula_service.perfmodel.acquisition import expected_gain, most_promising
 from tula_service.perfmodel.choice import Limits, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, plan
@@ -151,6 +152,28 @@ def test_limits_come_before_the_value():
     limits = Limits(deadline_s=0.9)
     promising = estimates((1.0, 1.04, True), (2.0, 1.2, False), (1.1, 1.5, False), limits=limits)
     assert place_of_most_promising(promising, limits) == 2, "it alone may keep the deadline"
+
+
+def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_batches():
+    hopeful, level, hopeless, measured = (1.1, 1.5, False), (1.0, 1.1, False), (3.0, 1.1, False), (2.0, 4.0, True)
+    found = estimates((1.0, 1.04, True), hopeful, level, hopeless, measured)
+    draws = np.random.default_rng(1).standard_normal(400_000)
+    improvements = [np.maximum(0.0, -np.log(mean) - draws * np.log(high) / 1.7) for mean, high, _ in (hopeful, level)]
+    runnable = [e.configuration for e in found.estimates]
+    assert expected_gain(found, runnable) == pytest.approx(sum(each.mean() for each in improvements), rel=0.01)
+    assert expected_gain(found, runnable[3:]) == pytest.approx(0.0, abs=1e-6)
+    late = estimates((1.0, 1.04, True), hopeless, limits=Limits(deadline_s=0.5))
+    assert expected_gain(late, runnable) > 1.0, "the choice breaks the deadline"
+
+
+@pytest.mark.parametrize(("mean", "by_column", "runs"), [(1.02, False, 1), (1.02, True, 0), (1.0, True, 1)])
+def test_a_launch_for_a_contender_must_promise_one_percent(mean, by_column, runs):
+    found = estimates((1.3, 1.04, True), (mean, 1.05, False), (1.2, 1.04, True), (1.0, 1.04, True))
+    candidates = [e.configuration for e in found.estimates]
+    model = fitted([e.configuration for e in found.estimates if e.measured], candidates)
+    budget = PlanBudget(by_column=by_column)
+    step = plan(Search.ADAPTIVE, candidates, model, goal=TIME, recommendation=found, budget=budget)
+    assert [run.configuration for run in step.runs] == [candidates[1]] * runs
 
 
 def test_where_little_is_uncertain_four_runs_are_enough():
