@@ -335,4 +335,5 @@ def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
 def _compared(ratio: float, same: str, more: str, less: str) -> str:
     if ratio >= 2.0:
         return f"{ratio:.2g} times {same}"
-    return f"{abs(ratio - 1.0):.1%} {more if ratio >= 1.0 else less}"
+    change = f"{abs(ratio - 1.0):.1%}"
+    return same if change == "0.0%" else f"{change} {more if ratio > 1.0 else less}"

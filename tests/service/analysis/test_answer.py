@@ -73,6 +73,14 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     assert "stable" in decision.reason
 
 
+def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
+    """Without communication, accumulated micro-steps take as long for each example as single ones."""
+    one_rank = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": 1, "price": {"usd_per_node_hour": 3.0}}
+    batch = {"min_local_batch_size": 128, "max_local_batch_size": 128, "max_grad_accum_steps": 2}
+    why = explanation.recommendation_fields(answer_of(job(cluster=one_rank, batch=batch), "cost"), None)["why"]
+    assert "takes as long and costs as much, at twice the batch" in why
+
+
 def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
     data = replace(job(model={"name": "net", "batch_normalization": True}), gradient_noise_scale=500.0)
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
