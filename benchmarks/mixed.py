@@ -8,7 +8,7 @@ page every five seconds, and two recommendations a second follow a new sample. E
 without a token and 300 with one; `images` of charts on 20 connections of one token; `streams` of events on 100
 connections of one token. Each is measured beside the flood and, just before, alone: `ratio` is the one median latency
 over the other. To reach: no error for agents, at most 1 % for pages, ratios of at most 2. Load, flood and service share
-the machine's cores. `--smoke` runs each for two seconds: its figures only show that the benchmark works.
+the machine's cores. `--smoke` runs each for a fraction of a second: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations

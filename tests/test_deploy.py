@@ -232,6 +232,7 @@ def test_pods_are_restricted_probe_real_routes_and_take_settings_that_exist() ->
     for container in (*pod["initContainers"], *pod["containers"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["memory"]
         assert set(container["args"]) <= command_names()
         assert {each["name"] for each in container["env"]} <= SETTINGS

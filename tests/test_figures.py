@@ -87,6 +87,23 @@ def test_the_commit_of_every_stored_report_is_in_the_history_or_has_a_successor_
     assert successor.keys() <= used, "a row of a report that was run again"
 
 
+PROMISES = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("| promise |")[1].split("\n\n")[0]
+
+
+@pytest.mark.parametrize("row", PROMISES.splitlines()[2:], ids=lambda row: row.split("|")[1].strip()[:40])
+def test_a_promise_names_tests_that_exist_and_commands_that_try_more(row: str) -> None:
+    _, breaks, tried = (cell.strip() for cell in row.strip("|").split("|"))
+    tests = [ROOT / path for path in re.findall(r"`(tests/[\w/]+\.py)`", breaks)]
+    assert tests
+    assert all(path.is_file() for path in tests)
+    for variable in re.findall(r"`(TULA_\w+)=", tried):
+        assert any(variable in path.read_text(encoding="utf-8") for path in tests)
+    for benchmark in re.findall(r"python -m benchmarks\.(\w+)", tried):
+        assert (ROOT / "benchmarks" / f"{benchmark}.py").is_file()
+    for commit in re.findall(r"at commit (\w+)", tried):
+        assert git("cat-file", "-t", commit) in ("commit", ""), "'' without a history"
+
+
 def test_every_row_has_its_keys_and_every_key_its_row() -> None:
     assert len(ROWS) == len(KEYS)
 

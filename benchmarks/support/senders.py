@@ -73,9 +73,9 @@ class Sender:
 
 
 @contextmanager
-def sending(prepared: Prepared, url: Callable[[], str]) -> Iterator[list[Sender]]:
+def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -> Iterator[list[Sender]]:
     """Senders at work for the length of a block."""
-    senders = [Sender(prepared, rank) for rank in range(SENDERS)]
+    senders = [Sender(prepared, rank) for rank in range(number)]
     threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
     for thread in threads:
         thread.start()

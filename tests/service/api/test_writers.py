@@ -41,6 +41,8 @@ from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import MAX_STEPS, routes
 
 SECONDS = float(os.environ.get("TULA_WRITERS_S", "2"))
+WAYS = ("unix", "tcp")
+WRITERS = 8
 
 
 @pytest.fixture
@@ -104,12 +106,17 @@ class Traffic:
             self.noted(client.post(routes.RUN_TELEMETRY.format(run_id=run_id), json=telemetry))
 
 
-def test_writers_claims_changes_and_deletions_meet_without_deadlock(alone: PostgresServer) -> None:
+@pytest.mark.parametrize("way", WAYS if "TULA_WRITERS_S" in os.environ else WAYS[:1])
+def test_writers_claims_changes_and_deletions_meet_without_deadlock(alone: PostgresServer, way: str) -> None:
     """Two workers; what was acknowledged is there, nothing fails with 5xx, and the server's log names no deadlock."""
     database = alone.create_database("writers")
     migrate(database)
     prepared = prepare(database, profile_runs=50)
-    with Server(database, workers=2) as server, sending(prepared, lambda: server.url) as senders:
+    with (
+        over_tcp(database) as tcp,
+        Server(tcp if way == "tcp" else database, workers=2) as server,
+        sending(prepared, lambda: server.url, WRITERS) as senders,
+    ):
         traffic = Traffic(server, prepared, time.monotonic() + SECONDS)
         kinds = (traffic.claim, traffic.change, traffic.come_and_go)
         threads = [threading.Thread(target=traffic.repeat, args=(work,)) for work in kinds]
@@ -162,7 +169,7 @@ def largest(sequence: int) -> NewChunk:
     return NewChunk(0, "boot", sequence, np.arange(MAX_STEPS), [f"c{number}" for number in range(64)], values)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", WAYS)
 def test_a_group_of_the_largest_chunks_is_stored(
     postgres_url: str, open_store: Callable[..., Store], transport: str
 ) -> None:
