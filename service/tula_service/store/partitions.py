@@ -40,8 +40,8 @@ def create_ahead(engine: sa.Engine) -> None:
     """Make the partitions of this month and the next ones that are missing. Raises StoreUnavailable."""
     if is_sqlite(engine):
         return
+    existing = _tables(engine)
     with engine.connect() as connection:
-        existing = {str(name) for name, _ in connection.execute(_TABLES)}
         months = [int(month) for month in connection.execute(_MONTHS).scalars()]
     for month in months:
         if (table := f"telemetry_chunks_{month}") not in existing:
@@ -57,13 +57,12 @@ def due(engine: sa.Engine, *, before: datetime, now: datetime) -> Sequence[str]:
 
     With those that an earlier `drop` has detached and could not finish.
     """
+    tables = _tables(engine)
     with engine.connect() as connection:
-        tables = [(str(name), bool(attached)) for name, attached in connection.execute(_TABLES)]
         leased = connection.execute(sa.select(sa.func.min(runs.c.key)).where(runs.c.lease_expires_at >= now)).scalar()
-    found = [name for name, attached in tables if not attached]
-    for name in (name for name, attached in tables if attached):
-        following = _following(_month(name))
-        # A month ends where the following one begins.
+    found = [name for name, attached in tables.items() if not attached]
+    for name in (name for name, attached in tables.items() if attached):
+        following = _following(int(name.rsplit("_", 1)[1]))  # where it begins, the month ends
         if following > before.year * 100 + before.month or (leased or _NO_KEY) < following * KEYS_OF_A_MONTH:
             break
         found.append(name)
@@ -75,9 +74,7 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None) -> None:
 
     When the archive fails, the detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
     """
-    with engine.connect() as connection:
-        attached = {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
-    if attached.get(table):
+    if _tables(engine).get(table):
         _alter(engine, f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}")
     if archive is not None:
         archive.write(engine, table)
@@ -100,8 +97,10 @@ def _alter(engine: sa.Engine, statement: str) -> None:
             return
 
 
-def _month(table: str) -> int:
-    return int(table.rsplit("_", 1)[1])
+def _tables(engine: sa.Engine) -> dict[str, bool]:
+    """The tables of months in their order, each with whether it is attached."""
+    with engine.connect() as connection:
+        return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _following(month: int) -> int:
