@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from benchmarks.step_time import held_out, profile
+from benchmarks.step_time import corners, designed, held_out
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import median, percentile, print_table, write_json
-from tula_service.domain import Search
 
 RUNS = ("corners", "planned4", "planned6")
 _MOST_OVERLAP = 10.0
@@ -94,9 +93,9 @@ def _root_mean_square(values: Floats) -> float:
 def compare(workload: Workload) -> dict[str, tuple[float, float]]:
     """By runs: the median error of Pollux's form and of ours on what was not profiled."""
     profiled = {
-        "corners": profile(workload, Search.PARTIAL, runs=None),
-        "planned4": profile(workload, Search.ADAPTIVE, runs=4),
-        "planned6": profile(workload, Search.ADAPTIVE, runs=6),
+        "corners": corners(workload),
+        "planned4": designed(workload, 4),
+        "planned6": designed(workload, 6),
     }
     found = {}
     for name, runs in profiled.items():

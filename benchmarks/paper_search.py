@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.step_time import held_out, profile
+from benchmarks.step_time import corners, held_out
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import median, percentile, print_table, write_json
-from tula_service.domain import Search, StepTimeForm
+from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.paper_form import fit_paper_form
 from tula_service.perfmodel.points import Points
 
@@ -33,9 +33,9 @@ PAPER = (StepTimeForm.RING, StepTimeForm.PARAMETER_SERVER)
 def replay(workload: Workload) -> dict[str, float]:
     """The median error of each search and form on one workload."""
     found = {}
-    corners = profile(workload, Search.PAPER, runs=None)
+    runs = corners(workload, two=True)
     for form in StepTimeForm:
-        found[f"two_points.{form.value}"] = median(held_out(workload, corners, form)[0])
+        found[f"two_points.{form.value}"] = median(held_out(workload, runs, form)[0])
     for form in PAPER:
         found[f"full.{form.value}"] = median([_left_out(workload, one, form) for one in workload.candidates])
     return found

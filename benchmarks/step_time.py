@@ -19,6 +19,7 @@ All figures are fractions (0.04 = 4 %) except those, `fit_ms`, launches and runs
 from __future__ import annotations
 
 import functools
+import math
 import time
 import tracemalloc
 import zlib
@@ -32,8 +33,10 @@ from benchmarks.support.report import bootstrap, mean, median, percentile, print
 from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Limits
 from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
-from tula_service.perfmodel.planner import PlanBudget, plan
+from tula_service.perfmodel.optimal_design import corner_design
+from tula_service.perfmodel.planner import PlanBudget, design, plan
 from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.recommend import Goal, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
@@ -87,10 +90,9 @@ class Figures:
 
 def profile(
     workload: Workload,
-    search: Search,
+    goal: Goal,
     *,
-    runs: int | None,
-    goal: Goal | None = None,
+    runs: int,
     by_column: bool = False,
     launches: list[Column] | None = None,
 ) -> list[Placement]:
@@ -102,13 +104,24 @@ def profile(
     model: StepTimeModel | None = None
     while True:
         budget = PlanBudget(max_runs=runs, by_column=by_column)
-        step = plan(search, workload.candidates, model, goal=goal, budget=budget)
+        step = plan(Search.ADAPTIVE, workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
         done += [run.configuration for run in step.runs]  # type: ignore[misc]
         if launches is not None:
             launches += columns_of(run.configuration for run in step.runs)
         model = fit_step_time(workload.measure(done), candidates=workload.candidates)
+
+
+def designed(workload: Workload, runs: int) -> list[Placement]:
+    """The most informative configurations about all others, of which the planner's first four are those of no goal."""
+    candidates = workload.candidates
+    return [candidates[row] for row in design(candidates, Priors(), runs)]
+
+
+def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
+    """What the searches `partial` and, with `two`, `paper` profile."""
+    return [workload.candidates[row] for row in corner_design(workload.candidates, two=two)]
 
 
 def held_out(
@@ -129,12 +142,11 @@ def held_out(
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
     """Everything that is measured on one workload; `noise` is the log standard deviation of a run in each draw."""
     found = Figures(workload.name, workload.source, workload.grid)
-    corners = profile(workload, Search.PARTIAL, runs=None)
     profiled = {
-        "ring": corners,
-        "partial": corners,
-        "adaptive4": profile(workload, Search.ADAPTIVE, runs=4),
-        "adaptive6": profile(workload, Search.ADAPTIVE, runs=6),
+        "ring": corners(workload),
+        "partial": corners(workload),
+        "adaptive4": designed(workload, 4),
+        "adaptive6": designed(workload, 6),
     }
     for name, chosen in profiled.items():
         errors, inside = held_out(workload, chosen, StepTimeForm.RING if name == "ring" else StepTimeForm.OVERLAP)
@@ -163,7 +175,7 @@ def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) 
             drawn.regret[name] = value[name][chosen.configuration] / min(value[name].values()) - 1.0  # type: ignore[index]
             truth = value["time"][chosen.configuration]  # type: ignore[index]
             inside.append(float(chosen.time_s.low <= truth <= chosen.time_s.high))
-        best_num_nodes(table, profile(table, Search.ADAPTIVE, runs=_RUNS), drawn)
+        best_num_nodes(table, designed(table, _RUNS), drawn)
         each.append(drawn.regret)
     found.noisy = {name: mean([one[name] for one in each if name in one]) for name in NOISY}
     found.noisy_coverage = mean(inside)
@@ -184,7 +196,7 @@ def goal_of(name: str, limits: Limits | None = None) -> Goal:
 def columns(workload: Workload, found: Figures) -> None:
     """Held-out errors after two and three columns, and the regret and launches of planned columns."""
     for name in COLUMNS:
-        chosen = first_columns(workload.candidates, middle=name == "columns3")
+        chosen = {*first_columns(workload.candidates), *(middle_column(workload) if name == "columns3" else ())}
         errors, _ = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen])
         found.error[name] = median(errors)
     launched: list[list[Column]] = []
@@ -200,6 +212,14 @@ def columns(workload: Workload, found: Figures) -> None:
                 measured.append(float(len(runs)))
     found.launches = mean([float(len(each)) for each in launched])
     found.launched_batches = mean(measured)
+
+
+def middle_column(workload: Workload) -> list[Column]:
+    """The column whose size is nearest the geometric mean of the smallest and the largest; none of two."""
+    first = first_columns(workload.candidates)
+    rest = columns_of(workload.candidates) - set(first)
+    centre = math.prod(column.world_size for column in first) ** (1.0 / len(first))
+    return sorted(rest, key=lambda column: (abs(math.log(column.world_size / centre)), column))[:1]
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
@@ -254,7 +274,7 @@ def recommended(
     workload: Workload, goal: Goal, *, by_column: bool = False, launches: list[Column] | None = None
 ) -> tuple[list[Placement], Choice]:
     """The runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
-    runs = profile(workload, Search.ADAPTIVE, runs=_RUNS, goal=goal, by_column=by_column, launches=launches)
+    runs = profile(workload, goal, runs=_RUNS, by_column=by_column, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal).choice
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,13 +28,11 @@ def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
     return frozenset(column_of(c) for c in configurations)
 
 
-def first_columns(
-    candidates: Sequence[Configuration], *, middle: bool = False, probed: Collection[str] = ()
-) -> list[Column]:
-    """Of each instance type the largest and the smallest cluster; with `middle` also the one nearest to their mean.
+def first_columns(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Column]:
+    """Of each instance type the largest and the smallest cluster; of those in `probed` the smallest alone.
 
-    Of the types in `probed`, whose links between nodes are known, the smallest cluster alone. The mean is geometric. Of
-    several columns of one cluster, the one with the least accumulation counts as the largest.
+    The links between nodes of the latter are known. Of several columns of one cluster, the one with the least
+    accumulation counts as the largest.
     """
     chosen: list[Column] = []
     for name in sorted({c.instance_type for c in candidates}):
@@ -43,10 +40,5 @@ def first_columns(
             columns_of(c for c in candidates if c.instance_type == name),
             key=lambda column: (column.world_size, -column.grad_accum_steps, column),
         )
-        smallest, largest = columns[0], columns[-1]
-        chosen += [smallest] if name in probed else dict.fromkeys((largest, smallest))
-        centre = math.sqrt(smallest.world_size * largest.world_size)
-        rest = [column for column in columns if column not in chosen]
-        if middle and rest:
-            chosen.append(min(rest, key=lambda column: (abs(math.log(column.world_size / centre)), column)))
+        chosen += [columns[0]] if name in probed else dict.fromkeys((columns[-1], columns[0]))
     return chosen

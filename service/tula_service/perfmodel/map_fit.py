@@ -18,8 +18,8 @@ from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.residual_gp import (
-    HYPOTHESES,
     ResidualScales,
+    hypotheses,
     residual_covariance,
     residual_variance,
     same_points,
@@ -30,10 +30,8 @@ _MOST_EVALUATIONS = 60
 _LEAST_GAIN = 1e-5  # of half the squared misfit: a shift of predictions far below their intervals
 _LONGEST_STEP = 2.0
 _OUTLIER_SDS = 3.0
-_POINTS_FOR_A_CASE, _MOST_CASES = 5, 3
-_COST_OF_A_CASE = 2.0
+_POINTS_FOR_A_CASE = 10  # of fewer, replays get worse: an outlier cannot be distinguished from a job that strays
 _PRIOR_DOF = 6.0
-_LEAST_WEIGHT = 1e-3
 _COMPUTE_NOISE = 0.07  # of log compute time: how far the timed phases of a step are from its compute
 
 
@@ -198,19 +196,18 @@ def fit_posterior(
         centre[0] += shift
         centre[list(prior.in_seconds)] -= shift
     members: list[Member] = []
-    for hypothesis in HYPOTHESES:
-        scales = hypothesis.apply(prior.scales)
+    beliefs = hypotheses(prior.scales)
+    for scales, _ in beliefs:
         start = members[0].theta if members else centre
         members.append(_fit_member(start, replace(prior, mean=centre), scales, targets, reference_batch_size))
-    log_weights = np.array([m.log_evidence + h.log_weight for m, h in zip(members, HYPOTHESES, strict=True)])
+    log_weights = np.array([m.log_evidence + math.log(share) for m, (_, share) in zip(members, beliefs, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
-    kept = np.flatnonzero(weights >= _LEAST_WEIGHT * weights.sum())
     return Posterior(
         prior=prior,
         reference_batch_size=reference_batch_size,
         points=targets.points,
-        members=tuple(members[int(row)] for row in kept),
-        member_weights=weights[kept] / weights[kept].sum(),
+        members=tuple(members),
+        member_weights=weights / weights.sum(),
         dof=_PRIOR_DOF + targets.log_step.size,
     )
 
@@ -225,26 +222,24 @@ def _fit_member(
     """Levenberg-Marquardt on whitened log residuals.
 
     A point further than three deviations from what the others predict for it is treated as a separate case, the worst
-    one first, at most three and one in five: its own prediction keeps it, and it influences no other.
+    one first, at most one in ten: its own prediction keeps it, and it influences no other.
     """
     shared = residual_covariance(targets.points, targets.points, scales)
-    own = np.full(targets.log_step.size, scales.own**2)
-    cases, most = 0, min(targets.log_step.size // _POINTS_FOR_A_CASE, _MOST_CASES)
-    while True:
-        white = own + targets.noise_variance
-        lower = cholesky(shared + np.diag(white), lower=True)
+    measured = targets.log_step.size
+    own = np.full(measured, scales.own**2)
+    for cases_left in reversed(range(measured // _POINTS_FOR_A_CASE + 1)):
+        lower = cholesky(shared + np.diag(own + targets.noise_variance), lower=True)
         # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
         theta, residuals, slopes, precision, cost = _levenberg_marquardt(theta, prior, targets, whitener, reference)
-        weights = whitener.T @ residuals[: white.size]
+        weights = whitener.T @ residuals[:measured]
         # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
         surprise = np.abs(weights) / np.sqrt(point_precision)
         worst = int(np.argmax(surprise))
-        if surprise[worst] <= _OUTLIER_SDS or cases >= most:
+        if surprise[worst] <= _OUTLIER_SDS or not cases_left:
             break
-        cases += 1
-        own[worst] += ((surprise[worst] / _OUTLIER_SDS) ** 2 - 1.0) / point_precision[worst]
+        own[worst] += surprise[worst] ** 2 / point_precision[worst]
     return Member(
         theta=theta,
         covariance=np.asarray(np.linalg.inv(precision), dtype=np.float64),
@@ -252,9 +247,9 @@ def _fit_member(
         own_variance=own,
         weights=weights,
         whitener=whitener,
-        whitened_slopes=slopes[: white.size],
-        variance_factor=(_PRIOR_DOF + 2.0 * cost) / (_PRIOR_DOF + white.size),
-        log_evidence=_log_evidence(cost, precision, prior.sd, lower) - _COST_OF_A_CASE * cases,
+        whitened_slopes=slopes[:measured],
+        variance_factor=(_PRIOR_DOF + 2.0 * cost) / (_PRIOR_DOF + measured),
+        log_evidence=_log_evidence(cost, precision, prior.sd, lower),
     )
 
 

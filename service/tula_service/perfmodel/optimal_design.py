@@ -110,14 +110,13 @@ def greedy_design(
     known: Iterable[int] = (),
     first: Iterable[Sequence[int]] = (),
     weights: FloatArray | None = None,
-    costs: FloatArray | None = None,
 ) -> list[int]:
     """Row numbers of up to `wanted` runs, in order, that leave the least summed variance; deterministic.
 
     Each pick minimises the posterior variance summed over all rows, as if it were measured with this noise: no step
     time is needed, so the runs may go in parallel. `known` rows will be measured anyway; one row of each group in
     `first` comes before all others (the largest cluster of each instance type). `weights`, one a row, say how much the
-    variance of each matters; all the same without. `costs`, one a row, divide what a run removes. `parts` are updated.
+    variance of each matters; all the same without. `parts` are updated.
     """
     places = {int(row): (part, at) for part in parts for at, row in enumerate(part.rows)}
     matters = np.ones(len(places)) if weights is None else weights
@@ -131,7 +130,7 @@ def greedy_design(
     chosen: list[int] = []
     while len(chosen) < wanted and open_rows:
         pool = np.array(opening.pop(0) if opening else open_rows)
-        gain = gains[pool] if costs is None else gains[pool] / costs[pool]
+        gain = gains[pool]
         row = int(pool[int(np.argmax(np.round(gain / max(float(gain.max()), 1e-300), 9)))])
         chosen.append(row)
         open_rows.remove(row)

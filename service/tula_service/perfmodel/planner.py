@@ -23,11 +23,7 @@ from tula_wire.configurations import Configuration
 _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
-_CHEAP_RUNS = 2
-_CHEAP_SHARE = 0.2  # of the GPU-seconds spent so far
-_PRECISE_ENOUGH = 0.03  # relative error of predictions
 _WORTH_A_LAUNCH = 0.01  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
-_MEDIAN_OF_NORMAL = 0.67
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
 
@@ -84,26 +80,13 @@ class _State:
         """Runs that were measured or are pending."""
         return len(self.measured) + len(self.pending)
 
-    @property
-    def types(self) -> tuple[str, ...]:
-        """The instance types among the candidates, sorted."""
-        return tuple(sorted({c.instance_type for c in self.candidates}))
-
-    @property
-    def step_gpu_seconds(self) -> FloatArray | None:
-        """GPU-seconds of one step of each candidate as predicted, shape (n,); None before the first measurement."""
-        if self.model is None:
-            return None
-        ranks = np.array([c.world_size for c in self.candidates], dtype=np.float64)
-        return np.asarray(self.model.predict(self.candidates).mean_s * ranks)
-
 
 def plan(
     search: Search,
     candidates: Sequence[Configuration],
     model: StepTimeModel | None = None,
     *,
-    goal: Goal | None = None,
+    goal: Goal,
     recommendation: Recommendation | None = None,
     budget: PlanBudget | None = None,
     pending: Collection[Configuration] = (),
@@ -112,10 +95,10 @@ def plan(
     """What to profile next, deterministically.
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
-    these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first
-    the four most informative runs (largest cluster first). Then, with a goal, `_refine_choice`; without, whatever is
-    least certain. With `budget.by_column`, the first runs are the largest and the smallest cluster, where the links
-    between nodes were probed the smallest alone, and a launch measures up to three batches of its cluster.
+    these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first the four most
+    informative runs (largest cluster first), then `_refine_choice`. With `budget.by_column`, the first runs are the
+    largest and the smallest cluster, where the links between nodes were probed the smallest alone, and a launch
+    measures up to three batches of its cluster.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -140,15 +123,10 @@ def plan(
     if first is not None:
         return first
     assert state.model is not None
-    if goal is None:
-        found = _least_certain(state, state.model)
-    else:
-        if recommendation is None:
-            recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
-        # A failed cheap run would be replaced by the next cheapest, and where none of a kind can run, by all of them.
-        cheap = max(0, _CHEAP_RUNS - len(set(unavailable)))
-        least_gain = _WORTH_A_LAUNCH if budget.by_column else 0.0
-        found = _refine_choice(state, state.model, goal, recommendation, cheap=cheap, least_gain=least_gain)
+    if recommendation is None:
+        recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
+    least_gain = _WORTH_A_LAUNCH if budget.by_column else 0.0
+    found = _refine_choice(state, goal, recommendation, least_gain)
     return _with_column(state, found) if budget.by_column else found
 
 
@@ -270,36 +248,26 @@ def _open_in(state: _State, column: Column) -> list[Configuration]:
     return [state.candidates[row] for row in state.affordable if column_of(state.candidates[row]) == column]
 
 
-def _next_design_runs(state: _State, goal: Goal | None) -> Plan | None:
+def _next_design_runs(state: _State, goal: Goal) -> Plan | None:
     """The runs of the design that are still to be planned, or the wait for those that are pending; None once done."""
-    wanted = min(_design_runs(state), state.runs_left + state.num_runs)
-    if state.num_runs < wanted:
-        return Plan(_informative_runs(state, wanted - state.num_runs, goal), None)
+    num_types = len({c.instance_type for c in state.candidates})
+    wanted = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
+    missing = min(wanted - state.num_runs, state.runs_left)
+    if missing > 0:
+        used = state.measured | state.pending
+        rows = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
+        chosen = [state.candidates[row] for row in rows]
+        return Plan(tuple(PlannedRun(c, _purpose(c, state.candidates)) for c in chosen), None)
     return Plan((), None) if state.pending or state.model is None else None
 
 
-def _design_runs(state: _State) -> int:
-    return _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (len(state.types) - 1)
-
-
-def _least_certain(state: _State, model: StepTimeModel) -> Plan:
-    error = float(np.median(model.predict(state.candidates).log_sd))
-    if error <= _PRECISE_ENOUGH:
-        return Plan((), f"Every prediction is known to about {100 * error:.1f} %.")
-    return Plan(_informative_runs(state, 1, None), None)
-
-
-def _refine_choice(
-    state: _State, model: StepTimeModel, goal: Goal, recommendation: Recommendation, *, cheap: int, least_gain: float
-) -> Plan:
+def _refine_choice(state: _State, goal: Goal, recommendation: Recommendation, least_gain: float) -> Plan:
     """The next run that may change or verify the choice, or why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
     2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
-    3. While predictions are expected to err by more than 3 %, up to `cheap` runs that each cost at most a fifth of what
-       was spent: the most informative about all candidates.
 
-    2 and 3 need an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
+    2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
     """
     choice = recommendation.choice
     chosen = choice.chosen
@@ -312,27 +280,7 @@ def _refine_choice(
         if best is not None and not best.measured and best.configuration in runnable:
             purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
             return Plan((PlannedRun(best.configuration, purpose),), None)
-        if _expected_error(state, model) > _PRECISE_ENOUGH:
-            wanted = replace(state, affordable=_cheap(state, _design_runs(state) + cheap))
-            if wanted.affordable:
-                return Plan(_informative_runs(wanted, 1, None, per_cost=True), None)
     return Plan((), _stop_reason(choice))
-
-
-def _cheap(state: _State, most: int) -> frozenset[int]:
-    """The affordable rows whose run adds little to what was spent; none once `most` runs were made."""
-    costs = state.step_gpu_seconds
-    if costs is None or state.num_runs >= most:
-        return frozenset()
-    spent = sum(float(costs[row]) for row, c in enumerate(state.candidates) if c in state.measured)
-    return frozenset(row for row in state.affordable if costs[row] <= _CHEAP_SHARE * spent)
-
-
-def _expected_error(state: _State, model: StepTimeModel) -> float:
-    """Median over the unmeasured candidates of the median relative error that the model states; 0 if there are none."""
-    predicted = model.predict(state.candidates)
-    open_sd = predicted.log_sd[~predicted.measured]
-    return _MEDIAN_OF_NORMAL * float(np.median(open_sd)) if open_sd.size else 0.0
 
 
 def _stop_reason(choice: Choice) -> str:
@@ -345,66 +293,65 @@ def _stop_reason(choice: Choice) -> str:
     return "The choice is stable: it has been measured, and no further run is likely to better it."
 
 
-def _ranks_candidates(goal: Goal | None) -> bool:
+def _ranks_candidates(goal: Goal) -> bool:
     """True if single candidates are better or worse for the goal; a knee is a property of the whole curve."""
-    return goal is not None and goal.objective.measure is not Measure.CURVE
+    return goal.objective.measure is not Measure.CURVE
 
 
-def _informative_runs(
-    state: _State, wanted: int, goal: Goal | None, *, per_cost: bool = False
-) -> tuple[PlannedRun, ...]:
-    """The most informative open candidates; the largest cluster of a type comes before anything else of it.
+def design(
+    candidates: Sequence[Configuration],
+    priors: Priors,
+    wanted: int,
+    *,
+    goal: Goal | None = None,
+    allowed: Collection[int] | None = None,
+    used: Collection[Configuration] = (),
+) -> list[int]:
+    """Row numbers of the most informative candidates; the largest cluster of a type comes before anything else of it.
 
-    With a goal, that cluster runs its would-be best batch, and what matters is the variance of candidates that may be
-    chosen: one that is expected to be twice as dear as the best counts a quarter of it. `per_cost` divides the variance
-    that a run removes by the root of its predicted GPU-seconds.
+    With a goal that ranks candidates, that cluster runs its would-be best batch, and what matters is the variance of
+    candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
+    `allowed` are the rows to choose from (all); `used` configurations have been measured or will be.
     """
     generic = generic_prior()
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and all of its runs may go in parallel.
-    model = unmeasured_model(replace(state.priors, anywhere=state.priors.anywhere or generic), state.candidates)
-    value = None
-    if goal is not None and _ranks_candidates(goal):
-        value = log_value(model, state.candidates, goal)
-    costs = state.step_gpu_seconds if per_cost else None
-    used = {*state.measured, *state.pending}
-    rows = greedy_design(
-        uncertainty(model, state.candidates),
+    model = unmeasured_model(replace(priors, anywhere=priors.anywhere or generic), candidates)
+    value = log_value(model, candidates, goal) if goal is not None and _ranks_candidates(goal) else None
+    allowed = range(len(candidates)) if allowed is None else allowed
+    return greedy_design(
+        uncertainty(model, candidates),
         generic.scales.noise**2,
         wanted,
-        allowed=state.affordable,
-        known=[row for row, c in enumerate(state.candidates) if c in used],
-        first=_largest_clusters(state, value),
+        allowed=allowed,
+        known=[row for row, c in enumerate(candidates) if c in used],
+        first=_largest_clusters(candidates, allowed, used, value),
         weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
-        costs=None if costs is None else np.sqrt(costs),
-    )
-    return tuple(
-        PlannedRun(state.candidates[row], _purpose(state.candidates[row], state.candidates, per_cost=per_cost))
-        for row in rows
     )
 
 
-def _largest_clusters(state: _State, value: FloatArray | None) -> list[list[int]]:
+def _largest_clusters(
+    candidates: Sequence[Configuration],
+    allowed: Collection[int],
+    used: Collection[Configuration],
+    value: FloatArray | None,
+) -> list[list[int]]:
     """For each type whose largest cluster has no run yet: what may be run on it, or what would be chosen there."""
     groups = []
-    for name in state.types:
-        largest = max(c.world_size for c in state.candidates if c.instance_type == name)
-        group = [row for row, c in enumerate(state.candidates) if (c.instance_type, c.world_size) == (name, largest)]
-        if not any(state.candidates[row] in state.measured | state.pending for row in group):
-            possible = [row for row in group if row in state.affordable]
+    for name in sorted({c.instance_type for c in candidates}):
+        largest = max(c.world_size for c in candidates if c.instance_type == name)
+        group = [row for row, c in enumerate(candidates) if (c.instance_type, c.world_size) == (name, largest)]
+        if not any(candidates[row] in used for row in group):
+            possible = [row for row in group if row in allowed]
             groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
     return groups
 
 
-def _purpose(chosen: Configuration, candidates: Sequence[Configuration], *, per_cost: bool) -> str:
+def _purpose(chosen: Configuration, candidates: Sequence[Configuration]) -> str:
     same = [c for c in candidates if c.instance_type == chosen.instance_type]
     cluster = _place(chosen.world_size, [c.world_size for c in same])
     batch = _place(chosen.local_batch_size, [c.local_batch_size for c in same])
-    why = "most informative for the model"
-    if cluster == "largest":
-        why = "so that nothing lies outside"
-    if per_cost:
-        why = "most informative for what it costs"
+    why = "so that nothing lies outside" if cluster == "largest" else "most informative for the model"
     return f"Design: {cluster} cluster with {batch} batch, {why}."
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import black_box, memory, neighbours, step_time
 from benchmarks.support.grids import Placement, Workload, read_memory, read_step_time
 from tula_service import perfmodel
-from tula_service.domain import Search, StepTimeForm
+from tula_service.domain import StepTimeForm
 
 GRIDS = Path(__file__).parents[2] / "data" / "grids"
 
@@ -26,8 +26,7 @@ def workloads() -> list[Workload]:
 def errors_after(workloads: list[Workload], runs: int) -> tuple[list[float], list[float]]:
     errors, coverage = [], []
     for workload in workloads:
-        profiled = step_time.profile(workload, Search.ADAPTIVE, runs=runs)
-        missed, inside = step_time.held_out(workload, profiled)
+        missed, inside = step_time.held_out(workload, step_time.designed(workload, runs))
         errors.append(float(np.median(missed)))
         coverage.append(float(np.mean(inside)))
     return errors, coverage
@@ -47,7 +46,7 @@ def test_the_physical_form_beats_the_papers_at_the_same_corners(workloads):
     for grid in ("regular", "hard"):
         ours, ring = [], []
         for workload in (w for w in workloads if w.grid == grid):
-            corners = step_time.profile(workload, Search.PARTIAL, runs=None)
+            corners = step_time.corners(workload)
             ours.append(float(np.median(step_time.held_out(workload, corners)[0])))
             ring.append(float(np.median(step_time.held_out(workload, corners, StepTimeForm.RING)[0])))
         assert np.median(ours) < 0.9 * np.median(ring)
@@ -107,7 +106,7 @@ def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
     )
     assert neighbours.main(["--grids", str(tmp_path / "one.csv"), "--json", str(tmp_path / "out.json")]) == 0
     figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    ours = np.median(step_time.held_out(small, step_time.profile(small, Search.PARTIAL, runs=None))[0])
+    ours = np.median(step_time.held_out(small, step_time.corners(small))[0])
     assert figures["regular.corners.tula.median"] == pytest.approx(ours, abs=1e-6)
     for runs in neighbours.RUNS:
         assert figures[f"regular.{runs}.pollux.median"] > 0.0

@@ -1,4 +1,4 @@
-"""Runs towards a choice: verification, the lowest confidence bound, and cheap runs for the model."""
+"""Runs towards a choice: verification, and the lowest confidence bound."""
 
 from __future__ import annotations
 
@@ -69,52 +69,6 @@ def test_the_choice_is_verified_before_any_contender():
     (run,) = following(done, GRID, COST).runs
     assert run.purpose.startswith("Verification: ")
     assert run.configuration == chosen_after(done, COST)
-
-
-def gpu_seconds(configurations: list[Configuration], time=step_time) -> float:
-    return sum(time(c) * c.world_size for c in configurations)
-
-
-def to_its_end(candidates, goal: Goal, most: int = 8, time=step_time) -> tuple[list[Configuration], list[str]]:
-    """Every run in order with its purpose."""
-    done, purposes = [], []
-    while runs := following(done, candidates, goal, most, time).runs:
-        done += [run.configuration for run in runs]
-        purposes += [run.purpose for run in runs]
-    return done, purposes
-
-
-@pytest.mark.parametrize("time", [step_time, mostly_launches])
-def test_up_to_two_further_runs_each_add_at_most_a_fifth_to_what_was_spent(time):
-    done, purposes = to_its_end(GRID, TIME, time=time)
-    further = [row for row, why in enumerate(purposes) if row >= 4 and "most informative for what it costs" in why]
-    assert further
-    assert max(further) < 6
-    for row in further:
-        assert gpu_seconds([done[row]], time) <= 0.25 * gpu_seconds(done[:row], time)  # a fifth, by predicted times
-    assert "stable" in str(following(done, GRID, TIME, 8, time).stop_reason)
-
-
-def test_a_cheap_run_that_fails_counts_as_one():
-    """Where none on small clusters can run, each of them would be tried in turn."""
-    done, purposes = to_its_end(GRID, TIME)
-    first = next(row for row, why in enumerate(purposes) if row >= 4 and "most informative for what it costs" in why)
-    ended, failed = done[:first], []
-    while runs := following(ended, GRID, TIME, 16, failed=failed).runs:
-        assert all("most informative for what it costs" in run.purpose for run in runs)
-        failed += [run.configuration for run in runs]
-    assert len(failed) == 2
-
-
-def test_where_every_run_is_dear_predictions_stay_wide():
-    dear = [make_configuration(8, 4, batch) for batch in (16, 32, 64, 128, 256, 512)]
-
-    def much_at_any_batch(c: Configuration) -> float:
-        return 1.0 + 0.02 * (c.local_batch_size % 7)
-
-    done, purposes = to_its_end(dear, TIME, time=much_at_any_batch)
-    assert not any("most informative for what it costs" in why for why in purposes[4:])
-    assert len(done) < len(dear)
 
 
 def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Recommendation:

@@ -104,12 +104,6 @@ def test_a_design_spends_its_runs_where_variance_matters() -> None:
     assert greedy_design(independent(1.0, 1.0, 1.0), 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
 
 
-def test_the_variance_that_a_run_removes_is_divided_by_its_cost() -> None:
-    costs = np.array([2.0, 1.0, 1.0])
-    assert greedy_design(independent(1.0, 0.9, 0.2), 0.01, 1, allowed=[0, 1, 2]) == [0]
-    assert greedy_design(independent(1.0, 0.9, 0.2), 0.01, 1, allowed=[0, 1, 2], costs=costs) == [1]
-
-
 def test_the_first_plan_of_thousands_of_candidates_needs_little_memory() -> None:
     candidates = [make_configuration(nodes, 4, 8 * batch) for nodes in range(1, 65) for batch in range(1, 65)]
     goal = Goal(Objective.TIME, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})

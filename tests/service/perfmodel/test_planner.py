@@ -37,7 +37,7 @@ def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
     return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
 
 
-def work_through(search: Search, candidates, goal=None, budget=None, time=step_time, **options):
+def work_through(search: Search, candidates, goal=GOAL, budget=None, time=step_time, **options):
     """Run the plan to its end; every configuration in order, and the reason why it ended."""
     done: list[Configuration] = []
     while True:
@@ -76,7 +76,7 @@ def test_adaptive_search_holds_the_largest_cluster_and_its_budget(most, speed):
     assert reason
 
 
-@pytest.mark.parametrize("goal", [None, GOAL, replace(GOAL, objective=Objective.TIME), KNEE])
+@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE])
 def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goal):
     first = plan(Search.ADAPTIVE, GRID, goal=goal)
     assert len(first.runs) == 4
@@ -162,12 +162,12 @@ def test_configurations_that_failed_are_neither_planned_nor_waited_for():
     done, _ = work_through(Search.ADAPTIVE, GRID, GOAL, unavailable=lost)
     assert not set(done) & set(lost)
     with pytest.raises(ObservationError, match="the run of each has failed"):
-        plan(Search.ADAPTIVE, GRID, unavailable=GRID)
+        plan(Search.ADAPTIVE, GRID, goal=GOAL, unavailable=GRID)
 
 
 def test_a_spent_budget_of_gpu_seconds_ends_profiling():
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=100.0)
-    step = plan(Search.ADAPTIVE, GRID, budget=budget)
+    step = plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget)
     assert step.runs == ()
     assert "GPU-seconds" in str(step.stop_reason)
 
@@ -209,7 +209,7 @@ def test_a_limit_that_nothing_keeps_ends_with_the_reason():
     assert reason
 
 
-@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE, None])
+@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE])
 def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_launches(goal):
     done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=3, by_column=True))
     clusters = dict.fromkeys(c.num_nodes for c in done)
@@ -222,10 +222,11 @@ def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_
 
 def test_a_second_launch_of_a_cluster_counts_as_one():
     done = [make_configuration(nodes, 4, batch) for nodes in (1, 8) for batch in (32, 128, 256)]
-    step = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), budget=PlanBudget(max_runs=3, by_column=True))
+    budget = PlanBudget(max_runs=3, by_column=True)
+    step = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), goal=GOAL, budget=budget)
     assert {c.configuration.num_nodes for c in step.runs} in ({2}, {4})
     done.append(make_configuration(8, 4, 64))
-    spent = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), budget=PlanBudget(max_runs=3, by_column=True))
+    spent = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), goal=GOAL, budget=budget)
     assert spent.stop_reason == "The budget of 3 launches (profiling.max_runs) is spent."
 
 
