@@ -24,8 +24,8 @@ from playwright.sync_api import sync_playwright
 from benchmarks.support.chromium import FLAGS, chromium_path
 from examples import demo
 from tula_client import Client, JobHandle
-from tula_client.cli import format
 from tula_wire import LedgerEntry, Recommendation
+from tula_wire.format import duration, percent
 
 WIDTH, HEIGHT, COLOURS = 1280, 860, 256
 PICTURES = ("workflow.svg", "job.png", "frontier.png", "run.png")
@@ -86,12 +86,12 @@ def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
         [
             "Recommend",
             f"{nodes} {'node' if nodes == 1 else 'nodes'}, batch {chosen.global_batch_size}",
-            f"{format.seconds(predicted.value)} a step",
+            f"{duration(predicted.value)} a step",
         ],
         [
             "Train",
-            f"measured: {format.seconds(followed.measured_step_time_s)} a step",
-            f"{format.percent(abs(followed.error))} {'more' if followed.error > 0 else 'less'} than predicted",
+            f"measured: {duration(followed.measured_step_time_s)} a step",
+            f"{percent(abs(followed.error))} {'more' if followed.error > 0 else 'less'} than predicted",
         ],
     ]
 

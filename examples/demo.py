@@ -21,12 +21,13 @@ from pathlib import Path
 from rich.console import Console
 
 from tula_client import Client, JobHandle, TulaError
-from tula_client.cli import format
+from tula_client.cli.format import estimate
 from tula_client.cli.output import table
 from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
 from tula_client.launch.template import Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Candidate, Recommendation, Run, RunCreate
+from tula_wire.format import configuration, duration, percent
 
 EXAMPLES = Path(__file__).resolve().parent
 SCRIPT = [str(EXAMPLES / "digits_ddp.py"), "--batch-size", "{local_batch_size}"]
@@ -81,7 +82,7 @@ def main() -> int:
     except TulaError as error:
         say(f"The demonstration failed: {error}")
         return 1
-    say(f"Done in {format.seconds(time.monotonic() - began)}; the service is shut down and its database deleted.")
+    say(f"Done in {duration(time.monotonic() - began)}; the service is shut down and its database deleted.")
     return 0
 
 
@@ -114,7 +115,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         epoch_lines = [x for log in sorted(logs) for x in log.read_text().splitlines() if x.startswith("epoch")]
         say("\n".join([*epoch_lines[4:-1:5], *epoch_lines[-1:]]))
         if trained.step_time_s is not None:
-            say(f"Measured over the training: {format.seconds(trained.step_time_s)} a step.")
+            say(f"Measured over the training: {duration(trained.step_time_s)} a step.")
 
         heading("The trade-off curve")
         output.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
             raise
         outcome = runner.finish(active, status)
     if outcome.state != "succeeded":
-        raise TulaError(f"{format.configuration(candidate.configuration)}: {outcome.message}")
+        raise TulaError(f"{configuration(candidate.configuration)}: {outcome.message}")
 
 
 def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> None:
@@ -157,10 +158,10 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
         error = (predicted.value - measured) / measured
         rows.append(
             [
-                format.configuration(candidate.configuration),
-                format.estimate(predicted),
-                format.seconds(measured),
-                format.percent(error, signed=True),
+                configuration(candidate.configuration),
+                estimate(predicted),
+                duration(measured),
+                percent(error, signed=True),
                 "yes" if predicted.low <= measured <= predicted.high else "no",
             ]
         )

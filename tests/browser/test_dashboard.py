@@ -181,7 +181,7 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     points = figure.locator("svg.marks .mark-symbol.role-mark path")
     point = points.nth(points.evaluate_all(asked))
     point.hover()
-    expect(page.locator(".vg-tooltip")).to_contain_text("2 nodes, batch 128 (64 a rank)")
+    expect(page.locator(".vg-tooltip")).to_contain_text("2 nodes, global batch 128 (local 64)")
     point.click()
     expect(page.get_by_role("textbox", name="Nodes")).to_have_value("2")
     expect(page.get_by_role("textbox", name="Global batch")).to_have_value("128")

@@ -20,9 +20,10 @@ from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client
 from tula_client._settings import package_version
-from tula_client.cli import commands, format, jobs, output, watch
+from tula_client.cli import commands, jobs, output, watch
 from tula_client.cli.app import run
 from tula_wire import Event, Job, JobPage, JobSpec, RunCreate, RunPatch
+from tula_wire.format import percent
 from tula_wire.text import printable
 
 Tula = Callable[..., tuple[int, str, str]]
@@ -193,7 +194,7 @@ def test_a_job_shows_predictions_beside_measurements(tula: Tula, job: str, addre
     assert "against the prediction" in out
     line = next(line for line in out.splitlines() if answer_.id in line)
     assert training.id in line
-    assert format.percent(kept["error"], signed=True) in line
+    assert percent(kept["error"], signed=True) in line
 
 
 def test_archive_and_delete(tula: Tula, job: str) -> None:

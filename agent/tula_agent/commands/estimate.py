@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tula_client import TulaError
-from tula_client.cli.format import bytes_
 from tula_client.launch.spec import load_spec
 from tula_wire.devices import DEVICES, capacities_gib, known_device
+from tula_wire.format import size as format_size
 from tula_wire.memory import usable_bytes
 
 if TYPE_CHECKING:
@@ -145,14 +145,14 @@ def _capacities(device: str | None) -> tuple[int, ...]:
 
 
 def _lines(found: MemoryEstimate, batch: int, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    static = bytes_(found.total_bytes(0))
+    static = format_size(found.total_bytes(0))
     state = (
         "parameters, gradients and optimizer state" if optimizer else "parameters and gradients (no optimizer given)"
     )
     yield f"parameters: {found.parameters:,}"
     yield f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}"
-    yield f"activations of an example: {bytes_(found.activation_bytes_per_sample)}"
-    yield f"memory at batch {batch}: {bytes_(found.total_bytes(batch))}, of it {static} {state}"
+    yield f"activations of an example: {format_size(found.activation_bytes_per_sample)}"
+    yield f"memory at batch {batch}: {format_size(found.total_bytes(batch))}, of it {static} {state}"
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:

@@ -19,6 +19,7 @@ from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
 from tula_wire import JOBS_COUNTED, Job, JobPage, JobPatch, JobState, Ledger, LedgerEntry, Objective, Run
+from tula_wire.format import configuration, duration, money, percent
 from tula_wire.text import printable
 
 
@@ -164,15 +165,15 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{suffix}"],
         *([["plan", format.rest_of_plan(cost)]] if (cost := job.profiling_cost) and cost.launches_left else []),
         ["objective", job.objective],
-        ["recommended", format.configuration(job.recommended)],
+        ["recommended", configuration(job.recommended)],
     ]
     if job.predicted_time_s is not None:
-        rows.append(["training", f"{format.seconds(job.predicted_time_s)}, {format.dollars(job.predicted_cost_usd)}"])
+        rows.append(["training", f"{duration(job.predicted_time_s)}, {money(job.predicted_cost_usd)}"])
     if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
         small, large = format.saving(job.saving_vs_smallest_batch), format.saving(job.saving_vs_largest_batch)
         rows.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
-        rows.append(["measured", f"{format.percent(job.prediction_error, signed=True)} against the prediction"])
+        rows.append(["measured", f"{percent(job.prediction_error, signed=True)} against the prediction"])
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
     parts: list[RenderableType] = [title, facts(rows), Text(job.plan_reason, style="dim")]
     if runs:
@@ -189,8 +190,8 @@ def _runs_view(runs: list[Run]) -> RenderableType:
             run.id,
             run.state.replace("_", " "),
             format.brief(run.configuration),
-            format.seconds(run.step_time_s),
-            format.seconds(run.predicted_step_time_s),
+            duration(run.step_time_s),
+            duration(run.predicted_step_time_s),
             _error(run),
             (run.method or "train") if run.kind == "train" else "profile",
         ]
@@ -205,7 +206,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
 def _error(run: Run) -> str:
     if not run.step_time_s or not run.predicted_step_time_s:
         return "-"
-    return format.percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
+    return percent(run.step_time_s / run.predicted_step_time_s - 1, signed=True)
 
 
 def _predictions_view(entries: list[LedgerEntry]) -> RenderableType:
@@ -216,8 +217,8 @@ def _predictions_view(entries: list[LedgerEntry]) -> RenderableType:
             entry.run_id or "-",
             f"{entry.objective}, {entry.basis}",
             format.estimate(entry.predicted_step_time_s),
-            format.seconds(entry.measured_step_time_s),
-            format.percent(entry.error, signed=True),
+            duration(entry.measured_step_time_s),
+            percent(entry.error, signed=True),
             inside[entry.within_interval],
         ]
         for entry in entries
@@ -235,8 +236,8 @@ def list_view(page: JobPage) -> RenderableType:
             job.state,
             f"{job.runs_done}/{job.runs_planned}",
             format.brief(job.recommended),
-            format.seconds(job.predicted_time_s),
-            format.dollars(job.predicted_cost_usd),
+            duration(job.predicted_time_s),
+            money(job.predicted_cost_usd),
         ]
         for job in page.jobs
     ]

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from tula_client import Client, RetryPolicy
 from tula_client._errors import UsageError
-from tula_client.cli import format
 from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
@@ -32,6 +31,7 @@ from tula_client.launch.train import TrainOptions, train
 from tula_client.launch.tune import PlanOptions, Tuned, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, Job, Run
+from tula_wire.format import configuration
 from tula_wire.text import printable
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
@@ -265,4 +265,4 @@ def _trained_view(attempts: _Runs) -> RenderableType:
     run, outcome = attempts[-1]
     if outcome.message:  # printed as a note: for example, it used another configuration
         return Text(f"Trained: run {run.id}.")
-    return Text(f"Trained with {format.configuration(run.configuration)}: run {run.id}.")
+    return Text(f"Trained with {configuration(run.configuration)}: run {run.id}.")

@@ -21,6 +21,7 @@ from tula_client.launch import process
 from tula_client.launch.spec import load_spec
 from tula_wire import AllReduceCost, ClusterSpec, Estimate, Fabric, FabricProbe, read
 from tula_wire.fabrics import PROBE_MARK
+from tula_wire.format import duration, percent, size
 
 MODULE = ("-m", "tula_agent.commands.probe")
 _POLL_S = 0.1
@@ -105,10 +106,7 @@ def _view(stored: Fabric) -> RenderableType:
     rows = [["all ranks", str(measured.num_nodes * measured.ranks_per_node), *_cost(stored.all_ranks)]]
     if stored.in_node is not None:
         rows.append(["one node", str(measured.ranks_per_node), *_cost(stored.in_node)])
-    sizes = [
-        [format.bytes_(each.size_bytes), format.seconds(each.time_s), format.percent(each.relative_sd)]
-        for each in measured.all_ranks
-    ]
+    sizes = [[size(each.size_bytes), duration(each.time_s), percent(each.relative_sd)] for each in measured.all_ranks]
     return Group(
         table((">bytes", ">all-reduce", ">spread"), sizes),
         Text(),

@@ -17,6 +17,7 @@ from tula_client.cli import format
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import Reporter
 from tula_wire import Configuration, Job, Run
+from tula_wire.format import configuration, duration
 
 _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "failed", "cancelled": "cancelled"}
 
@@ -67,9 +68,7 @@ class ProgressReporter(Reporter):
         """Print the run that starts."""
         self._running[run.id] = run.configuration
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
-        self._console.print(
-            f"[dim]start[/]     {format.configuration(run.configuration)}[dim]{purpose}[/]", highlight=False
-        )
+        self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
         if run.kind == "train" or self._console.is_terminal:
             self._console.print(f"[dim]          log: {escape(str(log))}[/]", highlight=False, soft_wrap=True)
         self._describe()
@@ -85,11 +84,9 @@ class ProgressReporter(Reporter):
         word = _WORDS.get(outcome.state, outcome.state)
         word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
-        step = f": {format.seconds(run.step_time_s)} a step" if run.step_time_s is not None else ""
+        step = f": {duration(run.step_time_s)} a step" if run.step_time_s is not None else ""
         took = f" in {took_s:.1f} s" if took_s >= 0.05 else ""
-        self._console.print(
-            f"[{colour}]{word:<9}[/] {format.configuration(run.configuration)}{step}{took}", highlight=False
-        )
+        self._console.print(f"[{colour}]{word:<9}[/] {configuration(run.configuration)}{step}{took}", highlight=False)
         if outcome.state != "succeeded" and outcome.message:
             self._console.print(f"          {outcome.message}", highlight=False, markup=False)
             for line in outcome.lines:
@@ -110,10 +107,7 @@ class ProgressReporter(Reporter):
     def _describe(self) -> None:
         if self._task is None:
             return
-        now = (
-            ", ".join(format.configuration(configuration) for configuration in self._running.values())
-            or "nothing running"
-        )
+        now = ", ".join(configuration(each) for each in self._running.values()) or "nothing running"
         left = 0 if self._job is None else self._job.runs_planned - self._job.runs_done
         self._progress.update(self._task, description=now + (self._remaining(left) if left > 0 else ""))
 
@@ -123,4 +117,4 @@ class ProgressReporter(Reporter):
             return f"; {left} left"
         side_by_side = max(1, len(self._running))
         seconds = cost.left_s / side_by_side - (time.monotonic() - self._job_known_at)
-        return f"; {left} left, about {format.seconds(max(0.0, seconds))}"
+        return f"; {left} left, about {duration(max(0.0, seconds))}"

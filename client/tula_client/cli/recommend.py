@@ -16,6 +16,7 @@ from tula_client.cli.output import JobName, Json, emit, facts, table
 from tula_client.handle import find_job
 from tula_client.tables import roles
 from tula_wire import Candidate, Configuration, Objective, Recommendation
+from tula_wire.format import configuration, count, duration, money, percent, size
 
 BASIS = {
     "prior": "hardware data only; nothing is measured for this job yet",
@@ -77,7 +78,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     if answer.chosen is None:
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
-        chosen = format.configuration(answer.chosen.configuration) + (", spot" if answer.chosen.spot else "")
+        chosen = configuration(answer.chosen.configuration) + (", spot" if answer.chosen.spot else "")
         lines.append(Text.assemble(("Recommended: ", "bold"), chosen))
         lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
@@ -90,8 +91,8 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     rows = [
         [
             ", ".join(names),
-            format.configuration(one.configuration) + (", spot" if one.spot else ""),
-            format.seconds(one.total_time_s.value),
+            configuration(one.configuration) + (", spot" if one.spot else ""),
+            duration(one.total_time_s.value),
             _cost(one),
         ]
         for names, one in named.values()
@@ -100,7 +101,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         lines += [Text(), table(["", "instead", ">time", ">cost"], rows)]
     knee = answer.knee
     reason = knee.reason[:1].upper() + knee.reason[1:]
-    where = f"Knee: {format.configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
+    where = f"Knee: {configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
     lines += [Text(), Text(where + reason)]
     if answer.max_sensible_batch_size is not None:
         lines.append(
@@ -112,7 +113,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     basis = f"Based on {BASIS[answer.basis]}"
     if answer.basis in ("probed", "profiled"):
         error = answer.model.cross_validated_error
-        checked = f", cross-validated error {format.percent(error)}" if error is not None else ""
+        checked = f", cross-validated error {percent(error)}" if error is not None else ""
         basis += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
     lines.append(Text(f"{basis}; intervals are 90 % prediction intervals.", style="dim"))
     lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
@@ -137,10 +138,10 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
                 format.estimate(one.step_time_s),
-                format.seconds(one.epoch_time_s.value),
-                format.seconds(one.total_time_s.value),
+                duration(one.epoch_time_s.value),
+                duration(one.total_time_s.value),
                 _cost(one),
-                format.bytes_(one.memory_bytes.value if one.memory_bytes else None),
+                size(one.memory_bytes.value if one.memory_bytes else None),
                 ", ".join(name for name, holds in marks(one).items() if holds),
             ]
         )
@@ -156,7 +157,7 @@ def _predictions(one: Candidate) -> RenderableType:
     if one.cost_usd is not None:
         rows.append(["cost", format.estimate(one.cost_usd, "usd")])
     if one.tokens_per_step is not None:
-        rows.append(["tokens", f"{format.count(one.tokens_per_step)} a step"])
+        rows.append(["tokens", f"{count(one.tokens_per_step)} a step"])
         rows.append(["", f"{format.estimate(one.tokens_per_s, 'count')} a second"])
         if one.usd_per_million_tokens is not None:
             rows.append(["", f"{format.estimate(one.usd_per_million_tokens, 'usd')} a million"])
@@ -169,7 +170,7 @@ def _predictions(one: Candidate) -> RenderableType:
 
 
 def _cost(one: Candidate) -> str:
-    return format.dollars(one.cost_usd.value if one.cost_usd else None)
+    return money(one.cost_usd.value if one.cost_usd else None)
 
 
 def _roles(one: Candidate, answer: Recommendation) -> dict[str, bool]:

@@ -17,6 +17,7 @@ from tula_service.perfmodel.points import MemoryObservations, ObservationError, 
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
+from tula_wire.format import cluster_name
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
 _PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
@@ -471,7 +472,7 @@ def _run_name(failed: RunSummary) -> str:
 
 
 def _name(run_id: str, c: Configuration, batch: int) -> str:
-    return f"run {run_id} ({job_data.cluster_name(c)}, local batch {batch})"
+    return f"run {run_id} ({cluster_name(c)}, local batch {batch})"
 
 
 def _gib(amount: float) -> str:

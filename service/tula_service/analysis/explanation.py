@@ -14,6 +14,7 @@ from tula_service.perfmodel.choice import Choice, duration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
+from tula_wire.format import cluster_name, percent
 from tula_wire.recommendations import ScalingRule
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
@@ -161,7 +162,7 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 def name_of(c: Configuration) -> str:
     """A configuration in a few words."""
-    return f"{job_data.cluster_name(c)} at a global batch of {c.global_batch_size}"
+    return f"{cluster_name(c)} at a global batch of {c.global_batch_size}"
 
 
 def _named(estimate: Estimate) -> str:
@@ -217,7 +218,8 @@ def _terms(estimate: Estimate) -> wire.Terms:
 def _excluded_by(answer: Answer, c: Configuration) -> str | None:
     """Why this candidate may not be chosen, apart from the limits; None if it may."""
     if c in answer.doubtful:
-        return f"it fits into memory with a probability of {answer.evidence.memory.fit_probability(c):.0%} only."
+        likely = percent(answer.evidence.memory.fit_probability(c), digits=0)
+        return f"it fits into memory with a probability of {likely} only."
     if c in answer.evidence.failed:
         return "its profiling run failed; fix the cause and register the job again to retry it."
     return None
@@ -270,8 +272,8 @@ def _waits_for_data(answer: Answer) -> list[str]:
     if job_data.has_prices(answer.spec):
         saved += f" and {share * chosen.cost_usd.mean:.3g} of {chosen.cost_usd.mean:.3g} USD"
     return [
-        f"{_named(chosen)} waits for data {share:.0%} of the time, which no batch size helps: more or faster workers "
-        f"of the data loader would save up to {saved}."
+        f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size helps: more or "
+        f"faster workers of the data loader would save up to {saved}."
     ]
 
 
@@ -287,10 +289,11 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
     remedy = "ask for time or cost where quality can bear it"
     if choice.runner_up is quick:
         return f"{purpose}: {remedy}."
-    effect = f"save {1.0 - quick.time_s.mean / chosen.time_s.mean:.0%} of the time"
+    effect = f"save {percent(1.0 - quick.time_s.mean / chosen.time_s.mean, digits=0)} of the time"
     if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
         cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
-        effect += f" and cost {cost:.0%} more" if cost > 0 else f" and {-cost:.0%} of the cost"
+        share = percent(abs(cost), digits=0)
+        effect += f" and cost {share} more" if cost > 0 else f" and {share} of the cost"
     return f"{purpose}: {_named(quick)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
 
 
@@ -335,5 +338,5 @@ def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
 def _compared(ratio: float, same: str, more: str, less: str) -> str:
     if ratio >= 2.0:
         return f"{ratio:.2g} times {same}"
-    change = f"{abs(ratio - 1.0):.1%}"
-    return same if change == "0.0%" else f"{change} {more if ratio > 1.0 else less}"
+    change = percent(abs(ratio - 1.0))
+    return same if change == percent(0.0) else f"{change} {more if ratio > 1.0 else less}"

@@ -130,12 +130,6 @@ class JobData:
         return replace(self, summaries=summaries, ignored_step_times=frozenset(ignored))
 
 
-def cluster_name(c: Configuration) -> str:
-    """The nodes of a configuration in a few words."""
-    nodes = f"{c.num_nodes} node{'s' if c.num_nodes != 1 else ''}"
-    return nodes if c.instance_type == wire.DEFAULT_INSTANCE_TYPE else f"{nodes} of {c.instance_type}"
-
-
 def devices_of(model: wire.ModelSpec) -> int:
     """Devices that a replica of the model is spread over."""
     return model.pipeline_stages * model.tensor_parallel_size

@@ -24,6 +24,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
+from tula_wire.format import percent
 
 CHECK_EVERY_STEPS = 50
 """Steps between two projections of deadline and budget."""
@@ -169,7 +170,8 @@ def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alar
     columns = (predicted.compute_s, predicted.comm_s, predicted.mean_s, predicted.input_s)
     compute, comm, mean, waits_s = (float(column[0]) for column in columns)
     if alarm.input_s is not None and alarm.input_s - waits_s > 0.5 * (alarm.level_s - mean) > 0.0:
-        shares = f"{alarm.input_s / alarm.level_s:.0%} of the time, by prediction {waits_s / mean:.0%}"
+        shares = f"{percent(alarm.input_s / alarm.level_s, digits=0)} of the time"
+        shares += f", by prediction {percent(waits_s / mean, digits=0)}"
         sentence = f"{_speed(monitor, alarm)}: it waits for data {shares}"
         return {"part": "input", "factor": alarm.level_s / mean, "sentence": sentence}
     part, factor = "compute", alarm.level_s / mean

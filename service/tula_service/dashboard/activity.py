@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tula_service.dashboard.format import configuration, words
+from tula_service.dashboard.format import words
 from tula_wire import Configuration, Event, EventKind
+from tula_wire.format import configuration
 
 KINDS: Final[tuple[EventKind, ...]] = ("job", "run", "recommendation", "scaling", "drift", "advice")
 """All but `samples`, of which there are thousands."""

@@ -22,6 +22,7 @@ from tula_service.usecases import fabrics, monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire import samples as wire_samples
+from tula_wire.format import percent
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -110,7 +111,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
         return True, f"All {wanted} measuring steps are in."
     precision = float(run.instruction["precision"])
     if recent.step.size and precision > 0 and measured_precisely_enough(recent.step_time_s, precision):
-        return True, f"The step time is known to within {precision:.1%} after {recent.step.size} steps."
+        return True, f"The step time is known to within {percent(precision)} after {recent.step.size} steps."
     return False, None
 
 

@@ -83,7 +83,7 @@ def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
 def test_candidates_are_named_in_full_above_their_bars_however_narrow_the_page() -> None:
     spec = charts.job_chart("step_breakdown", models.job(), models.recommendation(), models.ledger())
     first = spec["datasets"]["labels"][0]
-    assert (first["name"], first["landmarks"]) == ("8 nodes, batch 1024 (128 a rank)", "recommended")
+    assert (first["name"], first["landmarks"]) == ("8 nodes, global batch 1024 (local 128)", "recommended")
     for layer in spec["layer"]:
         assert layer["encoding"]["y"]["axis"] is None, "an axis would shorten its labels"
         assert "limit" not in layer["mark"]

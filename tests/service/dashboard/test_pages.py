@@ -166,7 +166,7 @@ def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) 
     assert re.sub("`([^`]*)`", r"<code>\1</code>", found["why"]) in page
     for run in browser("GET", wire.routes.JOB.format(job_id=job_id)).json()["plan"]:
         assert f"/runs/{run['id']}" in page
-        assert f"{run['configuration']['local_batch_size']} a rank" in page
+        assert f"(local {run['configuration']['local_batch_size']})" in page
     assert "from what is known of the hardware; nothing measured yet" in page
     assert "a million" not in page
     tokens = browser.page(f"/jobs/{register(browser, model={'name': 'gpt', 'tokens_per_example': 1024})}")

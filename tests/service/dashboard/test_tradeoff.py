@@ -117,7 +117,7 @@ def test_lines_differ_in_look_and_equal_clusters_share_a_colour() -> None:
     names = encoding["color"]["scale"]["domain"]
     colours, dashes = encoding["color"]["scale"]["range"], encoding["strokeDash"]["scale"]["range"]
     assert len({(colour, tuple(dash)) for colour, dash in zip(colours, dashes, strict=True)}) == len(names) == 10
-    assert colours[names.index("4 × p3")] == colours[names.index("4 × g5")]
+    assert colours[names.index("4 nodes of p3")] == colours[names.index("4 nodes of g5")]
 
 
 @given(st.floats(1e-6, 1e9), st.floats(1.0001, 1e6))

@@ -8,8 +8,9 @@ from statistics import NormalDist, median
 
 from tula_service.dashboard.charts.drawing import field, finish, layer, layered, message
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
-from tula_service.dashboard.format import configuration as name_of
 from tula_wire import Configuration, Job, Ledger, LedgerEntry, Run
+from tula_wire.format import configuration as name_of
+from tula_wire.format import percent
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
 _SHAPES = ("circle", "diamond", "square")
@@ -43,8 +44,8 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
     if not scores:
         return message(title, _NONE_FOLLOWED)
     rows = []
-    for percent in range(5, 100, 5):
-        share = percent / 100
+    for stated in range(5, 100, 5):
+        share = stated / 100
         inside = sum(score <= _NORMAL.inv_cdf(0.5 + share / 2) for score in scores) / len(scores)
         chance = _Z90 * math.sqrt(share * (1 - share) / len(scores))
         rows.append({"stated": share, "inside": inside, "low": max(0, share - chance), "high": min(1, share + chance)})
@@ -113,7 +114,7 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     )
     error = median(abs(row["error"]) for row in rows)
     runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-    subtitle = f"{runs}, median error {error:.1%}; on the dashed line the prediction was right"
+    subtitle = f"{runs}, median error {percent(error)}; on the dashed line the prediction was right"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
     return finish(chart, title, subtitle, {"runs": rows, "agreement": line})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tula_service.dashboard.charts.candidates import landmarks
 from tula_service.dashboard.charts.drawing import field, finish, layer, layered, message, outlined, stacked
 from tula_service.dashboard.charts.style import Row, Spec, time_unit
-from tula_service.dashboard.format import configuration
 from tula_wire import Candidate, Job, Recommendation
+from tula_wire.format import configuration
 
 MOST = 8
 _ROW = 46

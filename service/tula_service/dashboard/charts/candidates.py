@@ -7,8 +7,8 @@ from typing import Literal
 
 from tula_service.dashboard.charts.drawing import field, layer, legend
 from tula_service.dashboard.charts.style import DASHES, FAINT, PALETTE, Row, Spec, Unit, time_unit
-from tula_service.dashboard.format import cluster, configuration
 from tula_wire import Candidate, Estimate, Recommendation
+from tula_wire.format import cluster_name, configuration
 
 Quantity = Literal["time", "cost"]
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
@@ -25,7 +25,7 @@ def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], 
     names, colours, dashes = [], [], []
     for kind, size in sorted(seen):
         place = sizes.index(size)
-        names.append(cluster(seen[kind, size]))
+        names.append(cluster_name(seen[kind, size]))
         colours.append(PALETTE[place % len(PALETTE)])
         dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
     return names, colours, dashes
@@ -58,7 +58,7 @@ def row_of(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
     basis = "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted"
     return {
         "batch": candidate.global_batch_size,
-        "cluster": cluster(candidate.configuration),
+        "cluster": cluster_name(candidate.configuration),
         "configuration": configuration(candidate.configuration),
         "value": estimate.value / unit.size,
         "low": estimate.low / unit.size,

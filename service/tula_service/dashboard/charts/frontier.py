@@ -15,17 +15,9 @@ from tula_service.dashboard.charts.drawing import (
     reach,
 )
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, WIDTH, Row, Spec, time_unit
-from tula_service.dashboard.format import (
-    cluster,
-    configuration,
-    duration,
-    duration_interval,
-    money,
-    money_interval,
-    percent,
-    size,
-)
+from tula_service.dashboard.format import duration_interval, money_interval
 from tula_wire import Candidate, Configuration, Estimate, Job, Recommendation
+from tula_wire.format import cluster_name, configuration, duration, money, percent, size
 
 _TIPS = ("configuration", "time", "cost", "step", "memory", "basis", "excluded")
 
@@ -123,12 +115,12 @@ def _row(candidate: Candidate, priced: bool, unit_s: float, name: str) -> Row:
         "x": cost.value,
         "y": time.value / unit_s,
         "asks": [*asks, candidate.spot],
-        "cluster": cluster(configured),
+        "cluster": cluster_name(configured),
         "configuration": configuration(configured),
         "time": f"{duration(time.value)} ({duration_interval(time)})",
         "cost": f"{said}{', spot' if candidate.spot else ''}",
         "step": f"{duration(step.value)} ({duration_interval(step)})",
-        "memory": "–" if memory is None else f"{size(memory.value)} a rank{fits}",
+        "memory": "-" if memory is None else f"{size(memory.value)} a rank{fits}",
         "basis": "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted",
         "excluded": candidate.excluded_by or "",
         "profiled": candidate.profiled,

@@ -17,9 +17,9 @@ from tula_service.dashboard.charts.drawing import (
     stacked,
 )
 from tula_service.dashboard.charts.style import PALETTE, Row, Spec, bytes_unit
-from tula_service.dashboard.format import configuration
 from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
+from tula_wire.format import configuration
 
 ALARM: Final = PALETTE[6]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")

@@ -9,8 +9,8 @@ from typing import Final
 
 from tula_service.dashboard.charts.drawing import field, finish, layer, layered, legend, message, outlined
 from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, Unit, bytes_unit, time_unit
-from tula_service.dashboard.format import configuration
 from tula_wire import Run, ScalingThresholds, TelemetrySeries
+from tula_wire.format import configuration
 
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""

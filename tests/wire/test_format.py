@@ -1,0 +1,58 @@
+"""Numbers and configurations read as people write them, in the terminal and on pages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_wire import Configuration, format
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.0, "0 ms"),
+        (0.138, "138 ms"),
+        (4.2e-5, "42 us"),
+        (59.4, "59.4 s"),
+        (60, "1 min"),
+        (3599.4, "59 min 59 s"),
+        (3661, "1 h 1 min"),
+        (90_000, "1 d 1 h"),
+        (math.inf, "-"),
+    ],
+)
+def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
+    assert format.duration(seconds) == text
+
+
+@given(st.floats(min_value=1e-6, max_value=1e9))
+def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
+    text = format.duration(seconds).split()
+    assert not (len(text) == 4 and (text[2], text[3]) in {("60", "s"), ("60", "min"), ("24", "h")})
+
+
+@pytest.mark.parametrize(
+    ("usd", "text"), [(None, "-"), (0.0, "$0.00"), (0.004, "$0.004"), (12.345, "$12.35"), (12345.6, "$12,346")]
+)
+def test_money_keeps_what_matters(usd: float | None, text: str) -> None:
+    assert format.money(usd) == text
+
+
+def test_sizes_counts_and_shares_have_units() -> None:
+    assert [format.size(each) for each in (None, 512, 1.5 * 2**20, 2**45)] == ["-", "512 B", "1.5 MiB", "32.0 TiB"]
+    assert [format.count(each) for each in (950, 32_800, 2.1e6)] == ["950", "32.8 k", "2.1 M"]
+    shares = format.percent(0.198), format.percent(0.05, signed=True), format.percent(0.5, digits=0)
+    assert shares == ("19.8 %", "+5.0 %", "50 %")
+
+
+def test_a_configuration_says_nodes_and_batches() -> None:
+    assert format.configuration(Configuration(num_nodes=1, local_batch_size=32)) == "1 node, global batch 32 (local 32)"
+    typed = Configuration(
+        num_nodes=4, ranks_per_node=2, local_batch_size=8, grad_accum_steps=2, instance_type="g5.12xlarge"
+    )
+    assert format.configuration(typed) == "4 nodes of g5.12xlarge, global batch 128 (local 8 x 2 micro-steps)"
