@@ -1,14 +1,12 @@
-"""Reads bodies: JSON or packed columns, plain, gzip or zstd, with limits before and after decompression."""
+"""Reads bodies: JSON or packed columns, plain or gzip, with limits before and after decompression."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgpack
-import zstandard
 from anyio import to_thread
 from fastapi import Depends, Request
 from pydantic import BaseModel
@@ -41,8 +39,6 @@ ORDINARY_MEMBERS: Final = 2_000
 _PACKED_MAPS: Final = 2
 """The members of a chunk, and its columns."""
 
-_ZSTD_WINDOW: Final = 8 * 2**20  # RFC 9659: the most that an encoder may ask for; a decoder reserves it
-
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -56,14 +52,18 @@ class Body:
 
     def plain(self, limit: int) -> bytes:
         """The body without compression; never holds more than `limit` bytes. Raises TooLarge or InvalidInput."""
-        try:
-            plain, is_whole = _DECOMPRESSORS[self.encoding](self.sent, limit + 1)
-        except (zlib.error, zstandard.ZstdError):
-            plain, is_whole = b"", False
+        plain, is_whole = self.sent, True
+        if self.encoding == "gzip":
+            stream = zlib.decompressobj(wbits=31)
+            try:
+                plain = stream.decompress(self.sent, limit + 1)
+                is_whole = stream.eof and not stream.unused_data
+            except zlib.error:
+                plain, is_whole = b"", False
         if len(plain) > limit:
             raise too_large(limit, "after decompression")
         if not is_whole:
-            raise InvalidInput(f"The body is not one whole {self.encoding} stream: compress it again.", field="body")
+            raise InvalidInput("The body is not one whole gzip stream: compress it again.", field="body")
         return plain
 
 
@@ -77,8 +77,8 @@ async def read_body(request: Request) -> Body:
     if content_type not in (JSON, MSGPACK):
         raise UnsupportedMedia(f"Content-Type {content_type!r} is not supported: send {JSON} or {MSGPACK}.")
     encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in _DECOMPRESSORS:
-        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported: send gzip, zstd or none.")
+    if encoding not in ("identity", "gzip"):
+        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported: send gzip or none.")
     return Body(content_type, encoding, await request.body())
 
 
@@ -178,26 +178,6 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI description of a body that is read by `read_body`, as JSON, the one type that generators know."""
     content = {JSON: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _gzip(sent: bytes, most: int) -> tuple[bytes, bool]:
-    stream = zlib.decompressobj(wbits=31)
-    plain = stream.decompress(sent, most)
-    return plain, stream.eof and not stream.unused_data
-
-
-def _zstd(sent: bytes, most: int) -> tuple[bytes, bool]:
-    stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(sent)
-    plain = bytes(stream.read(most))
-    return plain, bool(plain) or not sent
-
-
-_DECOMPRESSORS: Final[dict[str, Callable[[bytes, int], tuple[bytes, bool]]]] = {
-    "identity": lambda sent, _most: (sent, True),
-    "gzip": _gzip,
-    "zstd": _zstd,
-}
-"""The first `most` bytes of what was sent, and whether that is a whole stream."""
 
 
 def too_large(limit: int, when: str) -> TooLarge:

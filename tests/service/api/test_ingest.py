@@ -11,7 +11,6 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -86,7 +85,7 @@ def refused(response: httpx.Response, status: int, field: str | None = None) -> 
 class TestEncodings:
     """Every way in leads to the same rows."""
 
-    @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
+    @pytest.mark.parametrize("encoding", ["identity", "gzip"])
     @pytest.mark.parametrize("kind", ["application/json", "application/msgpack"])
     def test_each_content_encoding_is_read(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response], kind: str, encoding: str
@@ -94,7 +93,7 @@ class TestEncodings:
         rate = np.array([np.nan, 0.1, 0.1, 0.1, 0.1])
         columns = {"loss": np.array(chunk()["columns"]["loss"]).tobytes(), "lr": rate.tobytes()}
         plain = json.dumps(chunk()).encode() if kind.endswith("json") else packed(columns=columns)
-        compress = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
+        compress = {"identity": bytes, "gzip": gzip.compress}
         answer = post(routes.RUN_TELEMETRY, compress[encoding](plain), kind, **{"Content-Encoding": encoding})
         assert (answer.status_code, answer.json()) == (202, {"stored": 10, "duplicate": False})
         found = read(service, red)
@@ -105,8 +104,8 @@ class TestEncodings:
     def test_a_large_compressed_chunk_is_read_whole(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
     ) -> None:
-        body = zstandard.ZstdCompressor().compress(packed(10_000))
-        assert post(routes.RUN_TELEMETRY, body, "application/msgpack", **{"Content-Encoding": "zstd"}).json() == {
+        body = gzip.compress(packed(10_000))
+        assert post(routes.RUN_TELEMETRY, body, "application/msgpack", **{"Content-Encoding": "gzip"}).json() == {
             "stored": 10_000,
             "duplicate": False,
         }
@@ -188,23 +187,19 @@ class TestRefusals:
         assert post(routes.RUN_SAMPLES, body, kind).status_code == (422 if kind.endswith("json") else 415)
 
     @pytest.mark.parametrize(
-        "headers", [{"kind": "text/plain"}, {"kind": "application/xml"}, {"Content-Encoding": "br"}]
+        "headers", [{"kind": "text/plain"}, {"kind": "application/xml"}, {"Content-Encoding": "zstd"}]
     )
     def test_other_media_are_415(self, post: Callable[..., httpx.Response], headers: dict[str, str]) -> None:
         assert "send" in refused(post(routes.RUN_TELEMETRY, chunk(), **headers), 415)
 
-    @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
-    def test_a_broken_stream_is_refused(self, post: Callable[..., httpx.Response], encoding: str) -> None:
-        whole = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}[encoding](b"x" * 5000)
-        for broken in (whole[:-3], b"nonsense", b""):
-            assert post(routes.RUN_TELEMETRY, broken, **{"Content-Encoding": encoding}).status_code == 422
+    def test_a_broken_stream_is_refused(self, post: Callable[..., httpx.Response]) -> None:
+        for broken in (gzip.compress(b"x" * 5000)[:-3], b"nonsense", b""):
+            assert post(routes.RUN_TELEMETRY, broken, **{"Content-Encoding": "gzip"}).status_code == 422
 
-    @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
-    def test_a_decompression_bomb_is_413(self, post: Callable[..., httpx.Response], encoding: str) -> None:
-        zeros = bytes(200 * 2**20)
-        bomb = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}[encoding](zeros)
+    def test_a_decompression_bomb_is_413(self, post: Callable[..., httpx.Response]) -> None:
+        bomb = gzip.compress(bytes(200 * 2**20))
         assert len(bomb) < 2**20
-        said = refused(post(routes.RUN_TELEMETRY, bomb, **{"Content-Encoding": encoding}), 413)
+        said = refused(post(routes.RUN_TELEMETRY, bomb, **{"Content-Encoding": "gzip"}), 413)
         assert "after decompression" in said
 
     def test_a_body_over_the_limit_is_413(self, post: Callable[..., httpx.Response]) -> None:
