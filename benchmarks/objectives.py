@@ -15,8 +15,9 @@ the rule of `balanced` where every step time is known without noise, `measured` 
 `sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever changes more, when either
 end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
 table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
-its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates, and
-`.known.p90` all moves, where every step time is known.
+its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates,
+`.known.p90` all moves, where every step time is known, and `.least.p90` is how much the least time of the candidates
+themselves changes: the time of an answer that stays near it changes as much.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tula_service.perfmodel.step_time_model import fit_step_time
 
 OBJECTIVES = ("balanced", "time", "cost", "knee", "kneedle")
 ALSO = ("known", "measured")
-MOVES = ("inward", "outward", "answer_kept", "known")
+MOVES = ("inward", "outward", "answer_kept", "known", "least")
 _EXAMPLES = 1e6
 _DRAWS = 5
 _LEAST_CANDIDATES = 4
@@ -115,6 +116,8 @@ def judge(workload: Workload, noise: float) -> Judged:
         old, new = (answer(only(draws[0], rows), "balanced") for rows in (before, after))
         known_old, known_new = (known(only(workload, rows)) for rows in (before, after))
         found.moved["known"].append(_change(known_old, known_new, time, cost))
+        least_old, least_new = (min(rows, key=lambda c: time[c]) for rows in (before, after))
+        found.moved["least"].append(_change(least_old, least_new, time))
         found.moved[kind].append(factor := _change(old, new, time, cost))
         if kind == "inward" and old in after:
             found.moved["answer_kept"].append(factor)
