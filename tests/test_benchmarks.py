@@ -17,10 +17,13 @@ import pytest
 from benchmarks.__main__ import main, names
 from benchmarks.support import clean_environment
 from benchmarks.support.fork_server import SERVICE, ForkServer
+from tests.support.forked_commands import programs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NEEDS_A_CLUSTER = {"cluster", "fabric"}
+STARTS_THE_SERVICE = NEEDS_A_CLUSTER | {"crash"}
+"""Within a namespace, or again where one was killed; the others may have it forked."""
 TIMEOUT_S = 360
 """Far above the seconds that each takes, for a busy machine."""
 STORED = {"cluster": ("cluster-tune", "cluster-drift")}
@@ -39,11 +42,17 @@ def forks() -> Iterator[ForkServer]:
     made.close()
 
 
-def run(forks: ForkServer, module: str, folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def python(forks: ForkServer) -> Path:
+    """An interpreter whose programs are forked."""
+    return programs(forks, {"python": []}) / "python"
+
+
+def run(forks: ForkServer, module: str, folder: Path, **environment: str) -> dict[str, Any]:
     """`python -m MODULE --smoke --json OUT`; the object in OUT."""
     out, log = folder / "out.json", folder / "log"
     log.touch()
-    process = forks.start(["-m", module, "--smoke", "--json", str(out)], clean_environment(), log)
+    process = forks.start(["-m", module, "--smoke", "--json", str(out)], clean_environment(**environment), log)
     try:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -85,8 +94,11 @@ def numbers(value: Any) -> Iterator[float]:
         for name in names()
     ],
 )
-def test_a_smoke_run_writes_the_keys_of_the_stored_result(name: str, forks: ForkServer, tmp_path: Path) -> None:
-    found = run(forks, f"benchmarks.{name}", tmp_path)
+def test_a_smoke_run_writes_the_keys_of_the_stored_result(
+    name: str, forks: ForkServer, python: Path, tmp_path: Path
+) -> None:
+    environment = {} if name in STARTS_THE_SERVICE else {"BENCHMARK_PYTHON": str(python)}
+    found = run(forks, f"benchmarks.{name}", tmp_path, **environment)
     assert {key for key in stored(name) if not ELSEWHERE.search(key)} <= set(found)
     values = list(numbers(found))
     assert values

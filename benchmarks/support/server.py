@@ -21,6 +21,9 @@ from tula_service.store import Store
 from tula_service.store.migrations import upgrade_schema
 from tula_service.usecases.access import ANONYMOUS, issue_token
 
+PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
+"""The interpreter that serves; in smoke runs of the tests one that forks a process with all imports."""
+
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
 
 
@@ -40,7 +43,7 @@ class Server:
     """`tula serve` on a free port, in its own process; stopped at the end of the `with` block."""
 
     def __init__(
-        self, database: str, *, workers: int = 1, port: int = 0, python: str = sys.executable, **settings: object
+        self, database: str, *, workers: int = 1, port: int = 0, python: str = PYTHON, **settings: object
     ) -> None:
         self.database = database
         descriptor, self.log_file = tempfile.mkstemp(prefix="tula-serve-", suffix=".log")

@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,16 +61,23 @@ def fork_server() -> ForkServer:
 @functools.cache
 def launchers() -> Path:
     """The folder with the programs, served until this process ends."""
+    return programs(fork_server(), {"python": [], "torchrun": ["-m", "torch.distributed.run"]})
+
+
+def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
+    """A folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`."""
     folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "socket"))
     listening.listen(64)
-    for name, words in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+    for name, words in words_of.items():
         program = folder / name
-        program.write_text(PROGRAM.format(python=sys.executable, words=words, address=repr(str(folder / "socket"))))
+        program.write_text(
+            PROGRAM.format(python=sys.executable, words=list(words), address=repr(str(folder / "socket")))
+        )
         program.chmod(0o755)
-    threading.Thread(target=_serve, args=(listening, fork_server()), daemon=True).start()
+    threading.Thread(target=_serve, args=(listening, forks), daemon=True).start()
     return folder
 
 
