@@ -75,20 +75,29 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None) -> None:
     When the archive fails, the detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
     """
     if _tables(engine).get(table):
-        _alter(engine, f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}")
+        _alter(engine, f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}", table)
     if archive is not None:
         archive.write(engine, table)
-    _alter(engine, f"DROP TABLE IF EXISTS {table}")
+    _alter(engine, f"DROP TABLE {table}", table, runs_mode="ACCESS EXCLUSIVE")
 
 
-def _alter(engine: sa.Engine, statement: str) -> None:
-    """Change tables that are in use: a wait for locks ends before Postgres would end another's for a deadlock (1 s)."""
+def _alter(engine: sa.Engine, statement: str, *tables: str, runs_mode: str = "SHARE ROW EXCLUSIVE") -> None:
+    """Change tables that are in use, after `runs` and `tables` are locked in this order.
+
+    These waits last longer than the second after which Postgres stops its own vacuum for them; that for the parent,
+    which all requests use, ends before Postgres would end one of those for a deadlock. Each is tried again.
+    """
+    locks = [
+        f"LOCK TABLE runs IN {runs_mode} MODE",
+        *(f"LOCK TABLE {each} IN ACCESS EXCLUSIVE MODE" for each in tables),
+    ]
+    waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
     for attempt in range(_ATTEMPTS):
         try:
             with engine.begin() as connection:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
-                connection.exec_driver_sql("SET LOCAL lock_timeout = '500ms'")
-                connection.exec_driver_sql(statement)
+                for each in (waits[0], *locks, waits[1], statement):
+                    connection.exec_driver_sql(each)
         except sa.exc.OperationalError as error:
             if attempt == _ATTEMPTS - 1:
                 raise StoreUnavailable(why_unavailable(error)) from error

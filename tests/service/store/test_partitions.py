@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -182,6 +183,23 @@ def test_a_month_stays_while_a_run_of_it_holds_a_lease_or_until_it_is_old_enough
     assert prune(store, dry_run=True).telemetry == [table(THIS)]
     store.now.advance(-62)  # type: ignore[attr-defined] # the same
     assert prune(store).telemetry == []
+
+
+def test_a_month_in_use_is_dropped_once_its_reader_has_finished(store: Store) -> None:
+    """And neither the reader nor a writer of another month is ended by it."""
+    old, new = run_of(store, THIS), run_of(store, NEXT)
+    with store.transaction() as tx:
+        assert add_chunk(tx, old.key, a_chunk(0, 5))
+    with ThreadPoolExecutor(1) as pool:
+        with store.transaction() as tx:
+            assert tx.telemetry.read(old.key, "loss")[1].size == 5
+            dropped = pool.submit(prune, store)
+            with pytest.raises(TimeoutError):
+                dropped.result(1.5)
+            assert add_chunk(tx, new.key, a_chunk(0, 5))
+        assert dropped.result(20).telemetry == [table(THIS)]
+    with store.reading() as tx:
+        assert tx.telemetry.read(new.key, "loss")[1].size == 5
 
 
 def test_sqlite_refuses_the_limit_instead_of_ignoring_it(sqlite_store: Store) -> None:
