@@ -328,6 +328,12 @@ def test_help_needs_no_service_and_names_the_exit_codes(tula: Tula) -> None:
     assert "3 service unreachable" in " ".join(out.split())
 
 
+def test_help_prints_words_in_brackets(tula: Tula) -> None:
+    code, out, _ = tula("estimate", "--help")
+    assert code == 0
+    assert "[model]" in out
+
+
 def test_no_text_of_the_service_steers_the_terminal(tula: Tula, job: str, address: str) -> None:
     """F16: a message that an agent had reported set the title of the operator's terminal, or reordered the line."""
     with Client(address, token="") as client:

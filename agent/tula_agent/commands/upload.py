@@ -66,8 +66,7 @@ def upload(
 ) -> None:
     """Send measurements that agents left on disk while the service was away."""
     if not directory.is_dir():
-        typer.echo(f"{directory} is not a directory: give the TULA_SPOOL_DIR of the job", err=True)
-        raise typer.Exit(2)
+        raise typer.BadParameter(f"{directory} is not a directory: give the TULA_SPOOL_DIR of the job")
     transport = Transport(url.rstrip("/"), os.environ.get("TULA_TOKEN"), 30.0)
     try:
         done = upload_spool(directory, transport)

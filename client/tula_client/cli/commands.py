@@ -30,6 +30,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
         help="How many nodes, and which global batch size?",
         epilog=EPILOG,
         no_args_is_help=True,
+        rich_markup_mode="markdown",  # in the default mode [model] and tula[service] are read as styles
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

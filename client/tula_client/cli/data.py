@@ -45,7 +45,7 @@ def plot(
 
 def export(
     job: JobName,
-    what: Annotated[Table, typer.Option("--table", help="Which table.")] = "candidates",
+    what: Annotated[Table, typer.Option("--table", help="Which table; telemetry is the first rank's.")] = "candidates",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File: .csv, .parquet or .json.")] = None,
     to: Annotated[
         Literal["mlflow"] | None, typer.Option(help="Write runs to the store in MLFLOW_TRACKING_URI.")

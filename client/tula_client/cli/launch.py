@@ -245,7 +245,9 @@ def logs(
     """Print what the newest command of a run wrote, on the machine that launched it."""
     found = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise UsageError(f"RUN: no command of {run_id!r} has a log below {work_dir}: give the folder by --work-dir")
+        raise UsageError(
+            f"RUN: no command of {run_id!r} has a log below {work_dir}: give --work-dir if tula launched it elsewhere"
+        )
     for line in found[-1].read_text(encoding="utf-8", errors="replace").splitlines():
         print(printable(line))
 

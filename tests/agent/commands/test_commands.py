@@ -99,9 +99,8 @@ def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -
 
 
 def test_upload_of_no_directory_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    result = CliRunner().invoke(command(upload), [str(tmp_path / "nowhere")])
-    assert result.exit_code == 2
-    assert "is not a directory" in result.output
+    result = CliRunner().invoke(command(upload), [str(tmp_path / "nowhere")], standalone_mode=False)  # as `tula` does
+    assert "is not a directory" in str(result.exception)
 
 
 def test_doctor_and_upload_are_sub_commands_of_tula() -> None:
