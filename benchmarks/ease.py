@@ -1,6 +1,6 @@
 """What a user gets without an edit: ten scripts that have never heard of Tula, and the time to a first recommendation.
 
-    python -m benchmarks.ease [--rounds 3] [--json OUT] [--smoke]
+    python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
 Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
 once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
@@ -11,7 +11,9 @@ how far the median step time without an edit, over the clock's, is off that with
 (0.03: 3 %), each the median of the rounds, and `no_edit.step_time_error.median` and `.max` are those over the scripts;
 `no_edit.across_runs.median` compares the medians of the runs themselves. `seconds_to_recommendation.digits` is the
 wall-clock time of `tula tune` on examples/digits_ddp.py as examples/demo.py describes it, from the command to its
-recommendation; its service is running. The smoke run takes one script, and leaves the digits out.
+recommendation; its service is running. `--fresh` builds a wheel and measures in a new virtual environment that holds
+it, what its extras `agent` and `service` bring, and the scripts' frameworks. The smoke run takes one script, and leaves
+the digits out.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import requires
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from packaging.requirements import Requirement
+
 from benchmarks.support import clean_environment
+from benchmarks.support.environment import isolated
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from benchmarks.support.gloo import free_port
 from benchmarks.support.report import median, parser_of, print_table, write_json
@@ -48,6 +54,7 @@ DIGITS = ROOT / "examples" / "digits_ddp.py"
 BATCH, RANKS, EPOCHS = 8, 2, 12
 WIDTH = {"hf_trainer": 128}
 OTHER_WIDTH = 16384
+ENVIRONMENT = "fresh-environment"
 WARMUP_STEPS, MEASURE_STEPS = 5, 40
 PATIENCE_S = 120.0
 _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
@@ -228,11 +235,35 @@ def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tupl
             return took_s, read(client)
 
 
+def fresh(folder: Path) -> Path:
+    """The interpreter of a new virtual environment with a new wheel, beside what that and the scripts need."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, stdout=subprocess.DEVNULL, check=True)
+    needed = {
+        str(each)
+        for each in map(Requirement, requires("tula") or [])
+        if each.name != "tula"
+        and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("agent", "service")))
+    }
+    (wheel,) = folder.glob("*.whl")
+    bin = isolated(folder / ENVIRONMENT, needed | {"lightning", "accelerate", "transformers"}, wheel)
+    program = f"#!{bin}/python\nfrom torch.distributed.run import main\nmain()\n"
+    (bin / "torchrun").write_text(program)
+    (bin / "torchrun").chmod(0o755)
+    return bin / "python"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = parser_of("ease", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script, with and without the lines (3)")
+    parser.add_argument("--fresh", action="store_true", help="in a new virtual environment with a new wheel")
     options = parser.parse_args(arguments)
+    if options.fresh and Path(sys.prefix).name != ENVIRONMENT:
+        given = sys.argv[1:] if arguments is None else arguments
+        with tempfile.TemporaryDirectory() as name:
+            python = fresh(Path(name))
+            return subprocess.run([str(python), "-m", "benchmarks.ease", *given], cwd=ROOT, check=False).returncode
     scripts = sorted(SCRIPTS.glob("*.py"))
     if options.smoke:
         left_out = dict.fromkeys((f"no_edit.{script.stem}.step_time_error" for script in scripts), 0.0)

@@ -29,8 +29,8 @@ import pytest
 import sqlalchemy as sa
 from packaging.requirements import Requirement
 
+from benchmarks.support.environment import bring
 from benchmarks.support.postgres import PostgresServer
-from tests.support.environment import bring
 from tests.test_deploy import compose, dockerfile
 from tula_wire import routes
 

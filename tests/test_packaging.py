@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from benchmarks.support.environment import isolated
 from benchmarks.support.server import Server
-from tests.support.environment import isolated
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
