@@ -231,6 +231,16 @@ def test_a_writer_that_waits_for_ever_is_found_and_freed(
     writer.close()
 
 
+def test_rows_that_refer_to_a_locked_job_are_written(postgres_url: str, open_store: Callable[..., Store]) -> None:
+    """Else who holds the job waits for the lock of its events, and who writes an event for the job: a deadlock."""
+    store = open_store(postgres_url)
+    job = a_job(store)
+    with store.transaction() as planning, store.transaction() as tx:
+        planning.jobs.lock(job.id)
+        tx.connection.exec_driver_sql("SET LOCAL lock_timeout = '2s'")
+        assert tx.events.append(job.id, "samples") > 0
+
+
 def test_connections_to_postgres_wait_for_nothing_for_ever(postgres_url: str, open_store: Callable[..., Store]) -> None:
     with open_store(postgres_url).transaction() as tx:
         for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
