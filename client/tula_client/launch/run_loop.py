@@ -234,8 +234,8 @@ class Runner:
             self._send_output(active, active.run, "running")
         return None
 
-    def finish(self, active: ActiveRun, status: int) -> Outcome:
-        """Judge a command that ended with `status` and report the outcome to the service."""
+    def finish(self, active: ActiveRun, status: int) -> tuple[Run, Outcome]:
+        """Judge a command that ended with `status`, and report it; the run as the service then has it."""
         self.work.delete(_SUBMITTED + active.launch_id)
         lines = tail(active.log)
         run = self._run_with_samples(active.run.id)
@@ -246,7 +246,7 @@ class Runner:
             self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
         self._send_output(active, run, run.state)
         self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
-        return outcome
+        return run, outcome
 
     def finish_column(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
         """Judge every run of a command that ended with `status`, in the order in which it measured them.
@@ -268,7 +268,7 @@ class Runner:
             found.append((ended, outcome))
         reached = not found or all(run.state == "succeeded" for run in runs)
         if reached or largest.num_samples or largest.state in _ENDED:
-            found.append((active.run, self.finish(active, status)))
+            found.append(self.finish(active, status))
         else:
             self.work.delete(_SUBMITTED + active.launch_id)
             self.release(active.run)

@@ -80,12 +80,12 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         state.restart += 1
         state.save(runner.work)
         status = _wait(runner, active)
-        outcome = runner.finish(active, status)
+        run, outcome = runner.finish(active, status)
         attempts.append((run, outcome))
         if outcome.state == "succeeded":
             runner.work.delete(_STATE)
             return attempts
-        if outcome.state == "cancelled" and runner.retrying(runner.service.run, run.id).end_cause == "time_limit":
+        if outcome.state == "cancelled" and run.end_cause == "time_limit":
             raise LaunchError(
                 f"{outcome.message} limits.on_breach is 'stop': to continue from the last checkpoint, raise the "
                 "limits (tula jobs edit) and repeat this command."

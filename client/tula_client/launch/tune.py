@@ -170,7 +170,7 @@ class _PlanLoop:
     def _finish(self, active: ActiveRun, status: int) -> None:
         finished = self._runner.finish_column(active, status)
         self.finished += finished
-        if active.smaller and [(run, outcome.state) for run, outcome in finished] == [(active.run, "succeeded")]:
+        if active.smaller and [(run.id, outcome.state) for run, outcome in finished] == [(active.run.id, "succeeded")]:
             self._measure_single_batches()
         self._runner.reporter.job(self._job())
         for run, outcome in finished:
@@ -178,7 +178,11 @@ class _PlanLoop:
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
         """Raise where failures, or measurements of another configuration than planned, end the plan."""
-        self._check_configuration(active, run)
+        if run.configuration_mismatch is not None:  # every further run would measure the same one
+            raise LaunchError(
+                f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
+                f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}"
+            )
         self._any_success |= outcome.state == "succeeded"
         self._failures = self._failures + 1 if outcome.state == "failed" else 0
         if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
@@ -192,15 +196,6 @@ class _PlanLoop:
             "profiling.columns = false in the job."
         )
         self._runner.retrying(self._runner.service.patch_job, self._started_with.id, JobPatch(columns=False))
-
-    def _check_configuration(self, active: ActiveRun, run: Run) -> None:
-        """Raise if the agent saw another configuration than planned: every further run would measure the same one."""
-        mismatch = self._runner.retrying(self._runner.service.run, run.id).configuration_mismatch
-        if mismatch is not None:
-            raise LaunchError(
-                f"{mismatch} The measurement is kept for the configuration that ran; once the command is corrected, "
-                f"repeat `tula tune` to measure the planned one. Log: {active.log}"
-            )
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
         """Seconds until the next claim while nothing runs; None once the plan is done."""
