@@ -12,7 +12,7 @@ from tula_wire.fabrics import AllReduces
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 
-TimingMethod = Literal["wall", "ddp_logger", "no_sync", "comm_hook", "cuda_events"]
+TimingMethod = Literal["wall", "ddp_logger", "cuda_events"]
 MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]

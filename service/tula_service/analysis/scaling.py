@@ -18,7 +18,6 @@ The rule for the learning rate of a larger batch is the best of our experiments 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -51,8 +50,8 @@ _MIN_DROP, _EVALUATIONS = 0.01, 2
 class ScalingTelemetry:
     """What the newest training run has reported up to `last_step`; `*_steps` are the steps of the column after them.
 
-    `reported_delta` is in force at the agent, `scripted` the names that its script passed explicitly. `versions` are
-    the thresholds versions that its ranks took up.
+    `reported_delta` is in force at the agent, `delta_is_scripted` where its script passed it explicitly. `versions`
+    are the thresholds versions that its ranks took up.
     """
 
     run_id: str
@@ -64,7 +63,7 @@ class ScalingTelemetry:
     version_steps: IntArray
     versions: FloatArray
     reported_delta: float | None
-    scripted: Collection[str]
+    delta_is_scripted: bool
 
 
 def first_body() -> Body:
@@ -107,7 +106,7 @@ def _tuned(body: Body, seen: ScalingTelemetry) -> float | None:
     A later drop in accuracy would be blamed on a hidden number, although it never was in force.
     """
     policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
-    if "delta" in seen.scripted or all("delta" in body["set"].get(policy, {}) for policy in policies):
+    if seen.delta_is_scripted or all("delta" in body["set"].get(policy, {}) for policy in policies):
         return None
     return tuned_delta(seen.variability, float(body["tuned"].get("delta") or seen.reported_delta or _DEFAULT_DELTA))
 

@@ -20,7 +20,6 @@ TUNE_EVERY_STEPS = 100
 _LOOK_BACK_STEPS = 5_000
 _DEFAULT_POLICY = "gain"
 _DEFAULT_S_MIN = 1e-3  # of the agent
-_SCRIPTED = ("delta", "small_batch_size", "static_scale", "s_min", "s_max")
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,14 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set the job's policy, or numbers of one policy, and return what agents get from now on.
 
-    Raises InvalidInput if the bounds in force would cross, or the job's policy be `static` without a factor, since
-    agents would refuse them.
+    Numbers that the training script passes stay in force there. Raises InvalidInput if the bounds would cross, or the
+    job's policy be `static` without a factor, since agents would refuse them.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
         tx.jobs.lock(job_id)
         version, body = _latest(tx, job_id)
-        run = _newest_training(tx, job_id)
-        body, changed = _patched(body, patch, policy, {} if run is None else _scripted(tx, run))
+        body, changed = _patched(body, patch, policy)
         if changed:
             body["reason"] = "set by a user: " + ", ".join(changed)
             _publish(tx, job_id, body, after=version)
@@ -125,14 +123,8 @@ def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry 
         version_steps=version_steps,
         versions=versions,
         reported_delta=_newest(tx, run, "delta"),
-        scripted=frozenset(_scripted(tx, run)),
+        delta_is_scripted=_newest(tx, run, "scripted_delta") is not None,
     )
-
-
-def _scripted(tx: Transaction, run: RunRecord) -> dict[str, float]:
-    """The numbers that the run's script passed explicitly, as far as its agent has reported them."""
-    found = {name: _newest(tx, run, f"scripted_{name}") for name in _SCRIPTED}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _newest(tx: Transaction, run: RunRecord, column: str) -> float | None:
@@ -151,9 +143,7 @@ def _view(version: int, body: scaling.Body, policy: str | None) -> wire.ScalingT
     return wire.read(wire.ScalingThresholds, fields)
 
 
-def _patched(
-    body: scaling.Body, patch: wire.ScalingPatch, policy: str | None, scripted: Mapping[str, float]
-) -> tuple[scaling.Body, list[str]]:
+def _patched(body: scaling.Body, patch: wire.ScalingPatch, policy: str | None) -> tuple[scaling.Body, list[str]]:
     """The body with a user's changes, and one phrase for each."""
     changed = []
     if "policy" in patch.model_fields_set and body["policy"] != patch.policy:
@@ -170,29 +160,20 @@ def _patched(
             changed.append(f"{target}: {name} free")
             continue
         by_user[name] = value
-        stays = f" (the training script passes {scripted[name]:g}, which stays)" if name in scripted else ""
-        changed.append(f"{target}: {name} = {value if isinstance(value, str) else format(value, 'g')}{stays}")
+        changed.append(f"{target}: {name} = {value if isinstance(value, str) else format(value, 'g')}")
     if patch.model_fields_set & {"s_min", "s_max"}:
-        _refuse_crossing(by_user, scripted)
+        _refuse_crossing(by_user)
     body = {**body, "set": {**body["set"], target: by_user}}
-    static = {**body["set"].get("static", {}), **scripted}
-    if changed and body["policy"] == "static" and "static_scale" not in static:
+    if changed and body["policy"] == "static" and "static_scale" not in body["set"].get("static", {}):
         raise InvalidInput("The policy `static` needs its factor: give static_scale.", field="static_scale")
     return body, changed
 
 
-def _refuse_crossing(by_user: Mapping[str, Any], scripted: Mapping[str, float]) -> None:
-    """Raise InvalidInput if the bounds in force, the script's before the user's, leave no factor between them, or if
-    the user's two bounds do, since the next script may pass neither."""
-    if by_user.get("s_max", math.inf) < by_user.get("s_min", 0.0):
-        scripted = {}
-    bounds = {"s_min": _DEFAULT_S_MIN, **by_user, **scripted}
-    s_min, s_max = bounds["s_min"], bounds.get("s_max")
-    if s_max is None or s_max >= s_min:
-        return
-    field = "s_max" if "s_max" in by_user and "s_max" not in scripted else "s_min"
-    source = {name: " of the training script" if name in scripted else "" for name in ("s_min", "s_max")}
-    raise InvalidInput(
-        f"s_max = {s_max:g}{source['s_max']} would be below s_min = {s_min:g}{source['s_min']}: give s_max >= s_min.",
-        field=field,
-    )
+def _refuse_crossing(by_user: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if a user's bounds leave no factor between them."""
+    s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max", math.inf)
+    if s_max < s_min:
+        raise InvalidInput(
+            f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min.",
+            field="s_max" if "s_max" in by_user else "s_min",
+        )

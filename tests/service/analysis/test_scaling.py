@@ -49,7 +49,7 @@ def test_a_short_or_empty_column_changes_nothing() -> None:
 
 def test_numbers_that_the_script_passed_are_not_tuned() -> None:
     calm = replace(SEEN, variability=np.full(200, 0.1))
-    body = next_body(first_body(), 1, replace(calm, scripted=("delta",)))
+    body = next_body(first_body(), 1, replace(calm, delta_is_scripted=True))
     assert body is None
 
 
