@@ -16,6 +16,8 @@ from tula_service.domain import Basis, RunSummary
 from tula_service.perfmodel.fabric import Buckets, Fabric, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
+    ROOFLINE_SD,
+    UNKNOWN_PRECISION_SD,
     EarlierScale,
     Hardware,
     ModelFacts,
@@ -26,7 +28,6 @@ from tula_service.perfmodel.priors import (
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
-    rule_sd,
     scale_from_jobs,
 )
 from tula_service.perfmodel.roofline import GUESSED_ACTIVATIONS_SD, guessed_activation_bytes
@@ -272,7 +273,7 @@ def _scale(
         device=device,
         flops_sd=facts.flops_sd,
         device_sd=mine.device_sd,
-        rule_sd=rule_sd(facts, mine),
+        rule_sd=facts.rule_sd,
     )
 
 
@@ -288,10 +289,11 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     return ModelFacts(
         parameters,
         flops / devices,
+        traffic,
         flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, guessed),
+        rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
-        traffic=traffic,
     )
 
 
@@ -315,15 +317,13 @@ def _reduced_bytes(model: wire.ModelSpec) -> float:
     return facts.parameter_count * BYTES_PER_NUMBER["fp32"] / job_data.devices_of(model) * facts.volumes / 2.0
 
 
-def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: int) -> tuple[Traffic | None, float]:
-    """Bytes that a step moves, None without a precision; and the width that their guess adds.
+def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: int) -> tuple[Traffic, float]:
+    """Bytes that a step moves, in single precision where none is given; and the width that their guess adds.
 
     What a checkpointed network keeps says little of what it computes, so there a count is not used.
     """
-    if model.precision is None:
-        return None, 0.0
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
-    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision]) / devices
+    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
     traffic = Traffic(float(counted or guess), 4.0 * parameters / devices)
     return traffic, 0.0 if counted else GUESSED_ACTIVATIONS_SD
 
@@ -338,7 +338,7 @@ def _earlier_scale(scale: JobScale) -> EarlierScale:
         device_of(scale.cluster),
         math.hypot(facts.flops_sd, float(scale.learned.sd[0])),
         hardware.device_sd,
-        rule_sd(facts, hardware),
+        facts.rule_sd,
     )
 
 

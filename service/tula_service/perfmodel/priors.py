@@ -15,17 +15,13 @@ from tula_service.perfmodel.roofline import log_per_sample, log_per_step
 from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, to_seconds
 
 _UNKNOWN_SCALE_SD = 5.0
-_SUSTAINED_SHARE = 0.6
-_SUSTAINED_SHARE_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
-_ROOFLINE_SD = 0.35
-_BACKWARD_AND_FORWARD = 3.0
+ROOFLINE_SD = 0.35
+UNKNOWN_PRECISION_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
 _LINK_SHARE = 0.5
 _BYTES_PER_PARAMETER = 4.0
 _ALL_REDUCE_VOLUMES = 2.0
-_LAUNCH_OVERHEAD_S = 0.005
 _LOG_BEND_OF_A_SUM = -3.0
-_FLOPS_PER_BYTE = 11.0
-_UNKNOWN_TFLOPS, _UNKNOWN_TFLOPS_SD = 20.0, 1.0
+_UNKNOWN_TFLOPS, _UNKNOWN_GB_PER_S, _UNKNOWN_DEVICE_SD = 20.0, 900.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
 _LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a difference of two roundings would be an estimate
@@ -78,19 +74,20 @@ class ModelFacts:
     """What is known of a network without running it.
 
     `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
-    the logarithm of the compute is by what was guessed of it, 0 where all was counted. `traffic` is None where the
-    precision is not known. `volumes` is how often the parameters' bytes pass a link in a step: 2 for
-    an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers parameters again.
-    `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m micro-batches and p stages
-    a step takes m + p - 1 of them.
+    the logarithm of the compute is by what was guessed of it, 0 where all was counted, and `rule_sd` how far the
+    roofline is from it otherwise, which is more without a precision. `volumes` is how often the parameters' bytes pass
+    a link in a step: 2 for an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers
+    parameters again. `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m
+    micro-batches and p stages a step takes m + p - 1 of them.
     """
 
     parameter_count: float
     flops_per_sample: float
+    traffic: Traffic
     flops_sd: float = 0.0
+    rule_sd: float = ROOFLINE_SD
     volumes: float = _ALL_REDUCE_VOLUMES
     idle_samples: float = 0.0
-    traffic: Traffic | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -114,7 +111,7 @@ class Hardware:
     @property
     def device_sd(self) -> float:
         """How uncertain the logarithm of the device's speed is; where no peak is known it is a guess."""
-        return _UNKNOWN_TFLOPS_SD if self.peak_tflops is None else self.figures_sd
+        return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
@@ -152,46 +149,26 @@ def generic_prior() -> StepTimePrior:
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
     """A prior with a scale, for a job that has no runs: basis `prior`.
 
-    With `facts.traffic` and the device's figures compute is that of `perfmodel/roofline.py`, off by about 1.3 either
-    way. Else it is off by about two:
-
-    c = 3 * FLOPs per sample * b_ref / sustained, a = launch overhead / c, and between nodes
-    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Sustained is
-    0.6 * peak, or, where memory bandwidth W is known, the geometric mean of that and of 11 FLOP per byte * W: half-way
-    between networks bound by arithmetic and by memory, and between single precision (of which most of the measured
-    networks reach 0.4 to 0.7 of the peak) and mixed (twice the single precision peak and more, on tensor cores).
-    Unknown figures of the hardware are guessed, and c is wider.
+    Compute is that of `perfmodel/roofline.py`, off by about 1.3 either way, and between nodes
+    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Unknown figures of the
+    hardware are guessed, and c is wider.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
+    peak, bandwidth = hardware.peak_tflops or _UNKNOWN_TFLOPS, hardware.memory_gb_per_s or _UNKNOWN_GB_PER_S
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
-    log_flops = math.log(_BACKWARD_AND_FORWARD) + math.log(facts.flops_per_sample) + math.log(b_ref)
-    log_sustained = math.log(_SUSTAINED_SHARE * (hardware.peak_tflops or _UNKNOWN_TFLOPS) * 1e12)
-    if hardware.memory_gb_per_s is not None:
-        log_sustained = 0.5 * (log_sustained + math.log(_FLOPS_PER_BYTE * hardware.memory_gb_per_s * 1e9))
-    log_compute = log_flops - log_sustained
+    moved = facts.traffic.activation_bytes_per_sample
+    log_compute = math.log(b_ref) + log_per_sample(facts.flops_per_sample, peak, moved, bandwidth)
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
-    log_floor = math.log(_LAUNCH_OVERHEAD_S)
-    if facts.traffic is not None and hardware.peak_tflops is not None and hardware.memory_gb_per_s is not None:
-        bandwidth, moved = hardware.memory_gb_per_s, facts.traffic.activation_bytes_per_sample
-        log_compute = math.log(b_ref) + log_per_sample(facts.flops_per_sample, hardware.peak_tflops, moved, bandwidth)
-        log_floor, mean[3] = log_per_step(facts.traffic.parameter_bytes, bandwidth), _LOG_BEND_OF_A_SUM
-    mean[0] = log_compute
-    sd[0] = math.hypot(rule_sd(facts, hardware), facts.flops_sd, hardware.device_sd)
-    mean[1], sd[1] = log_floor - log_compute, 1.2
+    mean[0], sd[0] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
+    mean[1], mean[3] = log_per_step(facts.traffic.parameter_bytes, bandwidth) - log_compute, _LOG_BEND_OF_A_SUM
     if facts.idle_samples:
-        mean[1], mean[3] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref)), _LOG_BEND_OF_A_SUM
+        mean[1] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref))
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
     mean[4] += more
     mean[6] = more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
     return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
-
-
-def rule_sd(facts: ModelFacts, hardware: Hardware) -> float:
-    """How far the logarithm of a network's compute is from the rule, where nothing that goes into it is guessed."""
-    known = facts.traffic is not None and None not in (hardware.peak_tflops, hardware.memory_gb_per_s)
-    return _ROOFLINE_SD if known else _SUSTAINED_SHARE_SD
 
 
 @dataclass(frozen=True)
@@ -206,7 +183,7 @@ class EarlierScale:
     device: str
     sd: float = 0.0
     device_sd: float = 0.0
-    rule_sd: float = _SUSTAINED_SHARE_SD
+    rule_sd: float = UNKNOWN_PRECISION_SD
 
 
 def scale_from_jobs(
@@ -216,7 +193,7 @@ def scale_from_jobs(
     device: str,
     flops_sd: float = 0.0,
     device_sd: float = 0.0,
-    rule_sd: float = _SUSTAINED_SHARE_SD,
+    rule_sd: float = UNKNOWN_PRECISION_SD,
 ) -> StepTimePrior:
     """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
 
@@ -230,7 +207,7 @@ def scale_from_jobs(
     from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
     BSD-3-Clause).
     """
-    share = rule_sd / _SUSTAINED_SHARE_SD
+    share = rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
     all_three = share * math.hypot(_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD)
     network_sd = math.sqrt(all_three**2 - everywhere_sd**2 - on_device_sd**2)

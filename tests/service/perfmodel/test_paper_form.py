@@ -8,7 +8,7 @@ import pytest
 from tests.support.configurations import make_configuration
 from tula_service.domain import Basis, StepTimeForm
 from tula_service.perfmodel.points import StepTimeObservations
-from tula_service.perfmodel.priors import Hardware, ModelFacts, prior_from_hardware
+from tula_service.perfmodel.priors import Hardware, ModelFacts, Traffic, prior_from_hardware
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
 
@@ -66,7 +66,9 @@ def test_overlap_predicts_and_a_note_says_so_until_two_configurations_were_measu
 
 
 def test_before_any_run_the_prior_is_that_of_overlap() -> None:
-    prior = prior_from_hardware(ModelFacts(25.6e6, 4.1e9), Hardware(peak_tflops=15.7), reference_batch_size=128)
+    prior = prior_from_hardware(
+        ModelFacts(25.6e6, 4.1e9, Traffic(90e6, 100e6)), Hardware(peak_tflops=15.7), reference_batch_size=128
+    )
     ring, overlap = (fit_step_time(None, form=form, prior=prior) for form in (StepTimeForm.RING, StepTimeForm.OVERLAP))
     assert ring.basis is Basis.PRIOR
     assert np.array_equal(ring.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
