@@ -184,14 +184,14 @@ def _candidate(
     return wire.Candidate(
         configuration=c,
         global_batch_size=c.global_batch_size,
-        step_time_s=_estimate(estimate.step_time_s),
-        epoch_time_s=_estimate(estimate.epoch_time_s),
-        total_time_s=_estimate(estimate.time_s),
-        cost_usd=_estimate(estimate.cost_usd) if priced else None,
+        step_time_s=estimate_of(estimate.step_time_s),
+        epoch_time_s=estimate_of(estimate.epoch_time_s),
+        total_time_s=estimate_of(estimate.time_s),
+        cost_usd=estimate_of(estimate.cost_usd) if priced else None,
         tokens_per_step=per_step,
         tokens_per_s=None if per_step is None else _ratio(per_step, estimate.step_time_s),
-        usd_per_million_tokens=_estimate(estimate.cost_usd, millions) if priced and millions else None,
-        memory_bytes=None if estimate.peak_bytes is None else _estimate(estimate.peak_bytes),
+        usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
+        memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
         terms=_terms(estimate),
         spot=estimate.spot,
@@ -225,7 +225,8 @@ def _excluded_by(answer: Answer, c: Configuration) -> str | None:
     return None
 
 
-def _estimate(value: Interval, per: float = 1.0) -> wire.Estimate:
+def estimate_of(value: Interval, per: float = 1.0) -> wire.Estimate:
+    """An interval on the wire, in units of `per`."""
     return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import tula_wire as wire
+from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.fabrics import cost_of, probe_of_run, probes_of
 from tula_service.perfmodel.fabric import AllReduceCost
-from tula_service.perfmodel.intervals import Interval
 from tula_service.store import FabricRecord, JobRecord, Store, Transaction
 from tula_service.usecases.access import Principal
 from tula_service.usecases.recommendations import cluster_of, stored_probes
@@ -65,8 +65,6 @@ def _view(record: FabricRecord) -> wire.Fabric:
 
 
 def _cost(cost: AllReduceCost) -> wire.AllReduceCost:
-    return wire.AllReduceCost(latency_s=_estimate(cost.latency_s), seconds_per_byte=_estimate(cost.seconds_per_byte))
-
-
-def _estimate(interval: Interval) -> wire.Estimate:
-    return wire.Estimate(value=interval.mean, low=interval.low, high=interval.high)
+    return wire.AllReduceCost(
+        latency_s=estimate_of(cost.latency_s), seconds_per_byte=estimate_of(cost.seconds_per_byte)
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
+from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.job_data import has_prices
 from tula_service.domain import Basis, RunState
 from tula_service.perfmodel.intervals import Interval
@@ -147,4 +148,4 @@ def _wire_entry(entry: LedgerRecord) -> wire.LedgerEntry:
 
 
 def _estimate(values: tuple[float, float, float] | None) -> wire.Estimate | None:
-    return None if values is None else wire.Estimate(value=values[0], low=values[1], high=values[2])
+    return None if values is None else estimate_of(Interval(*values))

@@ -16,10 +16,10 @@ import numpy as np
 import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
 from pydantic import Field, Strict
-from tsdownsample import MinMaxDownsampler
 
 from tula_service.domain import MemoryReading
 from tula_service.errors import InvalidInput, NotFound, ServiceError
+from tula_service.perfmodel.series import TREND_POINTS, downsample, trend
 from tula_service.store import NewChunk, RunRecord, Store
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
@@ -28,7 +28,6 @@ from tula_service.usecases.access import KnownRuns, Principal, visible_job, visi
 from tula_wire import MAX_STEPS, Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 from tula_wire.telemetry import ChunkIdentity, ColumnName
 
-TREND_POINTS = 150
 _STEP_TIME = "step_time_s"
 _MOST_SAMPLES = 200_000
 _MAX_STEP: Final = 2**53
@@ -202,45 +201,6 @@ def _read(store: Store, principal: Principal, query: SeriesQuery) -> _Column:
 
 def _names(run: RunRecord, columns: Iterable[str]) -> list[str]:
     return sorted({*columns, *([_STEP_TIME] if run.num_samples else [])})
-
-
-def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """The medians of as many intervals as `points`, of equally many points each, at its middle step.
-
-    A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. None if an interval would hold fewer than three points, and with no interval.
-    """
-    known = ~np.isnan(values)
-    if not bool(known.all()):
-        steps, values = steps[known], values[known]
-    if not 0 < 3 * points <= steps.size:
-        return None
-    edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
-    starts, widths, medians = edges[:-1], np.diff(edges), np.empty(points)
-    for width in np.unique(widths):  # at most two: a median of many rows at once costs little more than of one
-        same = widths == width
-        medians[same] = np.median(values[starts[same, None] + np.arange(width)], axis=1)
-    return steps[(edges[:-1] + edges[1:]) // 2], medians
-
-
-def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """At most `max_points` of the points: minimum and maximum of every interval, and the first and the last point.
-
-    Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
-    """
-    if steps.size <= max_points:
-        return steps, values
-    known = ~np.isnan(values)
-    if bool(known.any()) and not bool(known.all()):
-        steps, values = steps[known], values[known]
-    if steps.size <= max_points:
-        return steps, values
-    ends = np.array([0, steps.size - 1])
-    if max_points < 4:
-        return steps[ends], values[ends]
-    kept = MinMaxDownsampler().downsample(np.ascontiguousarray(values), n_out=(max_points - 2) // 2 * 2)
-    kept = np.union1d(kept.astype(np.int64), ends)
-    return steps[kept], values[kept]
 
 
 def chunk_from_wire(chunk: TelemetryChunk) -> NewChunk:
