@@ -42,6 +42,7 @@ from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
+PLANNED = ("adaptive4", "adaptive6")
 BY_SOURCE = (
     "regular.adaptive4.median",
     "regular.adaptive6.median",
@@ -320,44 +321,43 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
     """The figures over all workloads, by key."""
     out: dict[str, float] = {}
 
+    def known(values: Sequence[float]) -> list[float]:
+        return [value for value in values if value == value]
+
     def add_mean(key: str, values: Sequence[float]) -> None:
-        known = [value for value in values if value == value]
-        out[key] = mean(known)
-        out[f"{key}.low"], out[f"{key}.high"] = bootstrap(known)
+        out[key] = mean(known(values))
+        out[f"{key}.low"], out[f"{key}.high"] = bootstrap(known(values))
 
     for grid in ("regular", "hard"):
         chosen = [r for r in results if r.grid == grid]
         out[f"{grid}.workloads"] = float(len(chosen))
         for name in PLANS:
-            errors = [r.error[name] for r in chosen if r.error[name] == r.error[name]]
+            errors = known([r.error[name] for r in chosen])
             out[f"{grid}.{name}.median"], out[f"{grid}.{name}.p90"] = median(errors), percentile(errors, 0.9)
-            inside = [r.coverage[name] for r in chosen if r.coverage[name] == r.coverage[name]]
-            out[f"{grid}.{name}.coverage"] = mean(inside)
-        both = [r.coverage[name] for r in chosen for name in ("adaptive4", "adaptive6")]
-        out[f"coverage.{grid}"] = mean([value for value in both if value == value])
+            add_mean(f"{grid}.{name}.coverage", [r.coverage[name] for r in chosen])
+        add_mean(f"coverage.{grid}", [mean(known([r.coverage[name] for name in PLANNED])) for r in chosen])
     for name in CHOICES:
         regrets = [r.regret[name] for r in results if name in r.regret]
         always = [r.largest[name] for r in results if name in r.largest]
         add_mean(f"regret.{name}.mean", regrets)
-        out[f"regret.{name}.within5"] = mean([float(value <= 0.05) for value in regrets])
+        add_mean(f"regret.{name}.within5", [float(value <= 0.05) for value in regrets])
         add_mean(f"regret.{name}.largest.mean", always)
-        out[f"regret.{name}.largest.within5"] = mean([float(value <= 0.05) for value in always])
-        runs = [float(r.runs[name]) for r in results if name in r.runs]
-        if runs:
-            out[f"regret.{name}.runs"] = mean(runs)
+        add_mean(f"regret.{name}.largest.within5", [float(value <= 0.05) for value in always])
+        if runs := [float(r.runs[name]) for r in results if name in r.runs]:
+            add_mean(f"regret.{name}.runs", runs)
     for name in COLUMNS:
-        errors = [r.error[name] for r in results if r.error[name] == r.error[name]]
+        errors = known([r.error[name] for r in results])
         out[f"{name}.median"], out[f"{name}.p90"] = median(errors), percentile(errors, 0.9)
     for name in results[0].column_regret:
         add_mean(f"columns.regret.{name}.mean", [r.column_regret[name] for r in results])
     for name in NOISY:
         add_mean(f"noise.regret.{name}.mean", [r.noisy.get(name, float("nan")) for r in results])
     add_mean("noise.coverage.chosen", [r.noisy_coverage for r in results])
-    out["columns.launches"] = mean([r.launches for r in results])
-    out["columns.batches"] = mean([r.launched_batches for r in results])
-    out["regret.deadline.promised"] = mean([r.promised for r in results])
-    out["regret.deadline.violations"] = mean([r.violated * r.promised for r in results])
-    out["regret.deadline.violations_with_warned"] = mean([r.violated for r in results])
+    add_mean("columns.launches", [r.launches for r in results])
+    add_mean("columns.batches", [r.launched_batches for r in results])
+    add_mean("regret.deadline.promised", [r.promised for r in results])
+    add_mean("regret.deadline.violations", [r.violated * r.promised for r in results])
+    add_mean("regret.deadline.violations_with_warned", [r.violated for r in results])
     out["fit_ms"] = median([r.fit_ms for r in results])
     out["fit_ms.p90"] = percentile([r.fit_ms for r in results], 0.9)
     return out

@@ -74,6 +74,8 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
         "coverage.hard",
     ):
         assert 0.0 <= figures[key] < 10.0, key
+        if not key.endswith(("median", "p90")):
+            assert figures[f"{key}.low"] <= figures[key] + 1e-6 <= figures[f"{key}.high"] + 2e-6, key
     assert 0.0 < figures["fit_ms"] < 1000.0
     printed = capsys.readouterr().out
     assert "regular grids (2)" in printed
