@@ -76,11 +76,8 @@ def fit_activations(rows: Sequence[dict[str, str]]) -> Array:
     return np.array([found.intercept_, *found.coef_])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Fit and score; answers the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks._fit_roofline", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures into this file")
-    options = parser.parse_args(arguments)
+def figures() -> dict[str, float]:
+    """The numbers of the roofline, and how far it is off (factor less 1) with each family or device left out."""
     (families, of_families, taken), (others, of_devices, took) = read(FAMILIES), read(TABLE)
     rows, terms = [*families, *others], np.vstack([of_families, of_devices])
     seconds = np.r_[taken, took]
@@ -90,14 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held_out = np.zeros(len(rows))
     for group in sorted(set(groups)):
         left = groups == group
-        found = fit(terms[~left], seconds[~left], weights[~left])
-        held_out[left] = np.abs(np.log(terms[left] @ found + FLOOR_S) - np.log(seconds[left]))
-    figures = dict(zip(("arithmetic", "activations", "parameters"), fit(terms, seconds, weights), strict=True))
-    figures |= dict(zip(("guess.0", "guess.1", "guess.2"), fit_activations(rows), strict=True))
+        others_say = fit(terms[~left], seconds[~left], weights[~left])
+        held_out[left] = np.abs(np.log(terms[left] @ others_say + FLOOR_S) - np.log(seconds[left]))
+    found = dict(zip(("arithmetic", "activations", "parameters"), fit(terms, seconds, weights), strict=True))
+    found |= dict(zip(("guess.0", "guess.1", "guess.2"), fit_activations(rows), strict=True))
     for kind in sorted(set(kinds)):
         factors = [math.exp(each) - 1.0 for each in held_out[kinds == kind]]
-        figures |= {f"{kind}.median": median(factors), f"{kind}.p90": percentile(factors, 0.9)}
-    values = {name: float(value) for name, value in figures.items()}
+        found |= {f"{kind}.median": median(factors), f"{kind}.p90": percentile(factors, 0.9)}
+    return {name: float(value) for name, value in found.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fit and score; answers the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks._fit_roofline", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures into this file")
+    options = parser.parse_args(arguments)
+    values = figures()
     print_table("roofline", ["figure", "value"], [[name, f"{value:.4g}"] for name, value in values.items()])
     if options.json:
         write_json(options.json, values)

@@ -207,6 +207,11 @@ def over_workloads(
         for w in read_step_time(options.grids, options.sync)
         if w.source not in options.without and (not options.only or w.source in options.only)
     ]
+    for table in options.sync:
+        if not any(w.sync_time_s for w in read_step_time(options.grids, [table])):
+            parser.error(
+                f"--sync {table}: it has no configuration of {options.grids} (gpu, network, model and counts)."
+            )
     if not workloads:
         parser.error("no workload is left; check --grids, --only and --without.")
     if options.smoke:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from benchmarks import black_box, memory, neighbours, step_time
-from benchmarks.support.grids import Placement, Workload, read_memory, read_step_time
+from benchmarks.support.grids import (
+    Placement,
+    Workload,
+    over_workloads,
+    read_memory,
+    read_step_time,
+    workloads_parser,
+)
 from tula_service import perfmodel
 from tula_service.domain import StepTimeForm
 
@@ -82,6 +89,28 @@ def test_the_benchmark_writes_every_promised_key(tmp_path, capsys):
     assert f"all but pollux ({figures['without.pollux.workloads']:.0f})" in printed
     assert figures["source.pollux.workloads"] == 1
     assert figures["source.pollux.regret.time.mean"] == figures["without.tf.regret.time.mean"]
+
+
+@pytest.mark.parametrize("campaign", ["", " (first campaign)"])
+def test_waits_of_a_source_join_its_own_campaign_and_a_table_that_joins_nothing_is_refused(tmp_path, capsys, campaign):
+    """A repeat of other runs has waits too, but not of the step times in the grids."""
+    grids, sync = tmp_path / "grids.csv", tmp_path / "sync.csv"
+    grids.write_text(
+        "workload,source,gpu,cluster,model,grid,num_nodes,world_size,local_batch_size,step_time_s\n"
+        + "".join(f"one,lab,A100,DGX,ResNet-18,regular,{n},{8 * n},32,0.{n}\n" for n in (1, 2, 4)),
+        encoding="utf-8",
+    )
+    row = f"A100,DGX{campaign},ResNet-18,2,16,32,0.04\n"
+    sync.write_text("gpu,network,model,num_nodes,num_replicas,local_batch,sync_time_s\n" + row, encoding="utf-8")
+    arguments = ["--grids", str(grids), "--sync", str(sync)]
+    parser = workloads_parser("any", None)
+    if campaign:
+        with pytest.raises(SystemExit):
+            over_workloads(parser, lambda workload: workload.sync_time_s, arguments)
+        assert f"--sync {sync}: it has no configuration of" in capsys.readouterr().err
+    else:
+        _, ((workload, waits),) = over_workloads(parser, lambda workload: workload.sync_time_s, arguments)
+        assert waits == {c: 0.04 for c in workload.candidates if c.num_nodes == 2}
 
 
 def test_pollux_s_form_as_we_fit_it_recovers_its_own_data():
