@@ -23,7 +23,7 @@ from tula_wire.configurations import Configuration
 _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
-_WORTH_A_LAUNCH = 0.01  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
+_WORTH_A_LAUNCH = 0.0125  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
 
