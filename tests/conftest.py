@@ -22,7 +22,7 @@ from tula_service.store import Store
 
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
-NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/test_benchmarks.py")
+NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "tests/test_benchmarks.py")
 """They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""
 LONG_FIRST = ("test_crash.py", "tests/e2e/", "tests/test_documents.py", "tests/agent/test_failures_ddp.py")
 
@@ -31,6 +31,7 @@ WHY_NO_CLUSTER = {
     "namespaces": cluster.why_not,
     "delay": cluster.why_no_delay,
     "slurm": slurm.why_not,
+    "slurm-nodes": slurm.why_not_several,
     "ssh": ssh.why_not,
     "memory": memory_limit.why_not,
 }

@@ -1,9 +1,9 @@
-"""A SLURM cluster of one node on the loopback, with separate keys, ports and files; needs root."""
+"""A SLURM of one node on the loopback, or of the machines of a cluster, with separate keys, ports and files."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import socket
 import subprocess
 import tempfile
@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-__all__ = ["slurm", "why_not"]
+from benchmarks.support import cluster
+from benchmarks.support.cluster import Cluster
+from tests.e2e.machines import find, machines, names
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "srun")
 
 CONFIGURATION = """
 ClusterName=tula
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller}
 SlurmdPort={daemon}
 AuthType=auth/munge
@@ -27,9 +29,9 @@ CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -38,42 +40,65 @@ ReturnToService=2
 KillWait=2
 EnforcePartLimits=ALL
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE:8 MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:8 MaxTime=INFINITE State=UP
 """
+
+
+NODE = f"NodeName={{name}} NodeAddr={{address}} CPUs={os.cpu_count() or 1} State=UNKNOWN"
 
 
 def why_not() -> str | None:
     """Why no SLURM can be started here, in one sentence; None when one can."""
-    missing = [name for name in PROGRAMS if _find(name) is None]
+    missing = [name for name in PROGRAMS if find(name) is None]
     if missing:
         return f"SLURM is not installed ({', '.join(missing)} missing): run tests/system-packages.sh"
     return None if os.geteuid() == 0 else "a SLURM of our own needs root"
 
 
+def why_not_several() -> str | None:
+    """Why no SLURM of several machines can be started here, in one sentence; None when one can."""
+    return why_not() or cluster.why_not()
+
+
 @contextmanager
-def slurm() -> Iterator[dict[str, str]]:
-    """Start it; yields the environment variables with which `srun` finds it. Raises RuntimeError with the reason."""
+def slurm(nodes: Cluster | None = None) -> Iterator[dict[str, str]]:
+    """Start it, on the machines of `nodes` or on this one; yields the environment variables with which `srun` finds it.
+
+    Raises RuntimeError with the reason.
+    """
     if (reason := why_not()) is not None:
         raise RuntimeError(reason)
     with tempfile.TemporaryDirectory(prefix="tula-slurm-") as name, ExitStack() as stack:
         folder, host = Path(name), socket.gethostname().split(".")[0]
-        for sub in ("state", "spool"):
-            (folder / sub).mkdir()
+        (folder / "state").mkdir()
+        addresses = {host: "127.0.0.1"} if nodes is None else dict(zip(names(nodes), _addresses(nodes), strict=True))
         configuration = folder / "slurm.conf"
         configuration.write_text(
-            CONFIGURATION.format(host=host, folder=folder, controller=_port(), daemon=_port(), cpus=os.cpu_count() or 1)
+            CONFIGURATION.format(
+                host=host,
+                address="127.0.0.1" if nodes is None else nodes.host,
+                folder=folder,
+                controller=_port(),
+                daemon=_port(),
+                nodes="\n".join(NODE.format(name=name, address=addresses[name]) for name in addresses),
+            )
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         environment = {"SLURM_CONF": str(configuration)}
-        subprocess.run([str(_find("mungekey")), "--create", f"--keyfile={folder}/key"], check=True)
+        subprocess.run([str(find("mungekey")), "--create", f"--keyfile={folder}/key"], check=True)
         munged = [
             f"--key-file={folder}/key", f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid",
             f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed", "--foreground", "--force",
         ]  # fmt: skip
-        for command in (["munged", *munged], ["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", host]):
+        for command in (["munged", *munged], ["slurmctld", "-D", "-i"]):
             stack.enter_context(_running(command, folder, environment))
-        _wait_until_idle(folder, environment)
+        if nodes is None:
+            stack.enter_context(_running(["slurmd", "-D", "-N", host], folder, environment))
+        else:
+            daemon = f"{shlex.quote(str(find('slurmd')))} -D -N {{name}}"
+            stack.enter_context(machines(nodes, folder, daemon, **environment))
+        _wait_until_idle(folder, environment, len(addresses))
         yield environment
 
 
@@ -81,7 +106,7 @@ def slurm() -> Iterator[dict[str, str]]:
 def _running(command: list[str], folder: Path, environment: dict[str, str]) -> Iterator[None]:
     with (folder / f"{command[0]}.out").open("w") as log:
         process = subprocess.Popen(
-            [str(_find(command[0])), *command[1:]], env={**os.environ, **environment}, stdout=log, stderr=log
+            [str(find(command[0])), *command[1:]], env={**os.environ, **environment}, stdout=log, stderr=log
         )
     try:
         yield
@@ -94,21 +119,21 @@ def _running(command: list[str], folder: Path, environment: dict[str, str]) -> I
             process.wait()
 
 
-def _wait_until_idle(folder: Path, environment: dict[str, str]) -> None:
+def _addresses(nodes: Cluster) -> list[str]:
+    return [nodes.address(number) for number in range(nodes.num_nodes)]
+
+
+def _wait_until_idle(folder: Path, environment: dict[str, str], num_nodes: int) -> None:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         state = subprocess.run(
-            ["sinfo", "--noheader", "--format=%t"], env={**os.environ, **environment}, capture_output=True, text=True
+            ["sinfo", "--noheader", "--format=%t %D"], env={**os.environ, **environment}, capture_output=True, text=True
         )
-        if state.stdout.strip() == "idle":
+        if state.stdout.strip() == f"idle {num_nodes}":
             return
         time.sleep(0.1)
-    logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in folder.glob("*.out"))
+    logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in [*folder.glob("*.out"), *folder.glob("*.log")])
     raise RuntimeError(f"SLURM did not start ({state.stdout.strip()} {state.stderr.strip()}): {logs}")
-
-
-def _find(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def _port() -> int:

@@ -19,10 +19,10 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from benchmarks.cluster import served
 from benchmarks.support.cluster import Cluster
-from benchmarks.support.forked import Server
 from tests.e2e.command import BATCH, SCRIPT, Tula, wait_until
+from tests.e2e.machines import names
 from tests.e2e.slurm import slurm
-from tests.e2e.ssh import ssh_nodes
+from tests.e2e.ssh import ssh
 from tula_client import Client
 from tula_client.launch.template import Template
 from tula_wire import Configuration, JobSpec, ProjectCreate, TokenCreate
@@ -101,22 +101,28 @@ def program(folder: Path, name: str, text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, dict[str, str]]]:
-    """Two machines with an sshd and the service on a third, which asks for a token; the environment of `tula`."""
+def two_machines() -> Iterator[tuple[Cluster, Client, dict[str, str]]]:
+    """Two machines, the service on a third, which asks for a token, and the environment of `tula`."""
     with Cluster(2, 1000) as cluster, served(cluster) as (client, _):
-        client.create_project(ProjectCreate(name="ssh"))
-        token = client.create_token(TokenCreate(name="ssh", scope="user", project="ssh"))
-        with ssh_nodes(cluster, tmp_path_factory.mktemp("ssh")) as (path, names):
-            where = os.pathsep.join((str(Path(sys.executable).parent), path))
-            yield client, {"TULA_TOKEN": token.secret, "PATH": where, "HOSTS": " ".join(names)}
+        client.create_project(ProjectCreate(name="recipes"))
+        token = client.create_token(TokenCreate(name="recipes", scope="user", project="recipes"))
+        yield cluster, client, {"TULA_TOKEN": token.secret}
+
+
+@pytest.fixture
+def over_ssh(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, two_machines: tuple[Cluster, Client, dict[str, str]]
+) -> Iterator[Tula]:
+    """The command where `ssh` logs in to the two machines."""
+    cluster, service, environment = two_machines
+    with ssh(cluster, tmp_path_factory.mktemp("ssh")) as path:
+        where = os.pathsep.join((str(Path(sys.executable).parent), path))
+        yield Tula(service, tmp_path, **environment, PATH=where, HOSTS=" ".join(names(cluster)))
 
 
 @pytest.mark.cluster("ssh")
-def test_two_machines_over_ssh_are_one_job_and_keep_no_process_of_it(
-    tmp_path: Path, two_machines: tuple[Client, dict[str, str]]
-) -> None:
-    service, environment = two_machines
-    tula = Tula(service, tmp_path, **environment)
+def test_two_machines_over_ssh_are_one_job_and_keep_no_process_of_it(over_ssh: Tula) -> None:
+    tula = over_ssh
     spec = tula.spec("by-ssh", nodes=2, least_nodes=2)
     tula("tune", spec, *SSH, SCRIPT, *BATCH)
     (run,) = tula.runs("by-ssh")
@@ -137,21 +143,20 @@ def test_too_few_hosts_are_named() -> None:
     assert "HOSTS names 2 hosts, and this run needs 3: name more" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def slurm_environment() -> Iterator[dict[str, str]]:
-    """A real SLURM of one node."""
-    with slurm() as environment:
-        yield environment
-
-
-@pytest.mark.cluster("slurm")
-def test_a_batch_job_of_slurm_is_measured(server: Server, tmp_path: Path, slurm_environment: dict[str, str]) -> None:
-    tula = Tula(server, tmp_path, forked=True, **slurm_environment)
-    spec = tula.spec("by-sbatch", nodes=1, ranks=2)
-    recipe = ["bash", str(RECIPES / "sbatch.sh"), "{num_nodes}", "{ranks_per_node}", "{launch_id}", SCRIPT, *BATCH]
-    tula("tune", spec, "--stop-command", "scancel --name=tula-{launch_id}", "--", *recipe)
-    (run,) = tula.runs("by-sbatch")
-    assert (run.state, run.configuration.world_size) == ("succeeded", 2)
+@pytest.mark.cluster("slurm-nodes")
+def test_a_batch_job_of_slurm_on_two_machines_is_measured(
+    tmp_path: Path, two_machines: tuple[Cluster, Client, dict[str, str]]
+) -> None:
+    cluster, service, environment = two_machines
+    with slurm(cluster) as where:
+        tula = Tula(service, tmp_path, **environment, **where)
+        spec = tula.spec("by-sbatch", nodes=2, least_nodes=2)
+        recipe = ["bash", str(RECIPES / "sbatch.sh"), "{num_nodes}", "{ranks_per_node}", "{launch_id}", SCRIPT, *BATCH]
+        tula("tune", spec, "--stop-command", "scancel --name=tula-{launch_id}", "--", *recipe)
+        tula("run", "by-sbatch", "--launcher=slurm", "--", SCRIPT, *BATCH)
+    measured, trained = tula.runs("by-sbatch")
+    assert (measured.state, measured.configuration.world_size) == ("succeeded", 2)
+    assert (trained.state, trained.configuration_mismatch) == ("succeeded", None)
     assert not list(tmp_path.glob("*.out"))  # printed, and removed
 
 
