@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.agent.conftest import Done, Launch
 from tests.agent.joining_rank import JoiningRank
-from tests.agent.liar import Liar, Lie, deliveries, field_lies, lying
+from tests.agent.liar import WITHIN_S, Liar, Lie, deliveries, field_lies, lying
 from tula_agent.config import UNKNOWN_RUN
 from tula_agent.ship.spool import SpooledRequest
 
@@ -37,8 +37,8 @@ def impossible() -> list[Lie]:
 
 def cost(done: Done) -> tuple[float, int]:
     """Worst pause in seconds and most memory in KiB of any rank."""
-    pairs = [line.split()[1:] for line in done.printed("cost")]
-    return max(float(pause) for pause, _ in pairs), max(int(memory) for _, memory in pairs)
+    found = [line.split()[1:] for line in done.printed("cost")]
+    return max(float(pause) for pause, *_ in found), max(int(memory) for _, memory, _ in found)
 
 
 def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) -> None:
@@ -49,6 +49,8 @@ def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) ->
             pause = min(pause, cost(again())[0])
     assert pause <= usual_pause + STEP_S
     assert memory <= usual_memory + MEMORY_KIB
+    longest_s = max(float(line.split()[-1]) for line in done.printed("cost"))
+    assert longest_s < WITHIN_S / 2, "an exchange has one deadline, of 0.3 s here"
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -1,7 +1,7 @@
 """A training per policy while the service lies, an answer before every step; prints what a lie could have changed.
 
 Every line but the last is the same without a service. The last holds the worst pause of this rank's training thread in
-seconds, and the most memory that the process had, in KiB.
+seconds, the most memory that the process had, in KiB, and the longest exchange with the service, in seconds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tula_agent
 from benchmarks.support.gloo import leave_group
 from tula_agent import recorder
 from tula_agent.scaling import ScalingThresholds, thresholds
-from tula_agent.ship import exporter, joining
+from tula_agent.ship import exporter, joining, transport
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, required=True, help="of each training")
@@ -35,16 +35,18 @@ PATIENCE_S = 20.0
 class Asking:
     """Makes the agent ask before a step, and measures how long the training thread is held up meanwhile."""
 
-    answers = 0  # of all trainings
+    answers, longest_s = 0, 0.0  # of all trainings
 
     def __init__(self, run: Any) -> None:
         self._exporter = run.recorder.exporter
         self.worst_s = 0.0
 
-    def once(self) -> None:
+    def once(self, *, joins: bool) -> None:
         before, ends = Asking.answers, time.monotonic() + PATIENCE_S
+        self._exporter.wake()
         while Asking.answers == before:
-            self._exporter.wake()
+            if joins:  # before the other ranks have named their hosts, the agent wakes and asks nothing
+                self._exporter.wake()
             began = time.monotonic()
             assert began < ends, "the agent does not ask"
             time.sleep(0.001)
@@ -71,7 +73,7 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     first = 2 if arguments.job else 0  # until then a run that is to be made has no configuration
     for step, (inputs, labels) in enumerate(run.steps(batches)):
         if asking is not None and first <= step < first + arguments.answers:
-            asking.once()
+            asking.once(joins=bool(arguments.job))
         if arguments.job and dist.is_initialized():
             dist.barrier()  # else the next step of other ranks lasts as long as the asking
         before = time.monotonic()
@@ -112,10 +114,20 @@ def main() -> None:
             Asking.answers += 1
 
     setattr(asks, name, count)
+    exchange: Any = transport.Transport.exchange
+
+    def timed(*given: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        reply = exchange(*given, **options)
+        Asking.longest_s = max(Asking.longest_s, time.monotonic() - began)
+        return reply
+
+    transport.Transport.exchange = timed
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     worst_s = max(train(policy, arguments) for policy in arguments.policies.split(","))
-    sys.stdout.write(f"cost {worst_s:.4f} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sys.stdout.write(f"cost {worst_s:.4f} {memory} {Asking.longest_s:.4f}\n")
     sys.stdout.flush()
     if dist.is_initialized():
         leave_group()
