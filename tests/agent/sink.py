@@ -157,7 +157,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             sink.invalid.append(str(error))
             return self.answer(422, b'{"detail": "does not fit the contract"}')
         sink.requests.append((self.command, self.path, json.loads(body)))
-        return self.answer(200, json.dumps({"stored": 1, "duplicates": 0, "stop": sink.stop}).encode())
+        answer = {"stored": 1, "duplicates": 0, "stop": sink.stop and kind == "samples"}
+        return self.answer(200, json.dumps(answer).encode())
 
     def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -53,7 +53,10 @@ def states(sink: Sink, run: str) -> list[str]:
     return [body["state"] for method, path, body in sink.requests if method == "PATCH" and path.endswith(f"/{run}")]
 
 
-@pytest.mark.parametrize("more", [(), ("--uneven", "--accumulate", "2")])
+HARD = ("--uneven", "--accumulate", "2", "--no-sync", "--amp")
+
+
+@pytest.mark.parametrize("more", [(), HARD])
 def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launch, more: tuple[str, ...]) -> None:
     done = launch("train.py", "--epochs", "1", "--batches", "6", *more, ranks=2, **COLUMN)
     assert not sink.invalid
@@ -69,6 +72,24 @@ def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launc
     assert len({line.split()[2] for line in done.printed("weights")}) == 1
     with_memory = {(path.split("/")[3], body["rank"]) for _, path, body in sink.requests if "memory" in body}
     assert with_memory == {(run, rank) for run in ("small", "middle", "run1") for rank in (0, 1)}
+
+
+def test_a_network_is_compiled_again_in_the_warm_up_of_each_batch_and_each_ends_when_the_service_has_enough(
+    sink: Sink, launch: Launch
+) -> None:
+    sink.stop = True
+    steps = ("--norm", "--compile", "--examples", "--epochs", "1", "--pause", "0.01")
+    launch("train.py", *steps, ranks=2, **COLUMN | {"TULA_MEASURE_STEPS": "5000"})
+    assert not sink.invalid
+    found = totals(sink)
+    assert {run: sizes for run, (sizes, _) in found.items()} == {"small": {2}, "middle": {4}, "run1": {8}}
+    assert max(measured for _, measured in found.values()) < 5000
+    for run in found:
+        longest = {True: 0.0, False: 0.0}
+        for _, path, body in sink.requests:
+            if path == f"/v1/runs/{run}/samples":
+                longest[body["warmup"]] = max(longest[body["warmup"]], *body["step_time_s"])
+        assert longest[True] > longest[False]
 
 
 def test_out_of_memory_ends_the_launch_with_the_smaller_batches_measured(sink: Sink, launch: Launch) -> None:

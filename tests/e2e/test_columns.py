@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 
 from benchmarks.support.forked import Server
+from benchmarks.support.gloo import free_port
 from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
 
 STEPS = 10  # of warm-up and measuring
@@ -91,3 +92,35 @@ def test_a_crash_in_the_middle_keeps_what_was_measured_and_the_same_command_meas
     assert [(run["configuration"]["local_batch_size"], run["state"]) for run in again["runs"]] == [(4, "succeeded")]
     assert again["recommendation"]["model"]["num_runs"] == 3
     assert not tula.processes()
+
+
+def test_after_a_probe_one_launch_on_one_node_recommends_over_all_cluster_sizes_and_says_what_it_would_ask_next(
+    server: Server, tmp_path: Path
+) -> None:
+    tula = Tula(server, tmp_path, forked=True)
+    spec = Path(tula.spec("probed", least_nodes=1, nodes=4, least_batch=2, search="adaptive"))
+    spec.write_text(spec.read_text().replace("{ min_nodes", "{ network_gbps = 10, min_nodes"))  # no other job's links
+    place = f"export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    ranks = " & ".join(f'RANK={rank} GROUP_RANK={rank} python "$@"' for rank in (0, 1))
+    launcher = ["sh", "-c", f"{place}; {ranks} & wait", "sh"]
+    stored, _ = tula("probe", f"--spec={spec}", "--seconds=1", "--", *launcher)
+    assert (stored["probe"]["num_nodes"], stored["probe"]["ranks_per_node"]) == (2, 1)
+
+    _, said = tula("tune", str(spec), "--nodes=1", *TORCHRUN, *BATCH, fails=True)
+    assert "the pending runs need at least" in said
+    assert {run.configuration.num_nodes for run in tula.runs("probed") if run.state == "succeeded"} == {1}
+    assert len(list(tmp_path.glob(".tula/*/logs/*.log"))) == 1
+    found, _ = tula("recommend", "probed")
+    assert found["basis"] == "probed"
+    assert {each["configuration"]["num_nodes"] for each in found["candidates"]} == {1, 2, 4}
+    width = {
+        each["configuration"]["num_nodes"]: each["step_time_s"]["high"] / each["step_time_s"]["low"]
+        for each in found["candidates"]
+        if each["configuration"]["local_batch_size"] == 8
+    }
+    assert 1.0 < width[1] < width[2] < 10.0
+    shown, _ = tula("jobs", "show", "probed")
+    asked = [run for run in shown["runs"] if run["state"] == "pending"]
+    assert asked
+    assert found["chosen"]["configuration"] in [run["configuration"] for run in asked]
+    assert all(run["purpose"] for run in asked)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,20 @@ parser.add_argument("--no-sync", action="store_true", help="gradients are not re
 parser.add_argument("--overflow", action="store_true", help="some losses are infinite, and a GradScaler skips the step")
 parser.add_argument("--late", type=int, default=-1, help="a rank that takes 20 ms longer than the others")
 parser.add_argument("--cut-spool", action="store_true", help="cut the agent's spool file at every step, somewhere else")
+parser.add_argument("--norm", action="store_true", help="batch normalization in the network")
+parser.add_argument("--compile", action="store_true", help="torch.compile, which compiles again for another batch")
+parser.add_argument("--examples", action="store_true", help="batches are of a dataclass")
 parser.add_argument("--spawned", action="store_true", help="no variable tells the rank, as under mp.spawn")
 RANK = int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class Examples:
+    """A batch."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    source: str = "random"
 
 
 def happen(name: str, model: nn.Module, run: Any) -> None:
@@ -128,10 +141,11 @@ def join_group(spawned: bool) -> None:
         dist.init_process_group("gloo")
 
 
-def make_model() -> nn.Module:
+def make_model(norm: bool) -> nn.Module:
     """The same weights on every rank, under DDP where there is a group."""
     torch.manual_seed(1)
-    model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+    between = [nn.BatchNorm1d(64)] if norm else []
+    model: nn.Module = nn.Sequential(nn.Linear(32, 64), *between, nn.Tanh(), nn.Linear(64, 4))
     return nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
 
 
@@ -142,14 +156,19 @@ def make_loader(arguments: argparse.Namespace) -> torch.utils.data.DataLoader[An
     data = torch.utils.data.TensorDataset(
         torch.randn(count, 32, generator=generator), torch.randint(0, 4, (count,), generator=generator)
     )
-    return torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers)
+    collate = to_examples if arguments.examples else None
+    return torch.utils.data.DataLoader(data, batch_size=8, num_workers=arguments.workers, collate_fn=collate)
+
+
+def to_examples(rows: list[Any]) -> Examples:
+    return Examples(*torch.utils.data.default_collate(rows))
 
 
 def micro_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, batch: Any, seen: int) -> torch.Tensor:
     """Forward and backward of one batch; the loss."""
-    inputs, labels = batch
+    inputs, labels = (batch.inputs, batch.labels) if isinstance(batch, Examples) else batch
     last = (seen + 1) % arguments.accumulate == 0
-    unreduced = arguments.no_sync and not last and isinstance(model, nn.parallel.DistributedDataParallel)
+    unreduced = arguments.no_sync and not last and hasattr(model, "no_sync")
     with model.no_sync() if unreduced else contextlib.nullcontext():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.amp):
             loss = nn.functional.cross_entropy(model(inputs), labels)
@@ -179,7 +198,8 @@ def main() -> None:
     at, _, what = arguments.at.partition(":")
     mine = arguments.who == RANK or what not in ("raise", "oom", "leave", "exit", "term", "kill", "torn")
     join_group(arguments.spawned)
-    model = make_model()
+    model = make_model(arguments.norm)
+    forward = torch.compile(model, backend="eager", dynamic=False) if arguments.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = make_loader(arguments)
     scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
@@ -192,7 +212,7 @@ def main() -> None:
         for batch in run.steps(loader):
             if at and seen == int(at) and mine:
                 happen(what, model, run)
-            loss = micro_step(arguments, model, used_scaler, batch, seen)
+            loss = micro_step(arguments, forward, used_scaler, batch, seen)
             if (seen + 1) % arguments.accumulate == 0:
                 optimizer_step(arguments, model, used_scaler, optimizer)
             run.log(loss=loss)

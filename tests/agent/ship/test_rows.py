@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,3 +84,16 @@ def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
         readings.add_comm(CommTiming(step, 0.1, 0.0, 0.05, 0.01))
     sent = [json.loads(each.body) for each in builder.collect(last=True) if each.path.endswith("/samples")]
     assert [(body["local_batch_size"], body["step"]) for body in sent] == [(8, [0])]
+
+
+def test_the_time_in_which_the_loader_prepared_other_examples_counts_in_no_step_of_a_batch_that_was_cut() -> None:
+    readings = Readings(100)
+    builder = RequestBuilder(
+        readings, LaunchBatches("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        channel=lambda: None, is_training=lambda: False,
+    )  # fmt: skip
+    for step, size in enumerate((2, 8)):
+        readings.add_step(StepTiming(step, 0.5, 0.4, 1, size, False), warmup=False, sampled=True)
+    sent = {each.path.split("/")[3]: json.loads(each.body) for each in builder.collect(last=True)}
+    times = {run: (body["step_time_s"][0], body["input_time_s"][0]) for run, body in sent.items()}
+    assert times == {"small": (pytest.approx(0.5 - 0.3), pytest.approx(0.4 / 4)), "r": (0.5, 0.4)}
