@@ -165,8 +165,8 @@ def choose(
         ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
     if not likely:
         reason = (
-            f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits):.0%}; none of the "
-            f"candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
+            f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits) * 100:.0f} %; "
+            f"none of the candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
         )
     elif limits.deadline_s is not None or limits.budget_usd is not None:
         rest = Limits(max_global_batch_size=limits.max_global_batch_size)

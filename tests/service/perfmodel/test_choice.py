@@ -206,7 +206,7 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
         assert choice.chosen.configuration.num_nodes == 2
         assert "within the limits" not in choice.reason
         assert f"the fastest takes {mean:.3g} s, {high:.3g} s at the upper end" in choice.reason
-        chances.append(int(re.search(r"with a chance of (\d+)%", choice.reason)[1]))
+        chances.append(int(re.search(r"with a chance of (\d+) %", choice.reason)[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
     assert chances[-1] == pytest.approx(95, abs=1)
