@@ -119,8 +119,8 @@ def test_after_a_probe_one_launch_on_one_node_recommends_over_all_cluster_sizes_
         if each["configuration"]["local_batch_size"] == 8
     }
     assert 1.0 < width[1] < width[2] < 10.0
-    shown, _ = tula("jobs", "show", "probed")
-    asked = [run for run in shown["runs"] if run["state"] == "pending"]
+    listed, _ = tula("jobs", "show", "probed")
+    asked = [run for run in listed["runs"] if run["state"] == "pending"]
     assert asked
     assert found["chosen"]["configuration"] in [run["configuration"] for run in asked]
     assert all(run["purpose"] for run in asked)

@@ -1,6 +1,6 @@
 """The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next.
 
-With the policy `measure` the same measurement runs at the first 64 steps and at every eighth after them, and the
+With the policy `measure` the same measurement runs at the first 128 steps and at every eighth after them, and the
 factor is 1. `SpikeClip` clips
 gradients that are suddenly much longer than those before them.
 """
@@ -22,7 +22,7 @@ from tula_agent.torch_private import foreach_mul_, norm_squared
 from tula_wire.bounds import NOISE_WEIGHT
 
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
-MEASURE_DENSE_STEPS = 64  # of the policy `measure`: as many as a profiling run has
+MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
 SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
@@ -135,10 +135,13 @@ class GainPolicy:
         if reading.disturbed:
             self._meter.warn(DISTURBED)
             return
-        state, moments = self._state, reading.moments()
+        state, moments, before = self._state, reading.moments(), self._meter.batch_size
+        self._meter.count(reading.examples)
+        now = self._meter.batch_size
+        if before and now and now != before:  # as in a launch that measures several batches
+            state.noise.change_batch(now / before)
         if not state.noise.update(*moments):
             return
-        self._meter.count(reading.examples)
         # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
         norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
         state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan

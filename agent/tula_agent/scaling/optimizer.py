@@ -35,7 +35,7 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     policy: `gain` (the default) multiplies the learning rate by the noise gain for SGD, else by its root;
     `ags` is Algorithm 1 and `static` equation 8, both on the gradient of plain SGD and on the update of any other
-    optimizer; `measure` changes nothing and measures the gradient noise scale at the first 64 steps and then every
+    optimizer; `measure` changes nothing and measures the gradient noise scale at the first 128 steps and then every
     eighth; `none` does nothing.
     granularity: of `ags`, one factor per `element` (the default, as printed) or per `tensor`.
     global_batch_size, small_batch_size: examples per step over all ranks, and b_small; without them b_small is the

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.scaling import GainRule
+from tula_agent.scaling import GainRule, TulaOptimizer
 from tula_agent.scaling.gain import SpikeClip
 from tula_agent.scaling.math import NoiseAverage, noise_gain
 
@@ -119,3 +119,20 @@ def test_spike_clip_reads_part_of_a_large_tensor_and_shortens_all_of_it():
 def test_a_spike_limit_that_would_clip_every_gradient_is_refused():
     with pytest.raises(ValueError, match="spike_limit is 1"):
         GainRule(spike_limit=1.0)
+
+
+def test_a_larger_batch_of_the_same_launch_reads_the_same_noise_scale_at_once():
+    torch.manual_seed(3)
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.0), policy="measure")
+    found = {}
+    for rows in (4, 16):
+        for _step in range(32 if rows == 4 else 2):
+            for _ in range(8):
+                batch = 0.1 + torch.randn(rows, 64)
+                optimizer.observe_batch(batch)
+                ((batch @ weight).mean() / 8).backward()  # of noise scale 1 / 0.1^2 = 100
+            optimizer.step()
+            optimizer.zero_grad()
+        found[rows] = optimizer.telemetry()["gradient_noise_scale"]
+    assert found[16] == pytest.approx(found[4], rel=0.4)
