@@ -150,7 +150,7 @@ def choose(
     if not allowed:
         hopeless = {found.estimate.key for found in excluded if found.certain}
         hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
-        allowed = sorted(hopeful, key=lambda e: (_margin(e, limits), _order(e)))[:1]
+        allowed = sorted(hopeful, key=lambda e: (-_margin(e, limits), _order(e)))[:1]
     if not allowed:
         reason = _none_fits(estimates, excluded)
         return Choice(preference, None, None, None, None, None, None, finding, (), excluded, False, reason)
@@ -267,22 +267,17 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
 
 def _chance(estimate: Estimate, limits: Limits) -> float:
     """Probability of keeping the tighter limit: time and cost of one configuration share their error."""
+    return 0.5 * (1.0 + math.erf(_margin(estimate, limits) / math.sqrt(2.0)))
+
+
+def _margin(estimate: Estimate, limits: Limits) -> float:
+    """Standard deviations of the logarithm from the mean to its tighter limit; negative where the mean breaks it."""
     scores = [
         math.log(limit / value.mean) / max(value.log_sd, 1e-9)
         for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
         if limit is not None and value.mean > 0
     ]
-    return 0.5 * (1.0 + math.erf(min(scores, default=math.inf) / math.sqrt(2.0)))
-
-
-def _margin(estimate: Estimate, limits: Limits) -> float:
-    """How far the mean uses up its tightest limit (1 = exactly), relative to the width of the interval."""
-    shares = [
-        math.log(value.mean / limit) / max(math.log(value.high / value.mean), 1e-9)
-        for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
-        if limit is not None and value.mean > 0
-    ]
-    return max(shares, default=0.0)
+    return min(scores, default=math.inf)
 
 
 def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:

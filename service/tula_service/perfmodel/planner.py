@@ -23,6 +23,7 @@ from tula_wire.configurations import Configuration
 _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
+_APART = 4
 _WORTH_A_LAUNCH = 0.0125  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 
@@ -257,8 +258,16 @@ def _next_design_runs(state: _State, goal: Goal) -> Plan | None:
         used = state.measured | state.pending
         rows = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
         chosen = [state.candidates[row] for row in rows]
+        # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
+        chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
         return Plan(tuple(PlannedRun(c, _purpose(c, state.candidates)) for c in chosen), None)
     return Plan((), None) if state.pending or state.model is None else None
+
+
+def _far_apart(one: Configuration, other: Configuration) -> bool:
+    """True if one local batch is at least four times the other, on the same instance type."""
+    batches = sorted((one.local_batch_size, other.local_batch_size))
+    return one.instance_type == other.instance_type and batches[1] >= _APART * batches[0]
 
 
 def _refine_choice(state: _State, goal: Goal, recommendation: Recommendation, least_gain: float) -> Plan:

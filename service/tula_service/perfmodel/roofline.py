@@ -13,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from tula_service.perfmodel.points import column
+
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
@@ -28,7 +30,11 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
 
 def guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two."""
+    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two.
+
+    Raises ObservationError unless the counts are positive: a third of a tiny number may be 0.
+    """
+    column("flops_per_sample", [flops_per_sample], above=0.0)
     of_flops, of_parameters = math.log(flops_per_sample), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))

@@ -223,8 +223,9 @@ def test_a_question_about_any_configuration_costs_no_second_fit(monkeypatch: pyt
     assert found.step_time_s.mean == pytest.approx(overlapping(asked), rel=0.2)
 
 
-def test_a_specification_beyond_floating_point_is_answered_with_its_reason() -> None:
-    found = analyse(job(model={"name": "tiny", "flops_per_sample": 5e-324}))
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_a_specification_beyond_floating_point_is_answered_with_its_reason(precision: str | None) -> None:
+    found = analyse(job(model={"name": "tiny", "flops_per_sample": 5e-324, "precision": precision}))
     assert isinstance(found, Infeasible)
     assert "flops_per_sample" in found.reason
 

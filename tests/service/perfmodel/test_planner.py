@@ -145,6 +145,15 @@ def test_the_design_aims_at_what_the_choice_wants_small(goal):
     assert np.ptp(log_value(model, GRID, goal) - wanted) == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("objective", [Objective.TIME, Objective.COST, Objective.BALANCED])
+@pytest.mark.parametrize("batches", [(8, 16, 32), (32, 64, 128, 256)])
+def test_the_first_two_batches_are_four_apart_where_the_design_has_such(objective, batches):
+    candidates = [make_configuration(nodes, 4, batch) for nodes in (1, 2) for batch in batches]
+    runs = plan(Search.ADAPTIVE, candidates, goal=replace(GOAL, objective=objective)).runs
+    first, second = sorted(run.configuration.local_batch_size for run in runs[:2])
+    assert second >= 4 * first
+
+
 def test_the_recommendation_was_measured_and_is_near_the_best():
     done, reason = work_through(Search.ADAPTIVE, GRID, GOAL)
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
