@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -30,4 +31,15 @@ def _write() -> None:
     Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(_ended_at_s))
 
 
+def _scaled(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+    """A step that the scaler skips ends too; before the first that it does not skip, the agent counts none either."""
+    before = len(_ended_at_s)
+    result = _scaler_step(scaler, *args, **kwargs)
+    if before and len(_ended_at_s) == before:
+        _stepped()
+    return result
+
+
 register_optimizer_step_post_hook(_stepped)
+_scaler_step = torch.amp.GradScaler.step
+torch.amp.GradScaler.step = _scaled  # type: ignore[assignment, method-assign]

@@ -5,10 +5,11 @@
 Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
 once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
 notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of one script are up to a third apart on a
-shared machine, so each measurement is compared with the clock on the same steps. Keys: `no_edit.scripts_measured`, of
-ten, is how many were measured with their own batch, accumulation and world size; `no_edit.<script>.step_time_error` is
-how far the median step time without an edit, over the clock's, is off that with the agent's lines, over the clock's
-(0.03: 3 %), each the median of the rounds, and `no_edit.step_time_error.median` and `.max` are those over the scripts;
+shared machine, so each step that was measured is compared with the clock on the same step. Keys:
+`no_edit.scripts_measured`, of ten, is how many were measured with their own batch, accumulation and world size;
+`no_edit.<script>.step_time_error` is how far the times of steps without an edit, over the clock's, are off those with
+the agent's lines, over the clock's (0.03: 3 %), each the median over the steps, then over the rounds;
+`no_edit.step_time_error.median` and `.max` are those over the scripts;
 `no_edit.across_runs.median` compares the medians of the runs themselves. `seconds_to_recommendation.digits` is the
 wall-clock time of `tula tune` on examples/digits_ddp.py as examples/demo.py describes it, from the command to its
 recommendation; its service is running. `--fresh` builds a wheel and measures in a new virtual environment that holds
@@ -64,12 +65,12 @@ _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
 class Measured:
     """What the first rank sent after warm-up: seconds of each step, and (local batch, accumulation, world size)s.
 
-    `clock_s` is the median step time of the clock beside the agent, on the same steps.
+    `by_the_clock` is the median of a step's time over what the clock beside the agent says of the same step.
     """
 
     step_time_s: list[float]
     seen: set[tuple[int, int, int]]
-    clock_s: float
+    by_the_clock: float
 
     @property
     def step_s(self) -> float:
@@ -139,19 +140,24 @@ class Bench:
                     print(f"{script.name} failed:\n{log.read_text()[-2000:]}", file=sys.stderr)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)  # it is in a separate session
-        return self._measured(name)
+        return self._measured(name, 0 if hook else -1)
 
-    def _measured(self, run_id: str) -> Measured:
+    def _measured(self, run_id: str, first: int) -> Measured:
+        """`first`: the agent's step 0 is this one of the clock, which begins where the first step ends."""
         ended = json.loads((self._folder / f"{run_id}.clock").read_text())
-        steps_s = [after - before for before, after in pairwise(ended)][WARMUP_STEPS - 1 :][:MEASURE_STEPS]
-        found = Measured([], set(), median(steps_s))
+        clock_s = [after - before for before, after in pairwise(ended)]
+        step_time_s, seen, ratios = [], set(), []
         for line in self._samples.read_text().splitlines():
             route, _, text = line.partition(" ")
             body = json.loads(text)
-            if f"/{run_id}/" in route and body["rank"] == 0 and not body["warmup"]:
-                found.step_time_s.extend(body["step_time_s"])
-                found.seen.add((body["local_batch_size"], body["grad_accum_steps"], body["world_size"]))
-        return found
+            if f"/{run_id}/" not in route or body["rank"] != 0 or body["warmup"]:
+                continue
+            seen.add((body["local_batch_size"], body["grad_accum_steps"], body["world_size"]))
+            for step, seconds in zip(body["step"], body["step_time_s"], strict=True):
+                step_time_s.append(seconds)
+                if step + first < len(clock_s):
+                    ratios.append(seconds / clock_s[step + first])
+        return Measured(step_time_s, seen, median(ratios))
 
     def close(self) -> None:
         """Stop listening."""
@@ -185,7 +191,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
                     plain.append(bench.run(timed, hook=True))
                 whole = all(one.seen == expected and len(one.step_time_s) >= 0.8 * MEASURE_STEPS for one in plain)
                 measured += whole
-                ours, theirs = (median([one.step_s / one.clock_s for one in each]) for each in (plain, lines))
+                ours, theirs = (median([one.by_the_clock for one in each]) for each in (plain, lines))
                 figures[f"no_edit.{script.stem}.step_time_error"] = abs(ours / theirs - 1.0)
                 times_s = [median([one.step_s for one in each]) for each in (plain, lines)]
                 across.append(abs(times_s[0] / times_s[1] - 1.0))
