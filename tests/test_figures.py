@@ -142,6 +142,7 @@ def test_the_page_for_those_who_pay_says_how_steady_the_answer_is_as_its_report_
     assert f"(place {stored['balanced.place']:.2f}," in page
     assert f"a factor of up to {stored['sensitivity.balanced.p90']:.2f} in nine of ten moves" in page
     assert f"with every step time known the factor is {stored['sensitivity.balanced.known.p90']:.2f}." in page
+    assert f"changes as much, by {stored['sensitivity.balanced.least.p90']:.2f}," in page
     assert f"changes nothing ({stored['sensitivity.balanced.answer_kept.p90']:.2f})" in page
 
 
