@@ -284,11 +284,12 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
     devices = job_data.devices_of(model)
+    again = _RECOMPUTED if model.activation_checkpointing else 1.0
     traffic, guessed = _traffic(model, flops, parameters, devices)
-    flops *= _RECOMPUTED if model.activation_checkpointing else 1.0
+    traffic = replace(traffic, activation_bytes_per_sample=again * traffic.activation_bytes_per_sample)
     return ModelFacts(
         parameters,
-        flops / devices,
+        again * flops / devices,
         traffic,
         flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, guessed),
         rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,

@@ -285,9 +285,16 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
     assert 1.5 < slower < 900.0 / 320.0 * 1.2, "the same network, moved by what the data sheets differ in"
 
 
-def test_recomputed_activations_lengthen_the_first_guess_by_a_third_of_compute(cluster: Cluster) -> None:
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_recomputed_activations_lengthen_the_first_guess_by_a_third_of_compute(
+    cluster: Cluster, precision: str | None
+) -> None:
+    """The second forward pass computes and moves as much as the first, with a precision and without."""
+
     def compute_s(**model: object) -> float:
-        answer = cluster.register(spec(model={"name": "net", "flops_per_sample": 24e9} | model)).recommendation
+        answer = cluster.register(
+            spec(model={"name": "net", "flops_per_sample": 24e9, "precision": precision} | model)
+        ).recommendation
         terms = max(answer.candidates, key=lambda each: each.configuration.local_batch_size).terms
         assert terms is not None
         return terms.compute_time_s
