@@ -38,6 +38,10 @@ KEYS: dict[str, tuple[str, ...]] = {
         "ratio time.time_over_least.mean",
         "ratio time.cost_over_least.mean",
     ),
+    "runs with 3 % noise": tuple(
+        f"share noise.regret.{name}.mean{end}" for name in ("time", "cost") for end in ("", ".low", ".high")
+    ),
+    "90 % intervals hold": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
     "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
     "memory of the largest batch": ("share memory.largest.median",),
     "the agent's CPU": (
