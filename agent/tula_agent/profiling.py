@@ -146,7 +146,7 @@ class Profiling:
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """The service has enough samples of this run."""
+        """The service asks for this run's end: it has enough samples, or the run was cancelled."""
         self._stop_requested = run_id
 
     def drop_column(self) -> None:
