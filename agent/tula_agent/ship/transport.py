@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -52,8 +53,8 @@ class Transport:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
-        self._not_ours = lambda record: url not in record.getMessage()
-        logging.getLogger("httpx").addFilter(self._not_ours)  # which logs each request at level INFO
+        self._exchanging_thread: int | None = None
+        logging.getLogger("httpx").addFilter(self._is_of_the_script)  # which logs each request at level INFO
 
     def send(self, request: SpooledRequest) -> Reply:
         """Deliver one request. Failures of service and network are replies, never exceptions."""
@@ -65,12 +66,17 @@ class Transport:
 
     def close(self) -> None:
         """Close the connection."""
-        logging.getLogger("httpx").removeFilter(self._not_ours)
+        logging.getLogger("httpx").removeFilter(self._is_of_the_script)
         self._client.close()
+
+    def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
+        """By the thread, since httpx logs another spelling of the URL, and the script's URL may begin with ours."""
+        return threading.get_ident() != self._exchanging_thread
 
     def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
         """Send one request, with a JSON body or none."""
         self._ends = time.monotonic() + self._timeout_s
+        self._exchanging_thread = threading.get_ident()
         traced = {"trace": self._limit}
         try:
             with self._client.stream(method, path, content=body, headers=headers, extensions=traced) as response:
@@ -81,6 +87,8 @@ class Transport:
                         return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
+        finally:
+            self._exchanging_thread = None
         status = response.status_code
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(timezone.utc))
         parsed = _object(content)
