@@ -55,15 +55,17 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
     changes = _compare(job, spec).changes
     retried = retry_failed and any(run.state in ("failed", "out_of_memory") for run in job.plan)
     if changes or retried:
-        wanted = JobPatch(
-            objective=spec.objective,
-            usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
-            limits=spec.limits,
-            prices={cluster.instance_type: cluster.price for cluster in spec.cluster},
-            columns=spec.profiling.columns if "profiling.columns" in changes else None,
-            retry_failed=retried,
-        )
-        job = client.patch_job(job.id, wanted)
+        wanted: dict[str, Any] = {
+            "objective": spec.objective,
+            "usd_per_hour_of_waiting": spec.usd_per_hour_of_waiting,
+            "limits": spec.limits,
+            "prices": {cluster.instance_type: cluster.price for cluster in spec.cluster},
+        }
+        if "profiling.columns" in changes:  # a service of an earlier version refuses these two
+            wanted["columns"] = spec.profiling.columns
+        if retried:
+            wanted["retry_failed"] = True
+        job = client.patch_job(job.id, JobPatch.model_validate(wanted))
     if changes:
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {_format_changes(changes)}.")
     return Registered(job, tuple(notes))
