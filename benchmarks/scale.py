@@ -232,7 +232,7 @@ def prune(store: Store, filler: Filler, folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     partitions.drop(store.engine, archived, Archive(str(folder)))
     archive_s = time.perf_counter() - began
-    rows = parquet.read_metadata(folder / f"{archived}.parquet").num_rows
+    rows = sum(parquet.read_metadata(file).num_rows for file in folder.glob(f"{archived}-*.parquet"))
     return found | {"archive.values_per_s": rows / archive_s}
 
 

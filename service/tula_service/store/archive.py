@@ -1,7 +1,10 @@
-"""The archive of telemetry: each dropped month as a Parquet file, one row for each value."""
+"""The archive of telemetry: each dropped month as Parquet files, one row for each value."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +17,11 @@ from tula_service.store.telemetry_codec import unpack
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VALUES_AT_ONCE: Final = 2**18
+VALUES_AT_ONCE: Final = 2**20
+VALUES_PER_FILE: Final = 2**27
+"""A file of about 1 GB: S3 moves none above 5 GB, and takes none above 98 GB in the parts that pyarrow sends."""
+
+_CHUNKS_AT_ONCE: Final = 100
 _TEXTS: Final = ("job_id", "run_id", "boot_id")
 _NUMBERS: Final = ("rank", "sequence")
 
@@ -22,12 +29,13 @@ _NUMBERS: Final = ("rank", "sequence")
 class Archive:
     """A folder, or a URL that pyarrow knows (`s3://`, `gs://`, `file://`). Raises InvalidInput for any other."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, *, values_per_file: int = VALUES_PER_FILE) -> None:
         try:
             from pyarrow import fs
         except ImportError:
             raise InvalidInput("TULA_ARCHIVE needs pyarrow: run `pip install 'tula[archive]'`.") from None
         self._place = place
+        self._values_per_file = values_per_file
         self._files: Any
         self._folder: str
         try:
@@ -38,38 +46,73 @@ class Archive:
             raise InvalidInput(f"TULA_ARCHIVE cannot be written ({error}): give a folder or an s3:// URL.") from error
 
     def write(self, engine: sa.Engine, table: str) -> None:
-        """Write a detached partition to `TABLE.parquet`, over a file that an interrupted attempt has left there.
+        """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
 
-        Columns: job_id, run_id, rank, boot_id, sequence (of the chunk), step, name, value. Raises StoreUnavailable and
-        leaves no file when a part cannot be written.
+        Columns: job_id, run_id, rank, boot_id, sequence (of the chunk), step, name, value. Nothing is written if the
+        files of an earlier attempt hold as many rows as the table. Raises StoreUnavailable when a part cannot be
+        written.
         """
-        from pyarrow import parquet
-
-        path = f"{self._folder}/{table}.parquet"
         try:
-            written = 0
-            with self._files.open_output_stream(path) as file:
-                writer = None
-                for part in _parts(engine, table):
-                    writer = writer or parquet.ParquetWriter(file, part.schema, **_OPTIONS)
-                    writer.write_table(part)
-                    written += part.num_rows
-                (writer or parquet.ParquetWriter(file, _part([]).schema)).close()
-            stored = parquet.read_metadata(path, filesystem=self._files).num_rows
-            if stored != written:
-                raise OSError(f"{stored} of {written} rows are in the file")
+            if sum(self._stored(table).values()) == _num_values(engine, table):
+                return
+            parts, wanted = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
+            for number, first in enumerate(parts, 1):
+                path = f"{self._folder}/{table}-{number:05}.parquet"
+                wanted[path] = self._write_file(path, first, parts)
+            for path in self._stored(table).keys() - wanted.keys():  # of an attempt before a job was deleted
+                self._files.delete_file(path)
+            if (stored := self._stored(table)) != wanted:
+                raise OSError(f"{sum(stored.values())} of {sum(wanted.values())} rows are in the files")
         except Exception as error:
-            self._remove(path)
             raise StoreUnavailable(
                 f"The archive {self._place} could not be written ({error}): the telemetry stays in the table {table}, "
                 "and the next `tula prune --yes` tries again."
             ) from error
 
-    def _remove(self, path: str) -> None:
+    def _write_file(self, path: str, part: pa.Table, more: Iterator[pa.Table]) -> int:
+        """Write parts until the file is full, under another name until it is complete, and count their rows."""
+        from pyarrow import parquet
+
+        unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
-            self._files.delete_file(path)
-        except OSError:
-            return  # it was never made, or is out of reach like the rest
+            with (
+                self._files.open_output_stream(unfinished) as file,
+                parquet.ParquetWriter(file, part.schema, **_OPTIONS) as writer,
+            ):
+                writer.write_table(part)
+                written: int = part.num_rows
+                while written < self._values_per_file and (following := next(more, None)) is not None:
+                    writer.write_table(following)
+                    written += following.num_rows
+            self._sync(unfinished)
+            self._files.move(unfinished, path)
+            self._sync(self._folder)
+        except BaseException:
+            with contextlib.suppress(OSError):  # it was never made, or is out of reach like the rest
+                self._files.delete_file(unfinished)
+            raise
+        return written
+
+    def _stored(self, table: str) -> dict[str, int]:
+        """The finished files of a month, each with the number of its rows."""
+        from pyarrow import fs, parquet
+
+        found = (file.path for file in self._files.get_file_info(fs.FileSelector(self._folder)))
+        return {
+            path: parquet.read_metadata(path, filesystem=self._files).num_rows
+            for path in found
+            if path.rpartition("/")[2].startswith(f"{table}-") and path.endswith(".parquet")
+        }
+
+    def _sync(self, path: str) -> None:
+        """Wait until a local file or folder is on disk, which other stores promise for a finished file."""
+        if self._files.type_name != "local":
+            return
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 _OPTIONS: Final[dict[str, Any]] = {
@@ -79,21 +122,42 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-def _parts(engine: sa.Engine, table: str) -> Iterator[pa.Table]:
-    """The values of all chunks in the order in which they arrived, a few hundred thousand at a time."""
+def _num_values(engine: sa.Engine, table: str) -> int:
+    """How many rows the archive of a table has."""
+    columns = "length(columns) - length(replace(columns, ',', '')) + 1"
+    query = f"SELECT coalesce(sum(num_steps::bigint * ({columns})), 0) FROM {table} JOIN runs ON runs.key = run_key"
+    with engine.begin() as connection:
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+        return int(connection.exec_driver_sql(query).scalar_one())
+
+
+def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
+    """The values of all chunks in the order of the primary key, at least so many at a time.
+
+    Nothing is written to the table, so that each page of chunks can have its transaction: one for hours would keep
+    Postgres from removing dead rows anywhere.
+    """
     query = sa.text(
-        "SELECT runs.job_id, runs.id AS run_id, boot_id, rank, sequence, num_steps, columns, payload"
+        "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"
         f" FROM {table} JOIN runs ON runs.key = run_key"
+        " WHERE (run_key, rank, boot_id, sequence) > (:run_key, :rank, :boot_id, :sequence)"
+        f" ORDER BY run_key, rank, boot_id, sequence LIMIT {_CHUNKS_AT_ONCE}"
     )
     waiting: list[sa.Row[Any]] = []
     size = 0
-    with engine.connect().execution_options(yield_per=100) as connection:
-        for row in connection.execute(query):
+    last = {"run_key": -1, "rank": -1, "boot_id": "", "sequence": -1}
+    while True:
+        with engine.connect() as connection:
+            page = connection.execute(query, last).all()
+        for row in page:
             waiting.append(row)
             size += row.num_steps * (row.columns.count(",") + 1)
-            if size >= VALUES_AT_ONCE:
+            if size >= values_at_once:
                 yield _part(waiting)
                 waiting, size = [], 0
+        if len(page) < _CHUNKS_AT_ONCE:
+            break
+        last = {name: page[-1]._mapping[name] for name in last}
     if waiting:
         yield _part(waiting)
 

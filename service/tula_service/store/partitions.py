@@ -9,22 +9,25 @@ Runs from before there were partitions are in the first. SQLite has one table, a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
 
 import sqlalchemy as sa
 
-from tula_service.errors import StoreUnavailable
+from tula_service.domain import RunState
+from tula_service.errors import Conflict, StoreUnavailable
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite, why_unavailable
-from tula_service.store.tables import runs
+from tula_service.store.tables import jobs, runs
 
 MONTHS_AHEAD: Final = 2
 KEYS_OF_A_MONTH: Final = 10**9
 _LOCK: Final = 0x74756C62  # replicas make partitions one after another
+_LOCK_OF_DROPPING: Final = 0x74756C63
 _ATTEMPTS: Final = 20
-_NO_KEY: Final = 2**63
+_OPEN: Final = [state.value for state in RunState if not state.is_final]
 
 _TABLES: Final = sa.text(
     "SELECT relname, relispartition FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relkind = 'r'"
@@ -46,70 +49,115 @@ def create_ahead(engine: sa.Engine) -> None:
     for month in months:
         if (table := f"telemetry_chunks_{month}") not in existing:
             low, high = month * KEYS_OF_A_MONTH, _following(month) * KEYS_OF_A_MONTH
-            _alter(
-                engine,
-                f"CREATE TABLE IF NOT EXISTS {table} PARTITION OF telemetry_chunks FOR VALUES FROM ({low}) TO ({high})",
-            )
+            part = f"{table} PARTITION OF telemetry_chunks FOR VALUES FROM ({low}) TO ({high})"
+            _alter(engine, (f"CREATE TABLE IF NOT EXISTS {part}",), ("runs IN SHARE ROW EXCLUSIVE",))
 
 
-def due(engine: sa.Engine, *, before: datetime, now: datetime) -> Sequence[str]:
-    """The tables of months that ended before `before`, oldest first, up to the first with a run under a lease.
+def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
+    """The tables of months that ended before `before`, oldest first, up to the first with a run that may still send.
 
     With those that an earlier `drop` has detached and could not finish.
     """
     tables = _tables(engine)
-    with engine.connect() as connection:
-        leased = connection.execute(sa.select(sa.func.min(runs.c.key)).where(runs.c.lease_expires_at >= now)).scalar()
     found = [name for name, attached in tables.items() if not attached]
-    for name in (name for name, attached in tables.items() if attached):
-        following = _following(int(name.rsplit("_", 1)[1]))  # where it begins, the month ends
-        if following > before.year * 100 + before.month or (leased or _NO_KEY) < following * KEYS_OF_A_MONTH:
-            break
-        found.append(name)
+    with engine.connect() as connection:
+        for name in (name for name, attached in tables.items() if attached):
+            if _end_of(name) > before.year * 100 + before.month or _in_use(connection, name, before):
+                break
+            found.append(name)
     return found
 
 
-def drop(engine: sa.Engine, table: str, archive: Archive | None) -> None:
+@contextmanager
+def dropping(engine: sa.Engine) -> Iterator[None]:
+    """Held by the one process that drops months. Raises Conflict while another does."""
+    # Without a transaction, which would be ended as idle, and closed at the end, which gives the lock back.
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.detach()
+        if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_OF_DROPPING))).scalar():
+            raise Conflict("Another `tula prune --yes` is dropping months of telemetry: let it finish.")
+        yield
+
+
+def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
     """Detach the partition, which ends all writing to it, write it to the archive, and only then drop it.
 
-    When the archive fails, the detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
+    False, and nothing is changed, if since `before` one of its runs may have sent. When the archive fails, the detached
+    table keeps its rows, and `due` names it again. Raises StoreUnavailable.
     """
+    own = f"{table} IN ACCESS EXCLUSIVE"
     if _tables(engine).get(table):
-        _alter(engine, f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}", table)
+        # Without its foreign key the table is no longer tied to `runs`: a backup that reads all tables while it is
+        # archived delays its end, but no other request.
+        keys = (f"DROP CONSTRAINT IF EXISTS fk_{name}_run_key" for name in ("telemetry_chunks", table))
+        statements = (
+            f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}",
+            f"ALTER TABLE {table} {', '.join(keys)}",
+        )
+        unused = (lambda _: True) if before is None else lambda connection: not _in_use(connection, table, before)
+        if not _alter(engine, statements, ("runs IN ACCESS EXCLUSIVE", own), unused):
+            return False
     if archive is not None:
         archive.write(engine, table)
-    _alter(engine, f"DROP TABLE {table}", table, runs_mode="ACCESS EXCLUSIVE")
+    return _alter(engine, (f"DROP TABLE {table}",), (own,))
 
 
-def _alter(engine: sa.Engine, statement: str, *tables: str, runs_mode: str = "SHARE ROW EXCLUSIVE") -> None:
-    """Change tables that are in use, after `runs` and `tables` are locked in this order.
+def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
+    """True if a run of this month or an earlier one may send: it has not ended, or did so after `before`.
+
+    A run may wait for as long as its job is not archived, and one whose lease has ended goes on if its agent returns.
+    """
+    waiting = runs.c.state.in_(_OPEN) & jobs.c.state.not_in(("archived", "deleting"))
+    used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
+    of_month = runs.c.key < _end_of(table) * KEYS_OF_A_MONTH
+    found = sa.select(runs.c.key).join(jobs, jobs.c.id == runs.c.job_id).where(of_month, used).limit(1)
+    return connection.execute(found).first() is not None
+
+
+def _alter(
+    engine: sa.Engine,
+    statements: Sequence[str],
+    locks: Sequence[str],
+    allowed: Callable[[sa.Connection], bool] = lambda _: True,
+) -> bool:
+    """Change tables that are in use, after they are locked in this order; False if it is not `allowed` under the locks.
 
     These waits last longer than the second after which Postgres stops its own vacuum for them; that for the parent,
     which all requests use, ends before Postgres would end one of those for a deadlock. Each is tried again.
     """
-    locks = [
-        f"LOCK TABLE runs IN {runs_mode} MODE",
-        *(f"LOCK TABLE {each} IN ACCESS EXCLUSIVE MODE" for each in tables),
-    ]
     waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
     for attempt in range(_ATTEMPTS):
         try:
             with engine.begin() as connection:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
-                for each in (waits[0], *locks, waits[1], statement):
+                for each in (waits[0], *(f"LOCK TABLE {each} MODE" for each in locks)):
                     connection.exec_driver_sql(each)
+                if not allowed(connection):
+                    return False
+                for each in (waits[1], *statements):
+                    connection.exec_driver_sql(each)
+                return True
+        except sa.exc.ProgrammingError as error:
+            reason = str(error.orig).partition("\n")[0]
+            raise StoreUnavailable(
+                f"The partitions of telemetry cannot be changed ({reason}): the database's user must own its tables."
+            ) from error
         except sa.exc.OperationalError as error:
             if attempt == _ATTEMPTS - 1:
                 raise StoreUnavailable(why_unavailable(error)) from error
             time.sleep(0.5)
-        else:
-            return
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
     """The tables of months in their order, each with whether it is attached."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
+
+
+def _end_of(table: str) -> int:
+    """The month that follows a table's."""
+    return _following(int(table.rsplit("_", 1)[1]))
 
 
 def _following(month: int) -> int:

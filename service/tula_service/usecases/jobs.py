@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import tula_wire as wire
@@ -283,16 +283,15 @@ def prune_store(
 ) -> Pruned:
     """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
 
-    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped first, each after it
+    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped last, each after it
     was written to `archive`, if that is given. Raises InvalidInput for such a limit on SQLite or an unusable archive,
-    StoreUnavailable when a month cannot be written: it stays.
+    Conflict while another process drops months, StoreUnavailable when a month cannot be written: it stays.
     """
     now = store.now()
-    months: Sequence[str] = ()
-    if telemetry_older_than is not None:
-        if is_sqlite(store.engine):
-            raise InvalidInput("Only Postgres keeps telemetry by month: leave TULA_TELEMETRY_DAYS out.")
-        months = partitions.due(store.engine, before=now - telemetry_older_than, now=now)
+    before = None if telemetry_older_than is None else now - telemetry_older_than
+    if before is not None and is_sqlite(store.engine):
+        raise InvalidInput("Only Postgres keeps telemetry by month: leave TULA_TELEMETRY_DAYS out.")
+    months = () if before is None else partitions.due(store.engine, before=before)
     with store.reading() as tx:
         old = tx.jobs.archived_before(now - older_than)
         begun = tx.jobs.deleting()
@@ -301,14 +300,25 @@ def prune_store(
     if dry_run:
         return pruned
     target = Archive(archive) if archive and months else None
-    for month in months:
-        partitions.drop(store.engine, month, target)
     for job_id in old:
         delete_job(store, actor, job_id)
     for job_id in begun:
         _finish_deleting(store, job_id)
     _delete_in_pieces(store, lambda tx, limit: tx.events.delete_before(now - EVENTS_KEPT_FOR, limit=limit))
-    return pruned
+    if before is None or not months:
+        return pruned
+    return replace(pruned, telemetry=_drop_months(store, before, target))
+
+
+def _drop_months(store: Store, before: datetime, archive: Archive | None) -> list[str]:
+    """Drop those that are due now that no other process drops any, and stop at one that a run has begun to use."""
+    dropped = []
+    with partitions.dropping(store.engine):
+        for month in partitions.due(store.engine, before=before):
+            if not partitions.drop(store.engine, month, archive, before=before):
+                break
+            dropped.append(month)
+    return dropped
 
 
 def _delete_in_pieces(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -13,14 +15,16 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from pyarrow import parquet
+from sqlalchemy import Engine
 
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk
 from tests.support.clock import ManualClock
 from tula_service.app import create_app
 from tula_service.domain import RunKind, RunState
-from tula_service.errors import InvalidInput, NotFound, StoreUnavailable
+from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.settings import Settings
 from tula_service.store import NewChunk, RunRecord, Store, partitions
+from tula_service.store.archive import Archive
 from tula_service.store.migrations import upgrade_schema
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
@@ -54,9 +58,9 @@ def store(postgres_url: str) -> Iterator[Store]:
 
 
 def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
-    """A run that began in a month, by its key, which Postgres would have given it then."""
+    """A run that has ended and began in a month, by its key, which Postgres would have given it then."""
     job = a_job(store, name=f"job-{month:%Y%m}")
-    run = a_run(store, job.id, kind=RunKind.TRAIN, **options)
+    run = a_run(store, job.id, kind=RunKind.TRAIN, **{"state": RunState.SUCCEEDED, **options})
     key = int(f"{month:%Y%m}") * partitions.KEYS_OF_A_MONTH + 999
     if month != THIS:
         with store.transaction() as tx:
@@ -119,7 +123,7 @@ def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_p
     assert rows_of(store, "telemetry_chunks") == 3
     assert prune(store, tmp_path / "new").telemetry == [table(THIS)]
     (file,) = (tmp_path / "new").iterdir()
-    assert file.name == f"{table(THIS)}.parquet"
+    assert file.name == f"{table(THIS)}-00001.parquet"
     stored = parquet.read_table(file).to_pylist()
     mine = [row for row in stored if (row["rank"], row["name"]) == (0, "grad_norm")]
     assert ([row["step"] for row in mine], [row["value"] for row in mine]) == (steps.tolist(), values.tolist())
@@ -154,7 +158,7 @@ def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Sto
     old = run_of(store, THIS)
     with store.transaction() as tx:
         add_chunk(tx, old.key, a_chunk(0, 50))
-    in_the_way = tmp_path / f"{table(THIS)}.parquet"
+    in_the_way = tmp_path / f"{table(THIS)}-00001.parquet"
     in_the_way.mkdir()
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match=f"stays in the table {table(THIS)}"):
@@ -176,13 +180,107 @@ def test_an_archive_that_cannot_be_written_is_refused_before_anything_changes(st
     assert rows_of(store, "telemetry_chunks") == 1
 
 
-def test_a_month_stays_while_a_run_of_it_holds_a_lease_or_until_it_is_old_enough(store: Store) -> None:
-    run_of(store, THIS, state=RunState.RUNNING, lease_s=60.0)
+def test_a_month_stays_until_it_is_old_enough(store: Store) -> None:
+    run_of(store, THIS)
+    store.now.advance(-1)  # type: ignore[attr-defined] # the fixture's clock
     assert prune(store).telemetry == []
+    store.now.advance(1)  # type: ignore[attr-defined] # the same
+    assert prune(store).telemetry == [table(THIS)]
+
+
+@pytest.mark.parametrize("state", [RunState.PENDING, RunState.CLAIMED, RunState.RUNNING])
+def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState) -> None:
+    """Planned long ago, or with a lease that has ended: its telemetry would be refused for good."""
+    run = run_of(store, THIS, state=state, lease_s=None if state is RunState.PENDING else 60.0)
     store.now.advance(61)  # type: ignore[attr-defined] # the fixture's clock
-    assert prune(store, dry_run=True).telemetry == [table(THIS)]
-    store.now.advance(-62)  # type: ignore[attr-defined] # the same
     assert prune(store).telemetry == []
+    with store.transaction() as tx:
+        tx.jobs.update(run.job_id, state="archived")
+    if state is not RunState.PENDING:
+        assert prune(store).telemetry == []
+        store.now.advance(KEPT.total_seconds())  # type: ignore[attr-defined] # the same
+    assert table(THIS) in prune(store).telemetry
+
+
+def test_a_run_that_begins_before_the_detaching_keeps_its_month(store: Store) -> None:
+    """The check is made again under the lock of `runs`."""
+    assert partitions.due(store.engine, before=NEXT) == [table(THIS)]
+    run_of(store, THIS, state=RunState.PENDING)
+    assert not partitions.drop(store.engine, table(THIS), None, before=NEXT)
+    assert table(THIS) in tables(store)
+
+
+def test_of_two_that_prune_one_drops_months_and_the_other_says_so(store: Store, tmp_path: Path) -> None:
+    """After which the lock is free again."""
+    with partitions.dropping(store.engine), pytest.raises(Conflict, match="Another `tula prune --yes`"):
+        prune(store, tmp_path)
+    assert table(THIS) in tables(store)
+    assert prune(store, tmp_path).telemetry == [table(THIS)]
+
+
+def test_an_attempt_that_fails_leaves_the_files_of_one_that_finished(store: Store, tmp_path: Path) -> None:
+    """Here its table is gone, because the other has dropped it."""
+    old = run_of(store, THIS)
+    with store.transaction() as tx:
+        add_chunk(tx, old.key, a_chunk(0, 50))
+    prune(store, tmp_path)
+    with pytest.raises(StoreUnavailable, match="could not be written"):
+        Archive(str(tmp_path)).write(store.engine, table(THIS))
+    (file,) = tmp_path.iterdir()
+    assert parquet.read_metadata(file).num_rows == 100
+
+
+def test_a_month_is_on_disk_before_it_is_dropped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file, and its name in the folder."""
+    old = run_of(store, THIS)
+    with store.transaction() as tx:
+        add_chunk(tx, old.key, a_chunk(0, 50))
+    synced = []
+
+    def fsync(opened: int, really: Callable[[int], None] = os.fsync) -> None:
+        assert table(THIS) in tables(store)
+        synced.append(os.fstat(opened).st_ino)
+        really(opened)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prune(store, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert synced == [file.stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_a_long_month_has_several_files_and_a_finished_one_is_not_written_again(store: Store, tmp_path: Path) -> None:
+    """Files of an earlier attempt that the month no longer fills are removed."""
+    runs = [run_of(store, THIS) for _ in range(3)]
+    with store.transaction() as tx:
+        for run in runs:
+            for sequence in range(150):  # more than a page
+                add_chunk(tx, run.key, a_chunk(sequence, 5))
+    archive = Archive(str(tmp_path), values_per_file=1000)
+    archive.write(store.engine, table(THIS))
+    files = sorted(tmp_path.iterdir())
+    assert [parquet.read_metadata(file).num_rows for file in files] == [1000, 1000, 1000, 1000, 500]
+    stored = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    assert len({(row["run_id"], row["step"], row["name"]) for row in stored}) == len(stored) == 4500
+    written_at = [file.stat().st_mtime_ns for file in files]
+    archive.write(store.engine, table(THIS))
+    assert [file.stat().st_mtime_ns for file in files] == written_at
+    with store.transaction() as tx:
+        tx.connection.exec_driver_sql(f"DELETE FROM {table(THIS)} WHERE run_key = {runs[0].key}")
+    archive.write(store.engine, table(THIS))
+    assert [parquet.read_metadata(file).num_rows for file in sorted(tmp_path.iterdir())] == [1000, 1000, 1000]
+
+
+def test_a_backup_that_begins_meanwhile_keeps_no_archived_month(store: Store, tmp_path: Path) -> None:
+    """It reads `runs` until its end, and the detached table no longer refers to that."""
+    with ExitStack() as backup:
+
+        class During(Archive):
+            def write(self, _engine: Engine, _table: str) -> None:
+                reading = backup.enter_context(store.reading()).connection
+                reading.exec_driver_sql("LOCK TABLE runs IN ACCESS SHARE MODE")
+
+        assert partitions.drop(store.engine, table(THIS), During(str(tmp_path)))
+    assert table(THIS) not in tables(store)
 
 
 def test_a_month_in_use_is_dropped_once_its_reader_has_finished(store: Store) -> None:
