@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import Final
 
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
@@ -10,20 +11,32 @@ from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 NOTHING: Final = "-"
 """What is not known."""
 
-_STEPS: Final = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
+_STEPS: Final = (
+    (60, "min", 1, "s", 3_600),
+    (3_600, "h", 60, "min", 86_400),
+    (86_400, "d", 3_600, "h", math.inf),
+)
+"""Two units with their seconds, and the seconds from which on greater ones are used."""
 
 
 def duration(seconds: float | None) -> str:
     """Three figures, or two units from a minute on: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
-    for great, great_name, small, small_name in _STEPS:
-        if seconds >= great:
-            whole, rest = divmod(round(seconds / small) * small, great)
-            return f"{whole:,.0f} {great_name}" + (f" {rest / small:.0f} {small_name}" if rest else "")
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} us"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if _figures(seconds) < 60:
+        if _figures(seconds) >= 1:
+            return f"{_figures(seconds):f} s"
+        milliseconds = _figures(seconds * 1e3)
+        return f"{milliseconds:f} ms" if milliseconds >= 1 or not seconds else f"{_figures(seconds * 1e6):f} us"
+    text = ""
+    for great, great_name, small, small_name, end in _STEPS:
+        whole, rest = divmod(round(seconds / small) * small, great)
+        text = f"{whole:,.0f} {great_name}" + (f" {rest / small:.0f} {small_name}" if rest else "")
+        if whole * great + rest < end:
+            break
+    return text
 
 
 def size(size_bytes: float | None) -> str:
@@ -31,7 +44,7 @@ def size(size_bytes: float | None) -> str:
     if size_bytes is None or not math.isfinite(size_bytes):
         return NOTHING
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size_bytes) < 1024:
+        if abs(round(size_bytes)) < 1024:
             return f"{size_bytes:.3g} {unit}" if abs(size_bytes) < 999.5 else f"{size_bytes:.0f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:,.1f} TiB"
@@ -39,25 +52,39 @@ def size(size_bytes: float | None) -> str:
 
 def count(number: float) -> str:
     """Three figures: `950`, `32.8 k`, `2.1 M`."""
+    if not math.isfinite(number):
+        return NOTHING
+    if number < 0:
+        return f"-{count(-number)}"
     for unit in ("", " k", " M", " G"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
+        if _figures(number) < 1000:
+            return f"{_figures(number):f}{unit}"
         number /= 1000
-    return f"{number:,.3g} T"
+    return f"{_figures(number):,f} T"
 
 
 def money(usd: float | None) -> str:
     """Dollars with cents below a thousand, and with three figures below one."""
     if usd is None or not math.isfinite(usd):
         return NOTHING
-    return f"${usd:,.0f}" if abs(usd) >= 1000 else f"${usd:,.2f}" if abs(usd) >= 1 or usd == 0 else f"${usd:.3g}"
+    if usd < 0:
+        return f"-{money(-usd)}"
+    if round(usd, 2) >= 1000:
+        return f"${usd:,.0f}"
+    return f"${_figures(usd):f}" if 0 < _figures(usd) < 1 else f"${usd + 0.0:.2f}"
 
 
 def percent(share: float | None, *, signed: bool = False, digits: int = 1) -> str:
     """A fraction as per cent."""
     if share is None or not math.isfinite(share):
         return NOTHING
-    return f"{share * 100:{'+' if signed else ''}.{digits}f} %"
+    rounded = round(share * 100, digits) + 0.0  # never -0
+    return f"{rounded:{'+' if signed else ''}.{digits}f} %"
+
+
+def _figures(number: float) -> Decimal:
+    """Rounded to three figures; printed as `f` it has no exponent."""
+    return Decimal(f"{number + 0.0:.3g}")
 
 
 def cluster_name(value: Configuration) -> str:

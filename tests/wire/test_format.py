@@ -23,11 +23,28 @@ from tula_wire import Configuration, format
         (3599.4, "59 min 59 s"),
         (3661, "1 h 1 min"),
         (90_000, "1 d 1 h"),
+        (85_200, "23 h 40 min"),
+        (1e9, "11,574 d 2 h"),
         (math.inf, "-"),
+        (-0.2, "-200 ms"),
+        (-0.0, "0 ms"),
     ],
 )
 def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
     assert format.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9996, "1 s"), (0.00099951, "1 ms"), (59.96, "1 min"), (59.6, "59.6 s"), (3599.7, "1 h"), (86_399, "1 d")],
+)
+def test_the_unit_of_a_duration_follows_from_what_is_printed(seconds: float, text: str) -> None:
+    assert format.duration(seconds) == text
+
+
+@given(st.floats(-1e12, 1e12))
+def test_no_number_is_printed_with_an_exponent(number: float) -> None:
+    assert "e" not in format.duration(number) + format.count(number) + format.money(number) + format.percent(number)
 
 
 @given(st.floats(min_value=1e-6, max_value=1e9))
@@ -37,7 +54,18 @@ def test_no_duration_says_sixty_of_a_lower_unit(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("usd", "text"), [(None, "-"), (0.0, "$0.00"), (0.004, "$0.004"), (12.345, "$12.35"), (12345.6, "$12,346")]
+    ("usd", "text"),
+    [
+        (None, "-"),
+        (0.0, "$0.00"),
+        (0.004, "$0.004"),
+        (1e-7, "$0.0000001"),
+        (0.9996, "$1.00"),
+        (12.345, "$12.35"),
+        (999.996, "$1,000"),
+        (12345.6, "$12,346"),
+        (-2.5, "-$2.50"),
+    ],
 )
 def test_money_keeps_what_matters(usd: float | None, text: str) -> None:
     assert format.money(usd) == text
@@ -46,6 +74,9 @@ def test_money_keeps_what_matters(usd: float | None, text: str) -> None:
 def test_sizes_counts_and_shares_have_units() -> None:
     assert [format.size(each) for each in (None, 512, 1.5 * 2**20, 2**45)] == ["-", "512 B", "1.5 MiB", "32.0 TiB"]
     assert [format.count(each) for each in (950, 32_800, 2.1e6)] == ["950", "32.8 k", "2.1 M"]
+    assert [format.count(each) for each in (999.7, -2e6, math.nan, math.inf)] == ["1 k", "-2 M", "-", "-"]
+    assert [format.size(each) for each in (1023.7, 1000)] == ["1 KiB", "1000 B"]
+    assert format.percent(-0.0004, signed=True) == "+0.0 %"
     shares = format.percent(0.198), format.percent(0.05, signed=True), format.percent(0.5, digits=0)
     assert shares == ("19.8 %", "+5.0 %", "50 %")
 
