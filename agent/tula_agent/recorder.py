@@ -266,7 +266,7 @@ class Recorder:
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.batch_observers.references:
-            self.objects.observe_batch(batch)
+            self.objects.observe_batch(batch, self.batches.share_of(self.cut_to))
         if self.leads and self.timer.step < EVERY_STEP_UNTIL:
             length = sequence_length_of(batch)
             if length is not None:
@@ -275,7 +275,7 @@ class Recorder:
     def more_micro_steps(self, batch: Any, count: int) -> None:
         """`count` further micro-steps were fetched with `batch`, and have its size."""
         self.timer.more_micro_steps(count)
-        self.objects.observe_batch(batch, count)
+        self.objects.observe_batch(batch, self.batches.share_of(self.cut_to), count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         """Step pre-hook of the watched optimizers; never raises."""

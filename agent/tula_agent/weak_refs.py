@@ -77,8 +77,8 @@ class TrackedObjects:
                     reported[name] = value
                     yield name, value
 
-    def observe_batch(self, batch: Any, times: int = 1) -> None:
-        """Hand the batch of a micro-step to the observers; `times` for as many micro-steps of the same size."""
+    def observe_batch(self, batch: Any, share: float, times: int = 1) -> None:
+        """Hand the batch of a micro-step, a `share` of the loader's, to the observers; `times`: of how many such."""
         for optimizer in self.batch_observers:
             for _ in range(times):
-                optimizer.observe_batch(batch)
+                optimizer.observe_batch(batch, share=share)

@@ -15,6 +15,7 @@ from tests.agent.sink import Sink
 from tula_agent.batch_cut import first_examples
 from tula_agent.config import read_config
 from tula_agent.run import Run
+from tula_agent.scaling import TulaOptimizer
 
 COLUMN = {
     "TULA_COLUMN": "2=small,4=middle",
@@ -165,3 +166,27 @@ def test_a_batch_is_cut_to_its_first_examples_and_stays_as_it_was(batch: Any, cu
 def test_a_batch_whose_parts_are_not_all_of_its_length_is_refused(batch: Any) -> None:
     with pytest.raises(TypeError):
         first_examples(batch, 6, 2)
+
+
+def test_the_noise_scale_of_smaller_batches_is_the_same_with_a_given_global_batch_size(
+    environment: dict[str, str],
+) -> None:
+    noise: dict[int | None, list[tuple[int, float]]] = {}
+    for given in (None, 16):
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.0), policy="measure", global_batch_size=given)
+        run = Run(read_config(environment | COLUMN | {"TULA_GRAD_ACCUM_STEPS": "2"}))
+        run.watch(torch.nn.Linear(1, 1), optimizer)
+        noise[given] = []
+        for number, batch in enumerate(run.steps(0.1 + torch.randn(48, 8, 64))):
+            ((batch @ weight).mean() / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                found = optimizer.telemetry().get("gradient_noise_scale", 0.0)
+                noise[given].append((len(batch), found))
+        run.finish()
+        optimizer.close()
+    assert noise[16] == noise[None]
+    assert {size for size, found in noise[16] if found > 0.0} == {2, 4, 8}

@@ -105,8 +105,7 @@ class AgsPolicy:
     def _refresh(self, reading: Reading, thresholds: ScalingThresholds) -> None:
         """UPDATEGRADSCALE of Algorithm 1: by a probe where the script allows one, else from ranks and micro-steps."""
         meter = self._meter
-        if meter.global_batch_size is None:
-            meter.count(reading.examples)
+        meter.count(reading.examples)
         found: Gradients = []
         if meter.probes:
             probed = meter.probe(thresholds.small_batch_size)

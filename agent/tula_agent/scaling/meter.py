@@ -82,7 +82,7 @@ class Reading:
 
     @property
     def examples(self) -> float:
-        """Observed over all ranks; 0 when they observe none."""
+        """Global batch size of the step; 0 where it is not given and no rank observes its batches."""
         return float(self._vector[5])
 
     @property
@@ -94,8 +94,9 @@ class Reading:
 class Meter:
     """Hooks, the batch of the current step, and what is measured from both.
 
-    `counted_batch_size`: examples per step counted over all ranks, for a job that does not give its global batch size.
-    A rank's batch would not do: the last one of an epoch may be shorter on some ranks, and their factors would differ.
+    `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's batch would not do: the last
+    one of an epoch may be shorter on some ranks, and their factors would differ.
+    `share`: of the batches of `global_batch_size`, how much the agent hands to this rank.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Meter:
         self.inner, self.ranks = inner, ranks
         self.tap = GradientTap()
         self.global_batch_size = global_batch_size
+        self.share = 1.0
         self.counted_batch_size: int | None = None
         self.last_count = 0
         self._model, self._loss = model, loss
@@ -171,15 +173,22 @@ class Meter:
         return min(self._observed, parts * self._longest) if parts else self._longest
 
     @property
+    def examples(self) -> float:
+        """This rank's summand of B: its part of the global batch that the script gives, else what was observed."""
+        given = self.global_batch_size
+        return self.observed if given is None else given * self.share / self.ranks.size
+
+    @property
     def batch_size(self) -> int | None:
-        """B, per step over all ranks: as given, else as last counted in the batches observed."""
-        return self.counted_batch_size if self.global_batch_size is None else self.global_batch_size
+        """B, per step over all ranks, of the last reading; before the first one as given."""
+        return self.global_batch_size if self.counted_batch_size is None else self.counted_batch_size
 
     def count(self, examples: float) -> None:
-        """Take a sum of `observed` as the batch size; a smaller one only the second time: a last batch may be short."""
+        """Take a sum of `examples` as B; a smaller count only the second time: a last batch may be short."""
         if examples > 0:
             count = round(examples)
-            self.counted_batch_size, self.last_count = max(count, self.last_count), count
+            short = self.global_batch_size is None and count < self.last_count
+            self.counted_batch_size, self.last_count = self.last_count if short else count, count
 
     def batch_ratio(self, small_batch_size: int | None) -> float | None:
         """B / b_small when both are known; never below 1."""
@@ -203,7 +212,7 @@ class Meter:
         small = torch.stack([s.to(self.device) for s in sums]).double().sum() if sums else zero
         large = norm_squared(mine).to(self.device) if mine else zero
         parts = float(tap.parts)
-        head = _head(small, parts, large, parts / size, parts, self.observed, float(tap.uneven))
+        head = _head(small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
         projections = [x if x is None else x.to(self.device, torch.float64) for x in tap.projections()]
         return torch.cat([head, torch.stack([zero if x is None else x for x in projections]) / size])
 
@@ -223,7 +232,7 @@ class Meter:
         rows, wanted = batch_length(self._batch), small_batch_size
         size = rows // 8 if wanted is None else math.ceil(wanted / self.ranks.size / self._per_row)
         size = max(1, size)
-        examples, sizes, too_short = self._over_ranks([self.observed, size * self._per_row, size >= rows])
+        examples, sizes, too_short = self._over_ranks([self.examples, size * self._per_row, size >= rows])
         if too_short:
             self.warn(
                 f"a probe of {size} examples does not fit into the {rows} that a rank observes in one micro-step: "
@@ -236,7 +245,7 @@ class Meter:
             gradients = probe_gradients(self._model, self._loss, part, self.parameters(), ranks=self.ranks)
         finally:
             self.tap.armed = armed
-        return gradients, (self.global_batch_size or examples) / sizes
+        return gradients, examples / sizes
 
     def _over_ranks(self, numbers: list[float]) -> list[float]:
         """Their sums; with several ranks the host waits for the device here, with one it does not."""

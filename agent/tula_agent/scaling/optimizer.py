@@ -136,15 +136,26 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Ask for new thresholds: the first rank's take effect on all ranks at one step, at most 17 steps from now."""
         self._synced.propose(thresholds)
 
-    def observe_batch(self, batch: Any, *, size: float | None = None, global_batch_size: int | None = None) -> None:
+    def observe_batch(
+        self,
+        batch: Any,
+        *,
+        size: float | None = None,
+        global_batch_size: int | None = None,
+        share: float | None = None,
+    ) -> None:
         """Take the batch of this step on this rank (nested tensors, examples first), or of each of its micro-steps.
 
         size: what it counts for, where that is not its number of examples: tokens, for sequences of unequal length;
-        batch sizes and the noise scale are then in tokens. The last batch is kept by reference until `step`.
+        batch sizes and the noise scale are then in tokens. share: which part of each batch the script is handed from
+        now on; the agent says so while a launch measures smaller batches, and B is this part of `global_batch_size`.
+        The last batch is kept by reference until `step`.
         """
         self._meter.observe(batch, size)
         if global_batch_size is not None:
             self._meter.global_batch_size = global_batch_size
+        if share is not None:
+            self._meter.share = share
 
     def next_epoch(self) -> None:
         """An epoch begins on every rank: `ags` finds factors after its first step, unless it has `steps_per_epoch`."""

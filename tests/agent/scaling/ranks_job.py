@@ -86,7 +86,9 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
         size = 5 if uneven and rank == 1 and step % 4 == 3 else 16
         images = torch.randn(size, 1, 8, 8, generator=draw)
         labels = (images[:, 0, 2:4].mean((1, 2)) * 6 + 2.5).long().clamp(0, 4)
-        optimizer.observe_batch((images, labels))
+        # A rank whose first batch can't be cut hands out whole ones until the ranks have agreed.
+        share = 0.5 if name == "gain-b_small" and (rank == 0 or step >= 4) and step < 40 else 1.0
+        optimizer.observe_batch((images, labels), share=share)
         for part in range(micro_steps):
             chunk = slice(part * 16 // micro_steps, (part + 1) * 16 // micro_steps)
             last = part == micro_steps - 1
