@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,11 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; other names, which a replica of an earlier snapshot has stored, are left out."""
         detector, alarm = state.get("detector"), state.get("alarm")
         parts = {"detector": detector and DriftState(**detector), "alarm": alarm and Alarm(**alarm)}
-        return cls(**{**state, **parts})
+        known = {each.name: state[each.name] for each in fields(cls) if each.name in state}
+        return cls(**{**known, **parts})
 
     def to_json(self) -> dict[str, Any]:
         """What the run stores."""
