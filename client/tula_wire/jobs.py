@@ -283,7 +283,8 @@ class JobPage(WireModel):
 class ProfilingCost(WireModel):
     """What profiling has taken, and what is left of the plan as it is now, launch after launch, start-up included.
 
-    What is left rests on predicted step times and on the start-up of earlier launches, before the first on 30 s.
+    What is left rests on predicted step times and on the start-up of earlier launches, before the first on 30 s. An
+    interrupted launch counts as taken until its lease expired, and no longer once its runs are leased again.
     """
 
     spent_gpu_seconds: float = Field(description="Seconds of all ranks together, so far.")

@@ -201,20 +201,23 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[wire.Run], now_s: float) -
     """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
 
     A launch takes its start-up, the median of those that ended, and its steps as predicted, of which it needs the share
-    of the planned ones that earlier runs needed. Before the first has ended these are 30 s and all steps.
+    of the planned ones that earlier runs needed. Before the first has ended these are 30 s and all steps. A launch
+    whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
     """
-    begun = [
-        (run, run.started_at.timestamp(), run.finished_at.timestamp() if run.finished_at else now_s)
-        for run in plan
-        if run.started_at is not None
-    ]
+    begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
     launches = _launches(begun, spec)
     measured = [run for run in plan if run.step_time_s is not None and run.state not in _OPEN]
     share = fmean(_needed(run) / _steps(run) for run in measured) if measured else 1.0
-    ended = [spans for spans in launches if any(run.step_time_s for run, _, _ in spans) and not _running(spans)]
+    ended = [
+        spans
+        for spans in launches
+        if any(run.step_time_s for run, _, _ in spans) and all(run.state not in _OPEN for run, _, _ in spans)
+    ]
     start_up_s = median(max(0.0, _taken(spans)[1] - _in_steps_s(spans)) for spans in ended) if ended else _START_UP_S
     under_way_s = {
-        _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans) for spans in launches if _running(spans)
+        _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans)
+        for spans in launches
+        if any(run.state in _OPEN and ended_s >= now_s for run, _, ended_s in spans)
     }
     waiting: dict[object, list[wire.Run]] = {}
     for run in plan:
@@ -258,8 +261,11 @@ def _taken(spans: Sequence[Span[R]]) -> tuple[Configuration, float]:
     return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
 
 
-def _running(spans: Sequence[Span[wire.Run]]) -> bool:
-    return any(run.state in _OPEN for run, _, _ in spans)
+def _ended_s(run: wire.Run, now_s: float) -> float:
+    """When a run that began ended, seconds since 1970; `now_s` while it is under way, so while its lease lasts."""
+    if run.finished_at is not None:
+        return run.finished_at.timestamp()
+    return now_s if run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
 
 
 def _in_steps_s(spans: Sequence[Span[wire.Run]]) -> float:

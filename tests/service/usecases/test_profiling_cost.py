@@ -83,6 +83,17 @@ def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come(
     assert cost([*COLUMN, *half], now_s=1000).left_s == 0.0
 
 
+def test_a_launch_that_died_ends_with_its_lease_and_is_to_come_again() -> None:
+    """Its run stays `running` until the next claim, which may be days later."""
+    expires = BEGAN + timedelta(seconds=220)
+    died = run(64, "running", 100, nodes=2, predicted_step_time_s=2.0, lease_expires_at=expires)
+    alive = cost([*COLUMN, died], now_s=219)
+    assert (alive.spent_gpu_seconds, alive.left_s) == (pytest.approx(20 * RANKS + 119 * 2 * RANKS), 0.0)
+    found = cost([*COLUMN, died], now_s=50_000)
+    assert found.spent_gpu_seconds == pytest.approx(20 * RANKS + 120 * 2 * RANKS)
+    assert (found.launches_left, found.left_s) == (1, pytest.approx(11 + 6 * 2))
+
+
 def test_launches_of_one_cluster_at_different_times_are_counted_without_the_pause_between_them() -> None:
     again = run(128, "failed", 1000, 7)
     assert cost([*COLUMN, again]).spent_gpu_seconds == pytest.approx((20 + 7) * RANKS)
