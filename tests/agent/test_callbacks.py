@@ -65,6 +65,18 @@ def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cu
     else:
         assert (sizes, seen.count("small"), seen.count("run1")) == (whole | {("small", 2)}, 8, 8)
         assert sorted(sink.states) == ["running", "running", "succeeded", "succeeded"]
+    if script == "lightning_fit.py":  # the peak of memory is of the cut batch, and the trainer is left as it was
+        assert done.printed("moved") == ["moved [2, 8] by batch_to_device"]
+
+
+def test_a_lightning_module_that_takes_batches_from_the_loader_itself_measures_whole_ones(
+    sink: Sink, launch: Launch
+) -> None:
+    plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "6", "TULA_LOCAL_BATCH_SIZE": "8", "TULA_COLUMN": "2=small"}
+    done = launch("lightning_fit.py", "50", PULLS="1", **plan)
+    assert not sink.invalid
+    assert {path.split("/")[3] for _, path, _ in sink.requests if path.endswith("/samples")} == {"run1"}
+    assert done.stderr.count("measures one batch instead of several") == 1
 
 
 @pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ __all__ = ["TulaCallback"]
 class TulaCallback(Callback):
     """Measures `fit`, stops it when a profiling run has enough samples, and reports how it ended.
 
-    A launch that measures several batches cuts each where the trainer's strategy moves it to the device.
+    A launch that measures several batches cuts each before the trainer's strategy moves it to the device.
 
     At a training's limit it stops too, and saves `stopped.ckpt` beside the checkpoints, if the trainer keeps any.
 
@@ -38,6 +39,7 @@ class TulaCallback(Callback):
         self.run: Run | None = None
         self._dataset_size = dataset_size
         self._pause = ExitStack()
+        self._fit = ExitStack()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start the agent's run."""
@@ -50,12 +52,13 @@ class TulaCallback(Callback):
                 self.run.begin_at(_epochs_before(trainer))
             model = getattr(trainer.strategy, "model", None) or pl_module
             self.run.watch(model, list(trainer.optimizers))
-            _cut_batches(trainer, self.run)
+            self._cut_batches(trainer, self.run)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Start timing the loop."""
         if self.run is not None:
-            self.run.begin_loop(trainer.train_dataloader, cuts=True)
+            pulls = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+            self.run.begin_loop(trainer.train_dataloader, cuts=not pulls)  # a module that pulls moves them itself
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step begins."""
@@ -101,6 +104,7 @@ class TulaCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Report the exception now, since Lightning ends some processes itself."""
+        self._fit.close()
         if self.run is None:
             return
         from tula_agent.oom_watch import is_out_of_memory
@@ -112,19 +116,20 @@ class TulaCallback(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Send the remaining measurements and end the run."""
+        self._fit.close()
         if self.run is not None:
             self.run.finish()
 
+    def _cut_batches(self, trainer: Any, run: Run) -> None:
+        """Until fit ends, move to the device only the examples that the run is to measure: the rest takes memory."""
+        strategy = trainer.strategy
+        to_device = strategy.batch_to_device
 
-def _cut_batches(trainer: Any, run: Run) -> None:
-    """Of each batch of training, give the module the examples that the run is to measure."""
-    to_device = trainer.strategy.batch_to_device
+        def cut(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return to_device(run.cut(batch) if trainer.training else batch, *args, **kwargs)
 
-    def cut(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = to_device(batch, *args, **kwargs)
-        return run.cut(moved) if trainer.training else moved
-
-    trainer.strategy.batch_to_device = cut
+        strategy.batch_to_device = cut
+        self._fit.callback(setattr, strategy, "batch_to_device", to_device)
 
 
 def _epochs_before(trainer: Any) -> float:

@@ -20,6 +20,11 @@ class Module(pl.LightningModule):
         x, y = batch
         return torch.nn.functional.cross_entropy(self.net(x), y)
 
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        if self.trainer.training:
+            MOVED.add(len(batch[0]))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def validation_step(self, batch, index):
         x, y = batch
         time.sleep(SLOW_S if index == 0 else 0.0)
@@ -27,6 +32,14 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Pulls(Module):
+    """Takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
 
 
 class Saves(pl.Callback):
@@ -38,6 +51,8 @@ class Saves(pl.Callback):
 
 
 SLOW_S = float(os.environ.get("SLOW_EVALUATION_S", "0"))
+PULLS = "PULLS" in os.environ
+MOVED: set[int] = set()
 CHECKPOINT = sys.argv[2] if len(sys.argv) > 2 else None
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
@@ -58,5 +73,11 @@ trainer = pl.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Module(), loader, loader, ckpt_path=CHECKPOINT if CHECKPOINT and Path(CHECKPOINT).exists() else None)
+trainer.fit(
+    Pulls() if PULLS else Module(),
+    loader,
+    loader,
+    ckpt_path=CHECKPOINT if CHECKPOINT and Path(CHECKPOINT).exists() else None,
+)
 print("steps", trainer.global_step)
+print("moved", sorted(MOVED), "by", trainer.strategy.batch_to_device.__name__)
