@@ -96,22 +96,25 @@ def most_promising(
 def expected_gain(recommendation: Recommendation, runnable: Collection[Configuration]) -> float:
     """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
 
-    It is the sum of the expected improvements (Jones 1998) of the logarithm over the unmeasured batches that one launch
-    can measure; the improvement of the best of them is no larger. Infinite while the choice may break a limit.
+    It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a column,
+    each at its better offer, since one run measures it for both. The improvement of the best batch is no larger, nor is
+    that of the few which one launch measures. Infinite while the choice may break a limit.
     """
     choice = recommendation.choice
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
     best, forbidden = choice.preference.value(choice.chosen), _forbidden(choice)
-    gains: defaultdict[Column, float] = defaultdict(float)
+    gains: defaultdict[Column, dict[Configuration, float]] = defaultdict(dict)
     for estimate in recommendation.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in forbidden:
             value = choice.preference.value(estimate)
             sd = max(value.log_sd, 1e-9)
             ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
             density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
-            gains[column_of(estimate.configuration)] += sd * (ahead * float(special.ndtr(ahead)) + density)
-    return max(gains.values(), default=0.0)
+            gain = sd * (ahead * float(special.ndtr(ahead)) + density)
+            of_column = gains[column_of(estimate.configuration)]
+            of_column[estimate.configuration] = max(gain, of_column.get(estimate.configuration, 0.0))
+    return max((sum(of_column.values()) for of_column in gains.values()), default=0.0)
 
 
 def _forbidden(choice: Choice) -> frozenset[tuple[Configuration, bool]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -118,6 +120,15 @@ def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_bat
     assert expected_gain(found, runnable[3:]) == pytest.approx(0.0, abs=1e-6)
     late = estimates((1.0, 1.04, True), hopeless, limits=Limits(deadline_s=0.5))
     assert expected_gain(late, runnable) > 1.0, "the choice breaks the deadline"
+
+
+def test_the_expected_gain_counts_a_batch_once_at_its_better_offer():
+    on_demand = estimates((1.0, 1.04, True), (1.1, 1.5, False), (1.2, 1.5, False))
+    runnable = [e.configuration for e in on_demand.estimates]
+    slower = [replace(e, time_s=e.time_s.scaled(1.05), spot=True) for e in on_demand.estimates]
+    for both in ((*on_demand.estimates, *slower), (*slower, *on_demand.estimates)):
+        found = Recommendation(both, on_demand.choice)
+        assert expected_gain(found, runnable) == pytest.approx(expected_gain(on_demand, runnable))
 
 
 @pytest.mark.parametrize(("mean", "by_column", "runs"), [(1.02, False, 1), (1.02, True, 0), (0.99, True, 1)])

@@ -247,7 +247,7 @@ def test_facts_in_the_state_of_a_monitor_move_to_columns_of_the_run(tmp_path: Pa
     assert (found.alarm, found.announced, found.changed, found.spent_s) == (alarm, ["deadline"], True, 3.0)
 
 
-def test_what_a_replica_of_an_earlier_snapshot_stores_after_the_upgrade_opens_the_monitor() -> None:
+def test_a_run_that_a_replica_of_an_earlier_snapshot_stores_opens_the_monitor_after_the_upgrade() -> None:
     """During a rolling upgrade, in the form that it knows."""
     former = {"sentence": "Slower", "unsteady": True, "time_limit_s": 60.0, "spent_s": 3.0}
     assert Monitor.read(former) == Monitor(spent_s=3.0)
