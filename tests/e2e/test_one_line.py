@@ -265,3 +265,27 @@ def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server)
     wanted = Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8, grad_accum_steps=2)
     assert now.configuration == before.configuration == wanted
     assert (before.state, before.end_cause) == ("failed", "superseded")
+
+
+def test_a_restart_continues_the_run_before_on_whichever_machine_rank_0_is(
+    client: Client, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine `a`, then `b`, then `a` again, whose own last run is then an older one; at last `a` after it sat out."""
+    store, request = dist.HashStore(), SpooledRequest("PATCH", f"/v1/runs/{UNKNOWN_RUN}", b"{}")
+    for start, machines in enumerate(("ab", "ba", "ab", "b", "a")):
+        ranks = []
+        for rank, machine in enumerate(machines):
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / machine / "attempt_0" / "0" / "error.json"))
+            (tmp_path / machine).mkdir(exist_ok=True)
+            size = len(machines)
+            ranks.append(JoiningRank(store, rank, server.url, job="moving", start=start, world_size=size))
+        first, *others = ranks
+        for rank in others:
+            assert not rank.joining.ready(last=False)
+        assert first.joining.ready(last=False)
+        first.joining.sent(request)
+        for rank in others:
+            assert rank.joining.ready(last=False)
+    ends = [(run.state, run.end_cause) for run in reversed(runs_of(client, "moving"))]
+    # The last start can't know the fourth run, and goes on from none rather than from the third.
+    assert ends == [*[("failed", "superseded")] * 3, *[("claimed", None)] * 2]

@@ -140,6 +140,7 @@ class Joining:
             return False
         self._refused = not found
         self.run_id = _checked(found) if found else None
+        self._leave_mark()
         return True
 
     # The first rank.
@@ -156,9 +157,13 @@ class Joining:
         if self.run_id is not None:
             with self._guard("joining a run"):
                 self._process.joined()
+        self._leave_mark()
+
+    def _leave_mark(self) -> None:
+        """On every machine, since the next start's first rank may be on any."""
+        if self.run_id is not None and self._mark is not None:
             with self._guard("leaving the run to a later start"):
-                if self._mark is not None:
-                    self._mark.write_text(self.run_id)
+                self._mark.write_text(self.run_id)
 
     def _make(self) -> None:
         config = self._process.config
@@ -183,7 +188,10 @@ class Joining:
             service.transport.close()
 
     def _continued(self, service: _Service, job_id: str) -> dict[str, Any]:
-        """The training run before a restart by torchrun, if the service still has it."""
+        """The training run before a restart by torchrun, if the service still has it.
+
+        One that another run continued is older: this machine had no part in the start before.
+        """
         before = ""
         with self._guard("finding the run before a restart"):
             if self._mark is not None and self._mark.exists():
@@ -191,7 +199,8 @@ class Joining:
         if not before or self._process.config.plan is not None:
             return {}
         found = service.find(routes.RUN.format(run_id=before))
-        return {"continues": before} if found and found["job_id"] == job_id else {}
+        latest = found is not None and found["job_id"] == job_id and found.get("end_cause") != "superseded"
+        return {"continues": before} if latest else {}
 
     def _batch(self) -> tuple[int, int]:
         seen = self._process.seen_configuration()
