@@ -38,7 +38,8 @@ class Metrics:
     def request(self, method: str, route: str, status: int, took_s: float) -> None:
         """Count one answered request; `route` is the pattern, so that labels stay few."""
         self.requests.labels(method, route, str(status)).inc()
-        self.request_s.labels(route).observe(took_s)
+        if status != 429:  # which waits
+            self.request_s.labels(route).observe(took_s)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of all workers together."""

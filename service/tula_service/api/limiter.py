@@ -27,16 +27,21 @@ class Limiter:
     def admit(self, principal: Principal, *, ingest: bool) -> None:
         """Count a request. Raises Busy beyond the limit."""
         limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
-        self._count(kind, principal.sender, limit)
+        remedy = f"More than {limit} requests in a minute: send fewer, larger ones, after Retry-After seconds."
+        self._count(kind, principal.sender, limit, remedy)
 
     def refuse_wrong(self, address: str) -> None:
-        """Count a wrong or missing token of this address. Raises Busy after too many of them.
+        """Count a wrong, missing or malformed token of this address. Raises Busy after too many of them.
 
-        Only what was looked up and found wrong counts: behind a proxy all valid tokens come from one address.
+        A right one never counts: behind a proxy all tokens come from one address.
         """
-        self._count("wrong", address, WRONG_PER_MINUTE)
+        remedy = (
+            f"More than {WRONG_PER_MINUTE} requests of this address in a minute had no right token: set TULA_TOKEN to "
+            "one that `tula token create` printed, or wait Retry-After seconds."
+        )
+        self._count("wrong", address, WRONG_PER_MINUTE, remedy)
 
-    def _count(self, kind: str, sender: str, limit: int) -> None:
+    def _count(self, kind: str, sender: str, limit: int, remedy: str) -> None:
         with self._lock:
             now = time.monotonic()
             if now >= self._window_ends:
@@ -46,8 +51,4 @@ class Limiter:
             if self._counts[kind, sender] <= limit:
                 return
             left_s = self._window_ends - now
-        raise Busy(
-            f"More than {limit} requests in a minute: send fewer, larger ones, after Retry-After seconds.",
-            retry_after_s=max(1.0, left_s),
-            limited=True,
-        )
+        raise Busy(remedy, retry_after_s=max(1.0, left_s), limited=True)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.service.api.conftest import HOST, Service
-from tula_service.api import limiter
+from tula_service.api import admission, limiter
 from tula_service.api.limiter import Limiter
 from tula_service.app import LOOKUPS
 from tula_service.errors import Busy
@@ -80,6 +80,23 @@ def test_valid_tokens_of_one_address_are_not_counted_as_guesses(
     service.app.state.services.access.forget()
     fresh = service.client(service.token("user"))
     assert {agent.get(routes.JOBS).status_code for agent in (*agents, fresh)} == {200}, "wrong tokens lock out no right"
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer tula_wrong"}, {"Authorization": "Token x"}])
+def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_service(
+    sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
+) -> None:
+    """Missing, wrong and malformed tokens count alike. Answers 429 wait, which would look like a slow service."""
+    monkeypatch.setattr(limiter, "WRONG_PER_MINUTE", 1)
+    monkeypatch.setattr(admission, "LIMITED_S", 0.01)
+    service = start(sqlite_url)
+    boss = service.client(service.token("admin"))
+    answers = [service.client(**header).get(routes.JOBS) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [401, 429, 429]
+    assert "had no right token: set TULA_TOKEN" in answers[-1].json()["detail"]
+    text = boss.get(routes.METRICS).text
+    assert f'tula_requests_total{{method="GET",route="{routes.JOBS}",status="429"}} 2.0' in text
+    assert f'tula_request_seconds_count{{route="{routes.JOBS}"}} 1.0' in text
 
 
 @pytest.mark.parametrize("page", [False, True])
