@@ -102,7 +102,11 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
-        daily = None if settings.read_only else asyncio.create_task(_create_partitions_daily(store, background))
+        daily = None
+        if not settings.read_only:
+            make_partitions = partial(background.run, "partitions", partial(create_ahead, store.engine))
+            await anyio.to_thread.run_sync(make_partitions)  # the service may have been stopped for months
+            daily = asyncio.create_task(_every_day(make_partitions))
         yield {"stopping": services.stopping}
         if daily is not None:
             daily.cancel()
@@ -139,10 +143,10 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     return app
 
 
-async def _create_partitions_daily(store: Store, background: BackgroundQueue) -> None:
+async def _every_day(work: Callable[[], None]) -> None:
     while True:
-        background.enqueue("partitions", partial(create_ahead, store.engine))
         await anyio.sleep(24 * 3600)
+        await anyio.to_thread.run_sync(work)
 
 
 def _probe(scope: Scope) -> bool:

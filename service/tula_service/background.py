@@ -52,8 +52,8 @@ class BackgroundQueue:
         """Do work now and log what it raises."""
         try:
             work()
-        except ServiceError:  # the run was deleted or the database is busy: its next samples enqueue the work again
-            _LOG.info("background work postponed", extra={"run_id": run_id})
+        except ServiceError as error:  # the run was deleted or the database is busy: the work is enqueued again later
+            _LOG.info("background work postponed: %s", error, extra={"run_id": run_id})
         except Exception:
             _LOG.exception("background work failed", extra={"run_id": run_id})
         finally:

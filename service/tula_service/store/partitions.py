@@ -39,18 +39,36 @@ _MONTHS: Final = sa.text(
 )
 
 
+OLDEST: Final = (
+    "SELECT min(relname) FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relispartition"
+    " AND relnamespace = current_schema()::regnamespace"
+)
+"""The table of the first month whose telemetry is kept."""
+
+
 def create_ahead(engine: sa.Engine) -> None:
     """Make the partitions of this month and the next ones that are missing. Raises StoreUnavailable."""
     if is_sqlite(engine):
         return
     existing = _tables(engine)
-    with engine.connect() as connection:
-        months = [int(month) for month in connection.execute(_MONTHS).scalars()]
-    for month in months:
+    for month in _months(engine):
         if (table := f"telemetry_chunks_{month}") not in existing:
             low, high = month * KEYS_OF_A_MONTH, _following(month) * KEYS_OF_A_MONTH
             part = f"{table} PARTITION OF telemetry_chunks FOR VALUES FROM ({low}) TO ({high})"
             _alter(engine, (f"CREATE TABLE IF NOT EXISTS {part}",), ("runs IN SHARE ROW EXCLUSIVE",))
+
+
+def check_month(engine: sa.Engine) -> None:
+    """Raise StoreUnavailable if the telemetry of runs that begin now has no partition."""
+    if not is_sqlite(engine) and f"telemetry_chunks_{_months(engine)[0]}" not in _tables(engine):
+        raise StoreUnavailable(
+            "Telemetry has no partition for this month: let the database's user own the tables, then restart."
+        )
+
+
+def is_before(run_key: int, oldest: str | None) -> bool:
+    """True for a run of a month before the table `oldest`, whose telemetry is no longer kept."""
+    return oldest is not None and run_key < int(oldest.rsplit("_", 1)[1]) * KEYS_OF_A_MONTH
 
 
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
@@ -147,6 +165,12 @@ def _alter(
                 raise StoreUnavailable(why_unavailable(error)) from error
             time.sleep(0.5)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _months(engine: sa.Engine) -> list[int]:
+    """This month and the next ones, such as 202611, by the clock of the database, which numbers the runs."""
+    with engine.connect() as connection:
+        return [int(month) for month in connection.execute(_MONTHS).scalars()]
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from tula_service.errors import Busy, NotFound, ServiceError, StoreUnavailable
+from tula_service.store import partitions
 from tula_service.store.database import Store, is_sqlite, why_unavailable
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
 
@@ -40,6 +41,8 @@ _Row: TypeAlias = tuple[object, ...]
 _Chunk: TypeAlias = tuple[str, _Row]
 _Outcome: TypeAlias = bool | ServiceError
 _GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
+_NOT_MADE: Final = "Telemetry has no partition for the month of this run: send this again later."
+_NO_PARTITION: Final = "23514"
 
 
 class TelemetryWriter:
@@ -159,10 +162,10 @@ class TelemetryWriter:
         try:
             new = set(connection.execute(INSERT_POSTGRES, columns).fetchall())
             connection.commit()
-        except self._store.engine.dialect.loaded_dbapi.IntegrityError:
+        except self._store.engine.dialect.loaded_dbapi.IntegrityError as error:
             connection.rollback()
             if len(chunks) == 1:
-                return [NotFound(_GONE)]
+                return [_why_refused(connection, rows[0], error)]
             return [self._write_postgres([chunk])[0] for chunk in chunks]
         outcomes: list[_Outcome] = []
         for _, row in chunks:
@@ -182,6 +185,16 @@ class TelemetryWriter:
                 connection.invalidate()
             except (sa.exc.SQLAlchemyError, self._store.engine.dialect.loaded_dbapi.Error):
                 return
+
+
+def _why_refused(connection: psycopg.Connection[Any], row: _Row, error: Any) -> ServiceError:
+    """The run is gone, or the partition of its month: dropped, or not yet made, after which the chunk is taken."""
+    if error.sqlstate != _NO_PARTITION:
+        return NotFound(_GONE)
+    found = connection.execute(partitions.OLDEST).fetchone()
+    connection.commit()
+    dropped = found is not None and partitions.is_before(int(str(row[0])), found[0])
+    return NotFound(_GONE) if dropped else StoreUnavailable(_NOT_MADE)
 
 
 def _insert_sqlite(connection: sqlite3.Connection, row: _Row) -> _Outcome:

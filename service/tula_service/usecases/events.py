@@ -13,6 +13,7 @@ import tula_wire as wire
 from tula_service.errors import StoreUnavailable
 from tula_service.store import EventRecord, Store
 from tula_service.store.migrations import check_schema
+from tula_service.store.partitions import check_month
 from tula_service.usecases.access import Principal, check_still_valid, visible_job
 
 _SHARES: Final = (0.5, 0.9)
@@ -73,10 +74,12 @@ def overview(store: Store) -> Overview:
 
 
 def check_ready(store: Store) -> None:
-    """Raise StoreUnavailable when the database does not answer or has no room, SchemaMismatch for another schema."""
+    """Raise SchemaMismatch for another schema, StoreUnavailable when the database does not answer, has no room, or has
+    no partition for this month."""
     store.check_disk()
     try:
         check_schema(store.engine)
+        check_month(store.engine)
     except sa.exc.SQLAlchemyError as error:
         raise StoreUnavailable("The database cannot be reached: check that it is running.") from error
 
