@@ -56,7 +56,7 @@ def change(
     """Set the job's policy, or numbers of one policy, and return what agents get from now on.
 
     Numbers that the training script passes stay in force there. Raises InvalidInput if the bounds would cross, or the
-    job's policy be `static` without a factor, since agents would refuse them.
+    job's policy be `static` without a factor, since agents would refuse them, or for `delta` of a policy without one.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
@@ -150,6 +150,12 @@ def _patched(body: scaling.Body, patch: wire.ScalingPatch, policy: str | None) -
         body = {**body, "policy": patch.policy}
         changed.append(f"policy = {patch.policy or 'the script decides'}")
     target = policy or patch.policy or body["policy"] or _DEFAULT_POLICY
+    if patch.delta is not None and target not in scaling.GATED_POLICIES:
+        raise InvalidInput(
+            f"delta means nothing under the policy `{target}`: give policy=ags or policy=static with it, or name the "
+            "policy that it belongs to (--policy, in the query ?policy=).",
+            field="delta",
+        )
     by_user: dict[str, Any] = dict(body["set"].get(target, {}))
     for name in sorted(patch.model_fields_set - {"policy"}):
         value = getattr(patch, name)

@@ -190,6 +190,16 @@ def test_the_policy_static_without_a_factor_is_refused(training: tuple[Cluster, 
     assert change(cluster, job_id, "static", static_scale=None).static_scale is None
 
 
+def test_a_delta_of_a_policy_that_has_none_is_refused(training: tuple[Cluster, str, wire.Run]) -> None:
+    cluster, job_id, _ = training
+    for of, body in ((None, {}), ("none", {}), (None, {"policy": "measure"})):
+        with pytest.raises(InvalidInput, match="delta means nothing under the policy") as refused:
+            change(cluster, job_id, of, delta=0.3, **body)
+        assert refused.value.field == "delta"
+    assert change(cluster, job_id, delta=None).version == 1
+    assert change(cluster, job_id, "ags", delta=0.3).delta == 0.3
+
+
 def test_tuning_leaves_alone_what_a_user_set(training: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = training
     change(cluster, job_id, "ags", delta=0.7)
