@@ -287,5 +287,5 @@ def test_a_restart_continues_the_run_before_on_whichever_machine_rank_0_is(
         for rank in others:
             assert rank.joining.ready(last=False)
     ends = [(run.state, run.end_cause) for run in reversed(runs_of(client, "moving"))]
-    # The last start can't know the fourth run, and goes on from none rather than from the third.
+    # The last start can't know the fourth run, and continues none rather than the third.
     assert ends == [*[("failed", "superseded")] * 3, *[("claimed", None)] * 2]
