@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from benchmarks.support import cluster
 from benchmarks.support.postgres import PostgresServer
@@ -20,6 +21,8 @@ from tests.e2e import memory_limit, slurm, ssh
 from tests.support.clock import ManualClock
 from tula_service.store import Store
 
+settings.register_profile("untimed", deadline=None)  # how long an example takes is no claim
+settings.load_profile("untimed")
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
 NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "tests/test_benchmarks.py")

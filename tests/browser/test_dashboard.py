@@ -177,7 +177,9 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     figure = page.locator("[data-chart*='frontier']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator("svg.marks")).to_contain_text("recommended")
-    asked = "(marks) => marks.findIndex((mark) => mark.__data__.datum.configuration?.startsWith('2 nodes, batch 128 '))"
+    asked = (
+        "(all) => all.findIndex((mark) => mark.__data__.datum.configuration?.startsWith('2 nodes, global batch 128'))"
+    )
     points = figure.locator("svg.marks .mark-symbol.role-mark path")
     point = points.nth(points.evaluate_all(asked))
     point.hover()
@@ -185,12 +187,12 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     point.click()
     expect(page.get_by_role("textbox", name="Nodes")).to_have_value("2")
     expect(page.get_by_role("textbox", name="Global batch")).to_have_value("128")
-    expect(page.locator("#whatif-answer tbody tr")).to_have_text(re.compile("2 nodes, batch 128 "))
+    expect(page.locator("#whatif-answer tbody tr")).to_have_text(re.compile("2 nodes, global batch 128 "))
     choice = figure.get_by_role("combobox", name="Ask what if of")
     choice.focus()
     choice.press("ArrowDown")
     choice.press("ArrowDown")
-    nodes = re.search(r"(\d+) nodes?, batch (\d+)", choice.locator("option").nth(2).inner_text())
+    nodes = re.search(r"(\d+) nodes?, global batch (\d+)", choice.locator("option").nth(2).inner_text())
     assert nodes is not None
     expect(page.get_by_role("textbox", name="Nodes")).to_have_value(nodes[1])
     expect(page.get_by_role("textbox", name="Global batch")).to_have_value(nodes[2])

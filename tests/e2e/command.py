@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +44,12 @@ max_local_batch_size = {batch}
 profiling_warmup_steps = 2
 measuring_steps = {steps}
 """
+
+
+def obey_ctrl_c() -> None:
+    """Let a child process end by SIGINT, which jobs that a shell starts in the background and their children ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 
 started: list[subprocess.Popen[str]] = []
 """Processes to end after a test."""
@@ -106,7 +113,7 @@ class Tula:
         process = subprocess.Popen(
             [str(FOLDER / "tula"), *words],
             env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=obey_ctrl_c,
         )  # fmt: skip
         started.append(process)
         return process

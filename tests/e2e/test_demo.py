@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import obey_ctrl_c
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,7 +32,7 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
         text=True,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
+        preexec_fn=obey_ctrl_c,
     )
     try:
         assert demo.stdout is not None
