@@ -39,12 +39,12 @@ def upgrade() -> None:
     for column in (*COLUMNS, UNSTEADY):
         op.add_column("runs", column)
     connection = op.get_bind()
-    stored = sa.select(runs.c.key, runs.c.drifted, runs.c.drift_state)
-    for key, drifted, state in connection.execute(stored).all():
-        if state is None:
-            connection.execute(sa.update(runs).where(runs.c.key == key).values(unsteady=drifted))
-        else:
-            connection.execute(sa.update(runs).where(runs.c.key == key).values(**columns_of(state, drifted)))
+    stateless = runs.c.drift_state.is_(None)
+    connection.execute(sa.update(runs).where(stateless, runs.c.drifted).values(unsteady=True))
+    stored = connection.execute(sa.select(runs.c.key, runs.c.drifted, runs.c.drift_state).where(~stateless)).all()
+    if stored:
+        changed = [{"of": key, **columns_of(state, drifted)} for key, drifted, state in stored]
+        connection.execute(sa.update(runs).where(runs.c.key == sa.bindparam("of")), changed)
 
 
 def columns_of(state: dict[str, Any], drifted: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from tula_service.errors import SchemaMismatch, StoreUnavailable
+from tula_service.errors import InvalidInput, SchemaMismatch, StoreUnavailable
 from tula_service.store.database import is_sqlite
 from tula_service.store.partitions import create_ahead
 
@@ -16,10 +16,15 @@ _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
 def upgrade_schema(engine: sa.Engine) -> None:
-    """Create or upgrade the schema, in one transaction. Raises SchemaMismatch when the database is newer."""
+    """Create or upgrade the schema, in one transaction.
+
+    Raises SchemaMismatch when the database is newer, InvalidInput for a SQLite that is too old.
+    """
     try:
         with engine.begin() as connection:
-            if not is_sqlite(engine):
+            if is_sqlite(engine):
+                _require_trigrams(connection)
+            else:
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             _refuse_newer(_current(connection))
@@ -59,6 +64,16 @@ def head_revision() -> str:
 def _revisions() -> set[str]:
     """From the names of the migrations, `0001_initial.py`: alembic takes a sixth of the service's start to import."""
     return {path.stem.partition("_")[0] for path in (_migrations() / "versions").glob("[0-9]*_*.py")}
+
+
+def _require_trigrams(connection: sa.Connection) -> None:
+    """Raise InvalidInput if this SQLite lacks what a search of jobs needs."""
+    query = "SELECT sqlite_version(), EXISTS (SELECT 1 FROM pragma_module_list WHERE name = 'fts5')"
+    version, found = connection.exec_driver_sql(query).one()
+    if not found or tuple(int(part) for part in version.split(".")[:2]) < (3, 34):
+        raise InvalidInput(
+            f"The SQLite {version} of this Python has no trigram index: use one from 3.34 on with FTS5, or Postgres."
+        )
 
 
 def _current(connection: sa.Connection) -> str | None:

@@ -88,6 +88,7 @@ class TestJobs:
             assert [job.id for job in tx.jobs.list(search="resnet").jobs] == [by_model]
             assert [job.id for job in tx.jobs.list(search="0% r").jobs] == [by_name]
             assert tx.jobs.list(search="%").total == 1
+            assert (tx.jobs.list(search="night\0").jobs, tx.jobs.list(search="\0").total) == ([], 0)
 
     def test_a_search_finds_every_name_with_this_part_and_no_other_page_by_page(self, store: Store) -> None:
         """Of any length and with any characters, as a comparison with each name would; a deleted job is gone."""

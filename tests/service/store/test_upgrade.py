@@ -228,19 +228,33 @@ def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_pat
 
 
 def test_facts_in_the_state_of_a_monitor_move_to_columns_of_the_run(tmp_path: Path) -> None:
-    """Also from snapshots that knew less; the state then opens the monitor as it was."""
+    """Also from snapshots that knew less; the state then opens the monitor as it was. Runs are changed all at once."""
     engine = restored(ASSETS / "0003.sqlite.sql", str(tmp_path / "old.db"))
     alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
     stored = Monitor(alarm=alarm, spent_s=3.0).to_json() | {"sentence": "Slower", "said": ["deadline"]}
     stored |= {"ratios": {"run": 2.0}, "time_limit_s": 60.0}
     del stored["alarm"]["explained"], stored["announced"], stored["changed"]
     with engine.begin() as opened:
+        ((kept, job_id),) = opened.exec_driver_sql("SELECT id, job_id FROM runs").all()
         opened.exec_driver_sql("UPDATE runs SET drift_state = ?, drifted = 1", (json.dumps(stored),))
+        for run_id in ("drifted", "steady", "stateful"):
+            state = json.dumps({"spent_s": 5.0}) if run_id == "stateful" else None
+            opened.exec_driver_sql(
+                "INSERT INTO runs (id, job_id, project_id, kind, state, num_nodes, ranks_per_node, local_batch_size, "
+                "grad_accum_steps, instance_type, purpose, position, created_at, num_samples, dropped, drifted, "
+                "drift_state) VALUES "
+                "(?, ?, 'default', 'train', 'failed', 1, 1, 1, 1, '', '', 0, '2026-01-01 00:00:00', 0, 0, ?, ?)",
+                (run_id, job_id, run_id == "drifted", state),
+            )
+    updates: list[str] = []
+    sa.event.listen(engine, "before_cursor_execute", lambda *called: updates.append(called[2]))
     upgrade_schema(engine)
     with Store(engine).reading() as tx:
-        (job,) = tx.jobs.list().jobs
-        (run,) = tx.runs.list(job.id)
+        run, *others = (tx.runs.get(each) for each in (kept, "drifted", "steady", "stateful"))
     engine.dispose()
+    assert sum("drift" in each for each in updates if each.startswith("UPDATE runs")) == 2
+    assert [(each.unsteady, each.drift_state) for each in others[:2]] == [(True, None), (False, None)]
+    assert (others[2].unsteady, Monitor.read(dict(others[2].drift_state or {})).spent_s) == (False, 5.0)
     assert (run.drift_sentence, run.unsteady, run.time_limit_s) == ("Slower", True, 60.0)
     assert run.drift_state is not None
     found = Monitor.read(dict(run.drift_state))
@@ -251,6 +265,14 @@ def test_a_run_that_a_replica_of_an_earlier_snapshot_stores_opens_the_monitor_af
     """During a rolling upgrade, in the form that it knows."""
     former = {"sentence": "Slower", "unsteady": True, "time_limit_s": 60.0, "spent_s": 3.0}
     assert Monitor.read(former) == Monitor(spent_s=3.0)
+
+
+def test_a_sqlite_without_trigrams_is_refused_with_its_version(tmp_path: Path) -> None:
+    engine = open_engine(str(tmp_path / "tula.db"))
+    sa.event.listen(engine, "connect", lambda opened, _: opened.create_function("sqlite_version", 0, lambda: "3.31.1"))
+    with pytest.raises(InvalidInput, match=r"SQLite 3\.31\.1 .* use one from 3\.34 on"):
+        upgrade_schema(engine)
+    engine.dispose()
 
 
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:
