@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_agent.scaling import ScalingThresholds
+from tula_agent.scaling import ScalingThresholds, TulaOptimizer
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.thresholds import SyncedThresholds, ThresholdPoller
+from tula_agent.scaling.thresholds import AGREE_EVERY, SyncedThresholds, ThresholdPoller
 from tula_agent.ship.transport import Transport
 
 
@@ -60,6 +61,26 @@ def test_polling_sends_the_etag_and_never_changes_what_the_script_passed(sink: S
         replace(tuned, version=5, granularity="tensor"),
         replace(scripted, version=6),
     ]
+
+
+@pytest.mark.parametrize(("scripted", "served"), [("s_min", {"s_max": 0.5}), ("s_max", {"s_min": 0.9})])
+def test_a_served_bound_that_crosses_a_scripted_one_is_left_out_alone_with_one_warning(
+    sink: Sink, caplog: pytest.LogCaptureFixture, scripted: str, served: dict[str, float]
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.1), **{scripted: 0.8})
+    poller = ThresholdPoller("/v1/jobs/j/scaling", optimizer, every_s=0.0)
+    transport = Transport(sink.url, None, 5.0)
+    for version in (1, 2):
+        sink.scaling = {"version": version, "policy": "ags", **served}
+        poller.poll(transport)
+        for _ in range(AGREE_EVERY + 1):
+            optimizer.step()
+        found = optimizer.thresholds
+        assert (found.version, found.policy) == (version, "ags")
+        assert replace(found, version=0, policy="gain") == optimizer.scripted_thresholds
+    transport.close()
+    assert caplog.text.count(f"is ignored: it crosses the script's {scripted} = 0.8") == 1
 
 
 def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink: Sink, launch: Launch) -> None:

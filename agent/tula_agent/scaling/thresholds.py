@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -79,15 +79,25 @@ class ScalingThresholds:
         if self.s_max is not None and self.s_max < self.s_min:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
 
-    def updated(self, served: Mapping[str, Any], *, scripted: Collection[str]) -> ScalingThresholds:
+    def updated(
+        self, served: Mapping[str, Any], *, scripted: Collection[str], warn: Callable[[str], None]
+    ) -> ScalingThresholds:
         """These with the values that were `served` (`thresholds_of` an answer), except those named by `scripted`.
 
-        An answer for another policy than the scripted one changes the version only.
+        A served bound that crosses a scripted one is left out too, with a call of `warn`: the service sets bounds
+        without the script's. An answer for another policy than the scripted one changes the version only.
         """
         known = {field.name for field in fields(self)} - set(scripted)
         if "policy" in scripted and served.get("policy", self.policy) != self.policy:
             known = {"version"}
-        return replace(self, **{name: value for name, value in served.items() if name in known})
+        values = {name: value for name, value in served.items() if name in known}
+        s_min, s_max = values.get("s_min", self.s_min), values.get("s_max", self.s_max)
+        if s_max is not None and s_max < s_min:
+            for name, other in (("s_min", "s_max"), ("s_max", "s_min")):
+                if name in values and other in scripted:
+                    crossed = f"{other} = {getattr(self, other):g}"
+                    warn(f"the service's {name} = {values.pop(name):g} is ignored: it crosses the script's {crossed}")
+        return replace(self, **values)
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
@@ -208,7 +218,7 @@ class ThresholdPoller:
         return self._apply() is not None
 
     def poll(self, transport: Transport) -> None:
-        """Send one request if one is due; an invalid answer is ignored, the first one with a warning."""
+        """Send one request if one is due; what is invalid in an answer is ignored, at first with a warning."""
         now = time.monotonic()
         if now < self._due or not self.wanted:
             return
@@ -217,13 +227,17 @@ class ThresholdPoller:
         if reply.verdict != "delivered" or reply.body is None:
             return
         try:
-            thresholds = self._start.updated(thresholds_of(reply.body), scripted=self._scripted)
+            served = thresholds_of(reply.body)
+            thresholds = self._start.updated(served, scripted=self._scripted, warn=self._warn)
         except ValueError as error:
-            if not self._warned:
-                logger.warning("the service's thresholds of gradient scaling are ignored: %s", error)
-            self._warned = True
+            self._warn(f"the service's thresholds of gradient scaling are ignored: {error}")
             return
         self._etag = reply.etag
         apply = self._apply()
         if apply is not None:
             apply(thresholds)
+
+    def _warn(self, sentence: str) -> None:
+        if not self._warned:
+            logger.warning("%s", sentence)
+        self._warned = True

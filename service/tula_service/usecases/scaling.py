@@ -55,8 +55,9 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set the job's policy, or numbers of one policy, and return what agents get from now on.
 
-    Numbers that the training script passes stay in force there. Raises InvalidInput if the bounds would cross, or the
-    job's policy be `static` without a factor, since agents would refuse them, or for `delta` of a policy without one.
+    Numbers that the training script passes stay in force there, and an agent leaves out a bound that crosses a bound of
+    its script. Raises InvalidInput if the bounds that users set would cross, or the job's policy be `static` without a
+    factor, since agents would refuse them, or for `delta` of a policy without one.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
@@ -171,12 +172,13 @@ def _patched(body: scaling.Body, patch: wire.ScalingPatch, policy: str | None) -
         _refuse_crossing(by_user)
     body = {**body, "set": {**body["set"], target: by_user}}
     if changed and body["policy"] == "static" and "static_scale" not in body["set"].get("static", {}):
-        raise InvalidInput("The policy `static` needs its factor: give static_scale.", field="static_scale")
+        text = "The policy `static` needs its factor: give static_scale (a script that passes its own keeps that)."
+        raise InvalidInput(text, field="static_scale")
     return body, changed
 
 
 def _refuse_crossing(by_user: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if a user's bounds leave no factor between them."""
+    """Raise InvalidInput if a user's bounds leave no factor between them; a script's own bounds are not compared."""
     s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max", math.inf)
     if s_max < s_min:
         raise InvalidInput(
