@@ -252,7 +252,7 @@ def test_facts_in_the_state_of_a_monitor_move_to_columns_of_the_run(tmp_path: Pa
     with Store(engine).reading() as tx:
         run, *others = (tx.runs.get(each) for each in (kept, "drifted", "steady", "stateful"))
     engine.dispose()
-    assert sum("drift" in each for each in updates if each.startswith("UPDATE runs")) == 2
+    assert sum("unsteady" in each for each in updates if each.startswith("UPDATE runs")) == 2
     assert [(each.unsteady, each.drift_state) for each in others[:2]] == [(True, None), (False, None)]
     assert (others[2].unsteady, Monitor.read(dict(others[2].drift_state or {})).spent_s) == (False, 5.0)
     assert (run.drift_sentence, run.unsteady, run.time_limit_s) == ("Slower", True, 60.0)
