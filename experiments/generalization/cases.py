@@ -115,7 +115,7 @@ MODES = {
             Case("glyphs", "depthwise", 1024, 8),
             Case("digits", "vgg", 128, 2),
             Case("digits", "residual", 512, 4),
-            *(Case("stdlib", "transformer", 16 * ratio, min(ratio, 8)) for ratio in (2, 4, 8, 32)),
+            *(Case("stdlib", "transformer", 16 * ratio, min(ratio, 8), num_train=1024) for ratio in (2, 4, 8, 32)),
         ),
         10,
         30,
