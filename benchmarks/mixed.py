@@ -1,6 +1,6 @@
 """Agents, pages and recommendations at once on one worker, alone and beside one sender's flood.
 
-    python -m benchmarks.mixed [--json OUT] [--seconds 30] [--engines sqlite postgres] [--smoke]
+    python -m benchmarks.mixed [--json OUT] [--seconds 30] [--load 1] [--engines sqlite postgres] [--smoke]
 
 200 agents send one request a second, of a run of theirs: samples, telemetry, a lease, thresholds. 50 dashboards read a
 page every five seconds, and two recommendations a second follow a new sample. Each flood comes from a separate process:
@@ -8,7 +8,9 @@ page every five seconds, and two recommendations a second follow a new sample. E
 without a token and 300 with one; `images` of charts on 20 connections of one token; `streams` of events on 100
 connections of one token. Each is measured beside the flood and, just before, alone: `ratio` is the one median latency
 over the other. To reach: no error for agents, at most 1 % for pages, ratios of at most 2. Load, flood and service share
-the machine's cores. `--smoke` runs each for a fraction of a second: its figures only show that the benchmark works.
+the machine's cores, and the whole load takes nearly all of two: there, a median says how long the queue is.
+`--load 0.25` measures beside a quarter of the agents, dashboards and recommendations. `--smoke` runs each for a
+fraction of a second: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -174,18 +176,20 @@ def recommendation_requests(made: Tenant) -> Iterator[list[bytes]]:
         yield [sample, request("GET", routes.JOB_RECOMMENDATION.format(job_id=made.job_id), made.user)]
 
 
-async def ask(port: int, made: Tenant, seconds: float) -> Asked:
-    """All of them at once, each at its own time."""
+async def ask(port: int, made: Tenant, seconds: float, load: float) -> Asked:
+    """All of them at once, each at its own time; `load`: the share of them that asks."""
     asked, boot = Asked(port, time.perf_counter() + seconds), str(time.time())
+    runs, dashboards = made.run_ids[: round(load * AGENTS)], round(load * DASHBOARDS)
     work = [
-        asked.repeat("agents", 1.0, number / AGENTS, agent_requests(made, run_id, boot))
-        for number, run_id in enumerate(made.run_ids)
+        asked.repeat("agents", 1.0, number / len(runs), agent_requests(made, run_id, boot))
+        for number, run_id in enumerate(runs)
     ]
     work += [
-        asked.repeat("pages", PAGE_EVERY_S, min(PAGE_EVERY_S, seconds) * number / DASHBOARDS, page_requests(made))
-        for number in range(DASHBOARDS)
+        asked.repeat("pages", PAGE_EVERY_S, min(PAGE_EVERY_S, seconds) * number / dashboards, page_requests(made))
+        for number in range(dashboards)
     ]
-    work.append(asked.repeat("recommendations", 1 / RECOMMENDATIONS_PER_S, 0.0, recommendation_requests(made)))
+    every_s = 1 / (load * RECOMMENDATIONS_PER_S)
+    work.append(asked.repeat("recommendations", every_s, 0.0, recommendation_requests(made)))
     await asyncio.gather(*work)
     return asked
 
@@ -256,17 +260,17 @@ def flooding(kind: str, port: int, made: Tenant) -> Iterator[None]:
         process.join()
 
 
-def measure(engine: str, database: str, seconds: float) -> dict[str, float]:
+def measure(engine: str, database: str, seconds: float, load: float) -> dict[str, float]:
     """The figures of one engine."""
     migrate(database)
     good, bad = tenant(database, "good", AGENTS), tenant(database, "bad", 1)
     figures: dict[str, float] = {}
     with Server(database) as server:
-        asyncio.run(ask(server.port, good, min(seconds, 5.0)))  # what is measured finds warm caches
+        asyncio.run(ask(server.port, good, min(seconds, 5.0), load))  # what is measured finds warm caches
         for kind in FLOODS:
-            alone = asyncio.run(ask(server.port, good, seconds))
+            alone = asyncio.run(ask(server.port, good, seconds, load))
             with flooding(kind, server.port, bad):
-                beside = asyncio.run(ask(server.port, good, seconds))
+                beside = asyncio.run(ask(server.port, good, seconds, load))
             for who in ("agents", "pages", "recommendations"):
                 key = f"{engine}.{kind}.{who}"
                 for name, asked in (("alone", alone), ("beside", beside)):
@@ -291,12 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = parser_of("mixed", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--load", type=float, default=1.0, help="share of the agents, dashboards and recommendations")
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     options = parser.parse_args(arguments)
     seconds = 0.4 if options.smoke else options.seconds
     figures: dict[str, float] = {}
     for engine, database in databases(options.engines):
-        figures |= measure(engine, database, seconds)
+        figures |= measure(engine, database, seconds, options.load)
     columns = ("alone.failed_share", "beside.failed_share", "alone.p50_ms", "beside.p50_ms", "beside.p99_ms", "ratio")
     cases = [key.removesuffix(".ratio") for key in figures if key.endswith(".ratio")]
     rows = [(case, *(f"{figures[f'{case}.{each}']:.3f}" for each in columns)) for case in cases]
