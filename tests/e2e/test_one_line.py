@@ -217,7 +217,9 @@ def test_ranks_that_torchrun_starts_again_continue_their_run(
     script.write_text(KILLED)
     torchrun(server, "--max-restarts=1", str(script), log=log, DIES=str(dies), TULA_JOB=job, **OTHER_STORES)
     now, before = runs_of(client, job)
-    assert (before.state, before.end_cause, now.state) == ("failed", "superseded", "succeeded")
+    assert (before.state, now.state) == ("failed", "succeeded")
+    # Where the other rank is killed, the first may see its connection break, and report its own end before it is.
+    assert before.end_cause in (("superseded",) if dies == 0 else ("superseded", None))
     assert now.configuration == before.configuration == Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
     assert {page.rank for page in client.samples(now.job_id, run_id=now.id).samples} == {0, 1}
 
