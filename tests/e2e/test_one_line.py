@@ -41,7 +41,7 @@ for batch in run.steps([torch.randn(8, 4) for _ in range(40)]):
 dist.destroy_process_group()
 """
 KILLED = """
-import os, torch, torch.distributed as dist, tula_agent, tula_client
+import os, time, torch, torch.distributed as dist, tula_agent, tula_client
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +56,10 @@ def running():
     return any(run.state == "running" for run in client.runs(jobs[0].id).runs) if jobs else False
 
 for batch in run.steps([torch.randn(8, 4)] * (100_000 if first_start else 40)):
-    model(batch).sum().backward()
+    try:
+        model(batch).sum().backward()
+    except RuntimeError:  # the other rank is gone: wait until torchrun stops this one, and report no end
+        time.sleep(60)
     optimizer.step()
     if dies and run.position.step % 50 == 0 and running():
         os.kill(os.getpid(), 9)
@@ -217,9 +220,7 @@ def test_ranks_that_torchrun_starts_again_continue_their_run(
     script.write_text(KILLED)
     torchrun(server, "--max-restarts=1", str(script), log=log, DIES=str(dies), TULA_JOB=job, **OTHER_STORES)
     now, before = runs_of(client, job)
-    assert (before.state, now.state) == ("failed", "succeeded")
-    # Where the other rank is killed, the first may see its connection break, and report its own end before it is.
-    assert before.end_cause in (("superseded",) if dies == 0 else ("superseded", None))
+    assert (before.state, before.end_cause, now.state) == ("failed", "superseded", "succeeded")
     assert now.configuration == before.configuration == Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
     assert {page.rank for page in client.samples(now.job_id, run_id=now.id).samples} == {0, 1}
 

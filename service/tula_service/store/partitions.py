@@ -29,20 +29,16 @@ _LOCK_OF_DROPPING: Final = 0x74756C63
 _ATTEMPTS: Final = 20
 _OPEN: Final = [state.value for state in RunState if not state.is_final]
 
-_TABLES: Final = sa.text(
-    "SELECT relname, relispartition FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relkind = 'r'"
-    " AND relnamespace = current_schema()::regnamespace ORDER BY relname"
+_OF_MONTHS: Final = (
+    "FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relkind = 'r'"
+    " AND relnamespace = current_schema()::regnamespace"
 )
+_TABLES: Final = sa.text(f"SELECT relname, relispartition {_OF_MONTHS} ORDER BY relname")
 _MONTHS: Final = sa.text(
     "SELECT to_char((now() AT TIME ZONE 'UTC') + ahead * interval '1 month', 'YYYYMM')"
     f" FROM generate_series(0, {MONTHS_AHEAD}) AS ahead"
 )
-
-
-OLDEST: Final = (
-    "SELECT min(relname) FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relispartition"
-    " AND relnamespace = current_schema()::regnamespace"
-)
+OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
 """The table of the first month whose telemetry is kept."""
 
 
