@@ -21,8 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tula_client import Client, JobHandle, TulaError
-from tula_client.cli.format import estimate
-from tula_client.cli.output import table
+from tula_client.cli.output import estimate, table
 from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
 from tula_client.launch.template import Template, with_launcher
 from tula_client.launch.workdir import WorkDir

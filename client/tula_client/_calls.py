@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
 from tula_client._errors import TulaError, UnexpectedAnswerError, from_problem
 from tula_client._events import EventReader
-from tula_client._request import Answer, Call, Query, Request, build, fill
+from tula_client._request import Answer, Call, Request
 from tula_wire import (
     ClaimRequest,
     Event,
@@ -57,6 +58,11 @@ from tula_wire import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+Query = Mapping[str, "str | float | Sequence[int] | Sequence[str] | None"]
+
+_JSON: Final = "application/json"
+_EVENT_STREAM: Final = {"Accept": "text/event-stream"}
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,8 @@ class Scaling:
 
 def register(spec: JobSpec, *, idempotency_key: str | None = None) -> Call[JobCreated]:
     """Register a job; the same key gives the same job. The default is a random key."""
-    key = idempotency_key or uuid.uuid4().hex
-    request = build("POST", routes.JOBS, body=spec, headers={"Idempotency-Key": key}, idempotent=True)
-    return Call(request, _model(JobCreated))
+    headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+    return _call("POST", routes.JOBS, _model(JobCreated), body=spec, headers=headers, idempotent=True)
 
 
 def jobs(
@@ -85,17 +90,17 @@ def jobs(
     """One page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
     only_if_set = "true" if archived else None
     query = {"search": search, "state": state, "archived": only_if_set, "limit": limit, "cursor": cursor}
-    return Call(build("GET", routes.JOBS, query=query), _model(JobPage))
+    return _call("GET", routes.JOBS, _model(JobPage), query=query)
 
 
 def job(job_id: str) -> Call[Job]:
     """A job with its specification, plan and progress."""
-    return Call(build("GET", fill(routes.JOB, job_id=job_id)), _model(Job))
+    return _call("GET", routes.JOB, _model(Job), job_id=job_id)
 
 
 def patch_job(job_id: str, patch: JobPatch) -> Call[Job]:
     """Change the objective, limits or prices, or archive; omitted fields do not change."""
-    return Call(build("PATCH", fill(routes.JOB, job_id=job_id), body=patch), _model(Job))
+    return _call("PATCH", routes.JOB, _model(Job), body=patch, job_id=job_id)
 
 
 def archive_job(job_id: str) -> Call[Job]:
@@ -105,18 +110,17 @@ def archive_job(job_id: str) -> Call[Job]:
 
 def delete_job(job_id: str) -> Call[None]:
     """Delete a job with its measurements."""
-    return Call(build("DELETE", fill(routes.JOB, job_id=job_id)), _nothing)
+    return _call("DELETE", routes.JOB, _nothing, job_id=job_id)
 
 
 def claim(job_id: str, claim: ClaimRequest) -> Call[RunClaimed]:
     """Lease the next profiling run; if there is none, `run` is None and `reason` says why."""
-    request = build("POST", fill(routes.JOB_CLAIM, job_id=job_id), body=claim)
-    return Call(request, _model(RunClaimed))
+    return _call("POST", routes.JOB_CLAIM, _model(RunClaimed), body=claim, job_id=job_id)
 
 
 def create_run(job_id: str, run: RunCreate) -> Call[Run]:
     """Register a run outside the plan: a training, or a profiling run of a chosen configuration."""
-    return Call(build("POST", fill(routes.JOB_RUNS, job_id=job_id), body=run), _model(Run))
+    return _call("POST", routes.JOB_RUNS, _model(Run), body=run, job_id=job_id)
 
 
 def runs(
@@ -124,29 +128,27 @@ def runs(
 ) -> Call[RunList]:
     """One page of a job's runs, newest first."""
     query = {"kind": kind, "limit": limit, "cursor": cursor}
-    return Call(build("GET", fill(routes.JOB_RUNS, job_id=job_id), query=query), _model(RunList))
+    return _call("GET", routes.JOB_RUNS, _model(RunList), query=query, job_id=job_id)
 
 
 def run(run_id: str) -> Call[Run]:
     """One run."""
-    return Call(build("GET", fill(routes.RUN, run_id=run_id)), _model(Run))
+    return _call("GET", routes.RUN, _model(Run), run_id=run_id)
 
 
 def patch_run(run_id: str, patch: RunPatch) -> Call[Run]:
     """Change the state of a run, or renew its lease with the state `running`."""
-    return Call(build("PATCH", fill(routes.RUN, run_id=run_id), body=patch), _model(Run))
+    return _call("PATCH", routes.RUN, _model(Run), body=patch, run_id=run_id)
 
 
 def send_samples(run_id: str, batch: SampleBatch) -> Call[SamplesAccepted]:
     """Store measured steps; stored rows count as duplicates, so a repetition is harmless."""
-    request = build("POST", fill(routes.RUN_SAMPLES, run_id=run_id), body=batch, idempotent=True)
-    return Call(request, _model(SamplesAccepted))
+    return _call("POST", routes.RUN_SAMPLES, _model(SamplesAccepted), body=batch, idempotent=True, run_id=run_id)
 
 
 def send_telemetry(run_id: str, chunk: TelemetryChunk) -> Call[TelemetryAccepted]:
     """Store a chunk of series; a repetition is harmless."""
-    request = build("POST", fill(routes.RUN_TELEMETRY, run_id=run_id), body=chunk, idempotent=True)
-    return Call(request, _model(TelemetryAccepted))
+    return _call("POST", routes.RUN_TELEMETRY, _model(TelemetryAccepted), body=chunk, idempotent=True, run_id=run_id)
 
 
 def samples(
@@ -170,7 +172,7 @@ def samples(
         "cursor": cursor,
         "limit": limit,
     }
-    return Call(build("GET", fill(routes.JOB_SAMPLES, job_id=job_id), query=query), _model(SamplePage))
+    return _call("GET", routes.JOB_SAMPLES, _model(SamplePage), query=query, job_id=job_id)
 
 
 def series(
@@ -184,13 +186,13 @@ def series(
 ) -> Call[TelemetrySeries]:
     """One column of a run, down-sampled by the service to `max_points`; without `column`, only the names of all."""
     query = {"column": column, "max_points": max_points, "rank": rank, "first_step": first_step, "last_step": last_step}
-    return Call(build("GET", fill(routes.RUN_TELEMETRY, run_id=run_id), query=query), _model(TelemetrySeries))
+    return _call("GET", routes.RUN_TELEMETRY, _model(TelemetrySeries), query=query, run_id=run_id)
 
 
 def recommendation(job_id: str, *, objective: Objective | None = None) -> Call[Recommendation]:
     """The recommended configuration with predictions, knee, frontier and reason; by default for the job's objective."""
-    path = fill(routes.JOB_RECOMMENDATION, job_id=job_id)
-    return Call(build("GET", path, query={"objective": objective}), _model(Recommendation))
+    query = {"objective": objective}
+    return _call("GET", routes.JOB_RECOMMENDATION, _model(Recommendation), query=query, job_id=job_id)
 
 
 def predictions(
@@ -212,8 +214,7 @@ def predictions(
         "usd_per_node_hour": usd_per_node_hour,
         "deadline_s": deadline_s,
     }
-    path = fill(routes.JOB_PREDICTIONS, job_id=job_id)
-    return Call(build("GET", path, query=query), _model(Predictions))
+    return _call("GET", routes.JOB_PREDICTIONS, _model(Predictions), query=query, job_id=job_id)
 
 
 def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
@@ -222,92 +223,121 @@ def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | Non
     `policy` is the script's; a policy that was set for the job takes precedence.
     """
     headers = {"If-None-Match": etag} if etag else {}
-    path = fill(routes.JOB_SCALING, job_id=job_id)
-    return Call(build("GET", path, query={"policy": policy}, headers=headers), _scaling)
+    return _call("GET", routes.JOB_SCALING, _scaling, query={"policy": policy}, headers=headers, job_id=job_id)
 
 
 def patch_scaling(job_id: str, patch: ScalingPatch, *, policy: ScalingPolicy | None = None) -> Call[ScalingThresholds]:
     """Set the policy of a job's gradient scaling, or numbers of `policy`; running training follows within seconds."""
-    path = fill(routes.JOB_SCALING, job_id=job_id)
-    return Call(build("PATCH", path, query={"policy": policy}, body=patch), _model(ScalingThresholds))
+    parse, query = _model(ScalingThresholds), {"policy": policy}
+    return _call("PATCH", routes.JOB_SCALING, parse, query=query, body=patch, job_id=job_id)
 
 
 def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:
     """Past recommendations with the measurements that followed, newest first."""
-    return Call(build("GET", fill(routes.JOB_LEDGER, job_id=job_id), query={"limit": limit}), _model(Ledger))
+    return _call("GET", routes.JOB_LEDGER, _model(Ledger), query={"limit": limit}, job_id=job_id)
 
 
 def chart(
     job_id: str, name: str, *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
 ) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
-    path = fill(routes.JOB_CHART, job_id=job_id, name=name)
     query: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
-    return Call(build("GET", path, query=query), _object)
+    return _call("GET", routes.JOB_CHART, _object, query=query, job_id=job_id, name=name)
 
 
 def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a run's chart, with its data."""
-    return Call(build("GET", fill(routes.RUN_CHART, run_id=run_id, name=name)), _object)
+    return _call("GET", routes.RUN_CHART, _object, run_id=run_id, name=name)
 
 
 def send_probe(probe: FabricProbe) -> Call[Fabric]:
     """Store what a probe measured of a fabric; the answer has the line through it."""
-    return Call(build("POST", routes.FABRICS, body=probe), _model(Fabric))
+    return _call("POST", routes.FABRICS, _model(Fabric), body=probe)
 
 
 def fabrics() -> Call[FabricList]:
     """The newest probes of the project's fabrics."""
-    return Call(build("GET", routes.FABRICS), _model(FabricList))
+    return _call("GET", routes.FABRICS, _model(FabricList))
 
 
 def projects() -> Call[ProjectList]:
     """All projects; for administrators."""
-    return Call(build("GET", routes.PROJECTS), _model(ProjectList))
+    return _call("GET", routes.PROJECTS, _model(ProjectList))
 
 
 def create_project(project: ProjectCreate) -> Call[Project]:
     """Create a project; for administrators."""
-    return Call(build("POST", routes.PROJECTS, body=project), _model(Project))
+    return _call("POST", routes.PROJECTS, _model(Project), body=project)
 
 
 def tokens() -> Call[TokenList]:
     """All tokens that the caller may see, without secrets."""
-    return Call(build("GET", routes.TOKENS), _model(TokenList))
+    return _call("GET", routes.TOKENS, _model(TokenList))
 
 
 def create_token(token: TokenCreate) -> Call[TokenCreated]:
     """Create a token; only this answer holds its secret."""
-    return Call(build("POST", routes.TOKENS, body=token), _model(TokenCreated))
+    return _call("POST", routes.TOKENS, _model(TokenCreated), body=token)
 
 
 def revoke_token(token_id: str) -> Call[None]:
     """Revoke a token at once."""
-    return Call(build("DELETE", fill(routes.TOKEN, token_id=token_id)), _nothing)
+    return _call("DELETE", routes.TOKEN, _nothing, token_id=token_id)
 
 
 def health() -> Call[dict[str, Any]]:
     """Succeeds if the service's process answers."""
-    return Call(build("GET", routes.HEALTH), _object)
+    return _call("GET", routes.HEALTH, _object)
 
 
 def ready() -> Call[dict[str, Any]]:
     """Succeeds if database and schema are ready; else raises `ServiceUnavailableError`."""
-    return Call(build("GET", routes.READY), _object)
+    return _call("GET", routes.READY, _object)
 
 
 def past_events(job_id: str) -> Call[list[Event]]:
     """All events of a job until now, oldest first."""
-    request = build("GET", fill(routes.JOB_EVENTS, job_id=job_id), query={"after": 0, "follow": "false"})
-    return Call(replace(request, headers={"Accept": "text/event-stream"}), _events)
+    query: Query = {"after": 0, "follow": "false"}
+    return _call("GET", routes.JOB_EVENTS, _events, query=query, headers=_EVENT_STREAM, job_id=job_id)
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
     """The request for a job's stream of events, after the event `last_id`."""
-    headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
-    if last_id is not None:
-        headers["Last-Event-ID"] = str(last_id)
-    return build("GET", fill(routes.JOB_EVENTS, job_id=job_id), headers=headers)
+    resume = {} if last_id is None else {"Last-Event-ID": str(last_id)}
+    headers = _EVENT_STREAM | {"Cache-Control": "no-store"} | resume
+    return _call("GET", routes.JOB_EVENTS, _nothing, headers=headers, job_id=job_id).request
+
+
+def _call(
+    method: Literal["GET", "POST", "PATCH", "DELETE"],
+    route: str,
+    parse: Callable[[Answer], T],
+    *,
+    query: Query | None = None,
+    body: BaseModel | None = None,
+    headers: Mapping[str, str] | None = None,
+    idempotent: bool = False,
+    **names: str,
+) -> Call[T]:
+    """A call of `route`; each of the `names` in it, whatever it holds, stays one segment of the path.
+
+    Omits query values that are None and fields of `body` that were not set. Of the methods, only POST is not
+    idempotent: PATCH sets absolute values.
+    """
+    for name, value in names.items():
+        if value in ("", ".", ".."):
+            raise ValueError(f"{name} must name something, not {value!r}")
+    path = route.format(**{name: quote(value, safe="") for name, value in names.items()})
+    content = None if body is None else body.model_dump_json(exclude_unset=True).encode()
+    sent = {"Accept": _JSON, **({} if content is None else {"Content-Type": _JSON}), **(headers or {})}
+    return Call(Request(method, path, tuple(_pairs(query or {})), content, sent, idempotent or method != "POST"), parse)
+
+
+def _pairs(query: Query) -> Iterator[tuple[str, str]]:
+    for name, value in query.items():
+        if value is not None:
+            many = value if not isinstance(value, (str, int, float)) else [value]
+            yield from ((name, str(one)) for one in many)
 
 
 def parse_error(answer: Answer) -> TulaError:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -17,85 +15,53 @@ from tula_client import _flows
 from tula_client import _settings as settings
 from tula_client._errors import ServiceUnavailableError, ServiceUnreachableError
 from tula_client._events import EventReader
-from tula_client._request import Call
-from tula_client._retry import RetryPolicy
+from tula_client._request import Awaited, Blocking, Method, Question, RetryPolicy
 from tula_client._transport import AsyncTransport, SyncTransport
-from tula_wire import Configuration, Event, JobSpec
+from tula_client.handle import AsyncJobHandle, JobHandle
+from tula_client.profile_run import AsyncProfileRun, ProfileRun
+from tula_wire import Configuration, Event, JobSpec, Objective, Recommendation
 
-if TYPE_CHECKING:
-    from tula_client.handle import AsyncJobHandle, JobHandle
-    from tula_client.profile_run import AsyncProfileRun, ProfileRun
-
-P = ParamSpec("P")
 T = TypeVar("T")
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 CONNECTION_ERRORS = (ServiceUnreachableError, ServiceUnavailableError)
 
 
-class _Method(Generic[P, T]):
-    """A method that sends the call which `build` describes: `Client` returns its answer, `AsyncClient` awaits it.
-
-    The protocol does no I/O: `build` makes a `Call`, that is a request (bytes and strings) and a function that parses
-    the answer. `send` of either client passes the request to its transport and the answer to that function.
-    """
-
-    def __init__(self, build: Callable[P, Call[T]]) -> None:
-        self.build = build
-        signature = inspect.signature(build)
-        answer = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
-        self.signature = signature.replace(return_annotation=answer)  # for notebooks and `help`
-
-    @overload
-    def __get__(self, client: Client, owner: type[Client]) -> Callable[P, T]: ...
-
-    @overload
-    def __get__(self, client: AsyncClient, owner: type[AsyncClient]) -> Callable[P, Coroutine[Any, Any, T]]: ...
-
-    def __get__(self, client: Any, owner: Any) -> Any:
-        @functools.wraps(self.build)
-        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return client.send(self.build(*args, **kwargs))
-
-        method.__signature__ = self.signature  # type: ignore[attr-defined]
-        return method
-
-
 class _Methods:
     """Every call of the API (`_calls`) as a method, for both clients."""
 
-    register = _Method(calls.register)
-    jobs = _Method(calls.jobs)
-    job = _Method(calls.job)
-    patch_job = _Method(calls.patch_job)
-    archive_job = _Method(calls.archive_job)
-    delete_job = _Method(calls.delete_job)
-    claim = _Method(calls.claim)
-    create_run = _Method(calls.create_run)
-    runs = _Method(calls.runs)
-    run = _Method(calls.run)
-    patch_run = _Method(calls.patch_run)
-    send_samples = _Method(calls.send_samples)
-    send_telemetry = _Method(calls.send_telemetry)
-    samples = _Method(calls.samples)
-    series = _Method(calls.series)
-    past_events = _Method(calls.past_events)
-    recommendation = _Method(calls.recommendation)
-    predictions = _Method(calls.predictions)
-    scaling = _Method(calls.scaling)
-    patch_scaling = _Method(calls.patch_scaling)
-    ledger = _Method(calls.ledger)
-    chart = _Method(calls.chart)
-    run_chart = _Method(calls.run_chart)
-    send_probe = _Method(calls.send_probe)
-    fabrics = _Method(calls.fabrics)
-    projects = _Method(calls.projects)
-    create_project = _Method(calls.create_project)
-    tokens = _Method(calls.tokens)
-    create_token = _Method(calls.create_token)
-    revoke_token = _Method(calls.revoke_token)
-    health = _Method(calls.health)
-    ready = _Method(calls.ready)
+    register = Method(calls.register)
+    jobs = Method(calls.jobs)
+    job = Method(calls.job)
+    patch_job = Method(calls.patch_job)
+    archive_job = Method(calls.archive_job)
+    delete_job = Method(calls.delete_job)
+    claim = Method(calls.claim)
+    create_run = Method(calls.create_run)
+    runs = Method(calls.runs)
+    run = Method(calls.run)
+    patch_run = Method(calls.patch_run)
+    send_samples = Method(calls.send_samples)
+    send_telemetry = Method(calls.send_telemetry)
+    samples = Method(calls.samples)
+    series = Method(calls.series)
+    past_events = Method(calls.past_events)
+    recommendation = Method(calls.recommendation)
+    predictions = Method(calls.predictions)
+    scaling = Method(calls.scaling)
+    patch_scaling = Method(calls.patch_scaling)
+    ledger = Method(calls.ledger)
+    chart = Method(calls.chart)
+    run_chart = Method(calls.run_chart)
+    send_probe = Method(calls.send_probe)
+    fabrics = Method(calls.fabrics)
+    projects = Method(calls.projects)
+    create_project = Method(calls.create_project)
+    tokens = Method(calls.tokens)
+    create_token = Method(calls.create_token)
+    revoke_token = Method(calls.revoke_token)
+    health = Method(calls.health)
+    ready = Method(calls.ready)
 
 
 def _http_options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
@@ -108,7 +74,7 @@ def _http_options(service: settings.Access, timeout_s: float | None) -> dict[str
     }
 
 
-class Client(_Methods):
+class Client(_Methods, Blocking):
     """A client of one service. Threads may share a client.
 
     `url` and `token` default to TULA_URL and TULA_TOKEN, of the environment, else of `.env` in the working directory,
@@ -132,9 +98,9 @@ class Client(_Methods):
         http = httpx.Client(**_http_options(service, timeout_s), transport=transport)
         self._transport = SyncTransport(http, retry or RetryPolicy())
 
-    def send(self, call: Call[T]) -> T:
-        """Send `call`; each method of the API builds its call and sends it."""
-        return self._transport.send(call)
+    def send(self, question: Question[T]) -> T:
+        """Send a call, or all calls of a flow, for its result; each method of the API builds its call and sends it."""
+        return self._transport.send(question)
 
     def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
         """A handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
@@ -142,14 +108,10 @@ class Client(_Methods):
         A specification finds the job that has the same one, else registers it. Raises `TulaError` if a name is
         ambiguous.
         """
-        from tula_client.handle import JobHandle
-
-        return JobHandle(self, _flows.answered(_flows.job_of(job), self.send))
+        return JobHandle(self, self.send(_flows.job_of(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
         """A profiling run whose steps the caller measures itself, for use in `with`; `job` is an id or a name."""
-        from tula_client.profile_run import ProfileRun
-
         return ProfileRun(self, job, configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> Iterator[Event]:
@@ -181,7 +143,7 @@ class Client(_Methods):
         self.close()
 
 
-class AsyncClient(_Methods):
+class AsyncClient(_Methods, Awaited):
     """Like `Client`, with methods to await."""
 
     def __init__(
@@ -198,20 +160,16 @@ class AsyncClient(_Methods):
         http = httpx.AsyncClient(**_http_options(service, timeout_s), transport=transport)
         self._transport = AsyncTransport(http, retry or RetryPolicy())
 
-    async def send(self, call: Call[T]) -> T:
-        """Send `call`."""
-        return await self._transport.send(call)
+    async def send(self, question: Question[T]) -> T:
+        """Like `Client.send`."""
+        return await self._transport.send(question)
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
         """Like `Client.handle`, with a handle whose methods are to be awaited."""
-        from tula_client.handle import AsyncJobHandle
-
-        return AsyncJobHandle(self, await _flows.answered_async(_flows.job_of(job), self.send))
+        return AsyncJobHandle(self, await self.send(_flows.job_of(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> AsyncProfileRun:
         """Like `Client.profile_run`, for use in `async with`."""
-        from tula_client.profile_run import AsyncProfileRun
-
         return AsyncProfileRun(self, job, configuration)
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
@@ -240,3 +198,19 @@ class AsyncClient(_Methods):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def recommend(
+    spec: JobSpec | Mapping[str, Any] | str | Path,
+    *,
+    objective: Objective | None = None,
+    url: str | None = None,
+    token: str | None = None,
+) -> Recommendation:
+    """The recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
+
+    Registers the job unless the service has one with this specification. `url` and `token` are as of `Client`. Raises
+    `TulaError`.
+    """
+    with Client(url, token) as client:
+        return client.handle(Path(spec) if isinstance(spec, str) else spec).recommendation(objective)

@@ -1,28 +1,32 @@
-"""Requests and answers as values of bytes and strings, without I/O; `_transport` sends them."""
+"""Requests, answers and retries as values, and flows of several calls, all without I/O; `_transport` sends them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+import re
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, Literal, TypeVar
-from urllib.parse import quote
+from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
-from pydantic import BaseModel
+from tula_wire.retry import backoff_s
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Method = Literal["GET", "POST", "PATCH", "DELETE"]
-Query = Mapping[str, "str | float | Sequence[int] | Sequence[str] | None"]
+T_co = TypeVar("T_co", covariant=True)
+Failure = Literal["not_sent", "lost"]
 
-JSON: Final = "application/json"
-IDEMPOTENT: Final = frozenset({"GET", "DELETE", "PATCH"})
-"""Methods that are idempotent; PATCH is, because it sets absolute values."""
+NOT_PROCESSED: Final = frozenset({429, 503})
+"""Statuses by which a server says that it has not processed the request."""
+MAYBE_PROCESSED: Final = frozenset({502, 504})
+"""Statuses of a gateway that does not know what the server did with the request."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A request, ready to send."""
 
-    method: Method
+    method: str
     path: str
     query: tuple[tuple[str, str], ...] = ()
     body: bytes | None = None
@@ -46,36 +50,103 @@ class Call(Generic[T]):
     request: Request
     parse: Callable[[Answer], T]
 
-
-def build(
-    method: Method,
-    path: str,
-    *,
-    query: Query | None = None,
-    body: BaseModel | None = None,
-    headers: Mapping[str, str] | None = None,
-    idempotent: bool | None = None,
-) -> Request:
-    """A request; omits query values that are None and fields of `body` that were not set."""
-    content = None if body is None else body.model_dump_json(exclude_unset=True).encode()
-    sent = {"Accept": JSON, **({} if content is None else {"Content-Type": JSON}), **(headers or {})}
-    repeatable = method in IDEMPOTENT if idempotent is None else idempotent
-    return Request(method, path, tuple(_pairs(query or {})), content, sent, repeatable)
+    def __iter__(self) -> Generator[Call[T], T, T]:
+        """The call as a flow of one call: `yield from` gives its answer."""
+        return (yield self)
 
 
-def _pairs(query: Query) -> list[tuple[str, str]]:
-    pairs = []
-    for name, value in query.items():
-        if value is None:
-            continue
-        many = value if not isinstance(value, (str, int, float)) else [value]
-        pairs += [(name, str(one)) for one in many]
-    return pairs
+Flow = Generator["Call[Any] | float", Any, T]
+"""What takes several calls: yields each call and is sent its answer, yields seconds to wait, and returns the result."""
 
 
-def fill(route: str, **names: str) -> str:
-    """Fill the placeholders of a route; each value, whatever it holds, stays one path segment."""
-    for name, value in names.items():
-        if value in ("", ".", ".."):
-            raise ValueError(f"{name} must name something, not {value!r}")
-    return route.format(**{name: quote(value, safe="") for name, value in names.items()})
+class Question(Protocol[T_co]):
+    """A call, or a flow."""
+
+    def __iter__(self) -> Flow[T_co]:
+        """The flow."""
+        ...
+
+
+class Blocking:
+    """Base of classes whose `Method`s return their results."""
+
+
+class Awaited:
+    """Base of classes whose `Method`s are to be awaited."""
+
+
+class Method(Generic[P, T]):
+    """A method for both kinds of client, written once: sends the call or flow that `build` makes by the `send` of its
+    object's client. With `bound`, `build` gets the object first."""
+
+    def __init__(self, build: Callable[P, Question[T]], *, bound: bool = False) -> None:
+        self.build = build
+        self.bound = bound
+        signature = inspect.signature(build)
+        answer = re.sub(r"^\w+\[(.*)\]$", r"\1", str(signature.return_annotation))
+        self.signature = signature.replace(return_annotation=answer)  # for notebooks and `help`
+
+    @overload
+    def __get__(self, owner: Blocking, kind: type[Blocking]) -> Callable[P, T]: ...
+
+    @overload
+    def __get__(self, owner: Awaited, kind: type[Awaited]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        build: Any = functools.partial(self.build, owner) if self.bound else self.build
+
+        @functools.wraps(self.build)
+        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return getattr(owner, "client", owner).send(build(*args, **kwargs))
+
+        method.__signature__ = self.signature  # type: ignore[attr-defined]
+        return method
+
+
+def flow(build: Callable[Concatenate[Any, P], Question[T]]) -> Method[P, T]:
+    """Decorates a method, of a class for both kinds of client, that returns a call or is a flow."""
+    return Method(cast("Callable[P, Question[T]]", build), bound=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of an attempt: a status, or the failure that left it without one.
+
+    `not_sent`: no connection was made, so the service has seen nothing. `lost`: it may have acted.
+    """
+
+    status: int | None = None
+    failure: Failure | None = None
+    retry_after_s: float | None = None
+
+    def worth_repeating(self, idempotent: bool) -> bool:
+        """True if another attempt may succeed and does no harm."""
+        if self.failure == "not_sent" or self.status in NOT_PROCESSED:
+            return True
+        return idempotent and (self.failure == "lost" or self.status in MAYBE_PROCESSED)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter (`tula_wire.retry`), bounded in attempts and in seconds of waiting.
+
+    Requests that are not idempotent are repeated only if the service cannot have acted on them.
+    """
+
+    max_attempts: int = 5
+    base_s: float = 0.2
+    cap_s: float = 5.0
+    budget_s: float = 30.0
+
+    def wait_s(self, outcome: Outcome, *, attempt: int, waited_s: float, idempotent: bool, dice: float) -> float | None:
+        """Seconds to wait before the next attempt, or None to give up.
+
+        `attempt` counts from 1, `waited_s` is the sum of earlier waits, `dice` is uniform in [0, 1).
+        """
+        if attempt >= self.max_attempts or not outcome.worth_repeating(idempotent):
+            return None
+        wait = backoff_s(attempt, dice, base_s=self.base_s, cap_s=self.cap_s, asked_s=outcome.retry_after_s)
+        return wait if waited_s + wait <= self.budget_s else None
+
+
+NO_RETRY: Final = RetryPolicy(max_attempts=1)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Final, TypedDict, TypeVar
+from typing import Any, Final, TypeVar
 
 import httpx
 
 from tula_client._calls import parse_error
 from tula_client._errors import ServiceUnreachableError, TulaError, UnexpectedAnswerError
-from tula_client._request import Answer, Call, Request
-from tula_client._retry import Outcome, RetryPolicy
+from tula_client._request import Answer, Call, Outcome, Question, Request, RetryPolicy
 from tula_wire.retry import retry_after_s
 
 T = TypeVar("T")
+Step = Request | float
+"""A request to send, or seconds to wait."""
+Received = Answer | httpx.TransportError | None
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
 """A longer answer is dropped: no Tula service gives one."""
@@ -30,60 +32,23 @@ NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 @dataclass
-class Attempts:
-    """The attempts of one call: computes the wait before the next."""
-
-    request: Request
-    policy: RetryPolicy
-    url: str
-    attempt: int = 0
-    waited_s: float = 0.0
-
-    def after_answer(self, answer: Answer) -> float | None:
-        """Seconds to wait before another attempt, or None when `answer` is final."""
-        asked = retry_after_s(answer.headers.get("retry-after"), datetime.now(timezone.utc))
-        return self._wait_s(Outcome(status=answer.status, retry_after_s=asked))
-
-    def after_failure(self, error: httpx.TransportError) -> float:
-        """Seconds to wait before another attempt; raises `ServiceUnreachableError` after the last."""
-        wait = self._wait_s(Outcome(failure="not_sent" if isinstance(error, NOT_SENT) else "lost"))
-        if wait is None:
-            raise unreachable(self.url, error) from error
-        return wait
-
-    def _wait_s(self, outcome: Outcome) -> float | None:
-        self.attempt += 1
-        wait = self.policy.wait_s(
-            outcome,
-            attempt=self.attempt,
-            waited_s=self.waited_s,
-            idempotent=self.request.idempotent,
-            dice=random.random(),
-        )
-        self.waited_s += wait or 0.0
-        return wait
-
-
-@dataclass
 class SyncTransport:
-    """Sends calls over an `httpx.Client`; waits between attempts with `sleep`."""
+    """Sends requests over an `httpx.Client`; waits between attempts with `sleep`."""
 
     http: httpx.Client
     policy: RetryPolicy
     sleep: Callable[[float], None] = field(default=time.sleep)
 
-    def send(self, call: Call[T]) -> T:
-        """Send `call` and parse its answer; raises `TulaError`."""
-        attempts = Attempts(call.request, self.policy, str(self.http.base_url))
-        while True:
-            try:
-                answer = self._once(call.request)
-            except httpx.TransportError as error:
-                self.sleep(attempts.after_failure(error))
-                continue
-            if (wait := attempts.after_answer(answer)) is None:
-                return call.parse(answer)
-            self.sleep(wait)
+    def send(self, question: Question[T]) -> T:
+        """The answer to a call, or the result of a flow; raises `TulaError`."""
+        steps = _steps(question, self.policy, str(self.http.base_url))
+        received: Received = None
+        try:
+            while True:
+                received = self._take(steps.send(received))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def lines(self, request: Request) -> Iterator[str]:
         """The lines of a stream; raises `TulaError` if rejected, `ServiceUnreachableError` if the connection breaks."""
@@ -93,36 +58,39 @@ class SyncTransport:
                     raise parse_error(Answer(response.status_code, response.headers, response.read()))
                 yield from response.iter_lines()
         except httpx.TransportError as error:
-            raise unreachable(str(self.http.base_url), error) from error
+            raise _unreachable(str(self.http.base_url), error) from error
 
-    def _once(self, request: Request) -> Answer:
-        with self.http.stream(**_arguments(request)) as response:
-            body = bytearray()
-            for part in response.iter_bytes():
-                body += part
-                _check_size(body)
-            return Answer(response.status_code, response.headers, bytes(body))
+    def _take(self, step: Step) -> Received:
+        if not isinstance(step, Request):
+            self.sleep(step)
+            return None
+        try:
+            with self.http.stream(**_arguments(step)) as response:
+                body = bytearray()
+                for part in response.iter_bytes():
+                    _append(body, part)
+                return Answer(response.status_code, response.headers, bytes(body))
+        except httpx.TransportError as error:
+            return error
 
 
 @dataclass
 class AsyncTransport:
-    """Sends calls over an `httpx.AsyncClient`."""
+    """Like `SyncTransport`, over an `httpx.AsyncClient`."""
 
     http: httpx.AsyncClient
     policy: RetryPolicy
 
-    async def send(self, call: Call[T]) -> T:
-        """Send `call` and parse its answer; raises `TulaError`."""
-        attempts = Attempts(call.request, self.policy, str(self.http.base_url))
-        while True:
-            try:
-                answer = await self._once(call.request)
-            except httpx.TransportError as error:
-                await asyncio.sleep(attempts.after_failure(error))
-                continue
-            if (wait := attempts.after_answer(answer)) is None:
-                return call.parse(answer)
-            await asyncio.sleep(wait)
+    async def send(self, question: Question[T]) -> T:
+        """Like `SyncTransport.send`."""
+        steps = _steps(question, self.policy, str(self.http.base_url))
+        received: Received = None
+        try:
+            while True:
+                received = await self._take(steps.send(received))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     async def lines(self, request: Request) -> AsyncIterator[str]:
         """Like `SyncTransport.lines`."""
@@ -133,18 +101,63 @@ class AsyncTransport:
                 async for line in response.aiter_lines():
                     yield line
         except httpx.TransportError as error:
-            raise unreachable(str(self.http.base_url), error) from error
+            raise _unreachable(str(self.http.base_url), error) from error
 
-    async def _once(self, request: Request) -> Answer:
-        async with self.http.stream(**_arguments(request)) as response:
-            body = bytearray()
-            async for part in response.aiter_bytes():
-                body += part
-                _check_size(body)
-            return Answer(response.status_code, response.headers, bytes(body))
+    async def _take(self, step: Step) -> Received:
+        if not isinstance(step, Request):
+            await asyncio.sleep(step)
+            return None
+        try:
+            async with self.http.stream(**_arguments(step)) as response:
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    _append(body, part)
+                return Answer(response.status_code, response.headers, bytes(body))
+        except httpx.TransportError as error:
+            return error
 
 
-def unreachable(url: str, error: Exception) -> TulaError:
+def _steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
+    """The requests and waits of a flow; an error of a call is raised where the flow asked."""
+    flow = iter(question)
+    try:
+        asked = next(flow)
+        while True:
+            try:
+                answer = (yield from _attempts(asked, policy, url)) if isinstance(asked, Call) else (yield asked)
+            except TulaError as error:
+                asked = flow.throw(error)
+            else:
+                asked = flow.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
+    """The requests of one call and the waits between them."""
+    attempt, waited_s = 0, 0.0
+    while True:
+        attempt += 1
+        received = yield call.request
+        if isinstance(received, Answer):
+            asked = retry_after_s(received.headers.get("retry-after"), datetime.now(timezone.utc))
+            outcome = Outcome(status=received.status, retry_after_s=asked)
+        else:
+            outcome = Outcome(failure="not_sent" if isinstance(received, NOT_SENT) else "lost")
+        wait = policy.wait_s(
+            outcome, attempt=attempt, waited_s=waited_s, idempotent=call.request.idempotent, dice=random.random()
+        )
+        if wait is not None:
+            waited_s += wait
+            yield wait
+        elif isinstance(received, Answer):
+            return call.parse(received)
+        else:
+            raise _unreachable(url, received) from received
+
+
+def _unreachable(url: str, error: Exception | None) -> TulaError:
     """The exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
@@ -153,20 +166,13 @@ def unreachable(url: str, error: Exception) -> TulaError:
     return ServiceUnreachableError(f"no Tula service answers at {url.rstrip('/')} ({reason}): {remedy}")
 
 
-def _check_size(body: bytearray) -> None:
+def _append(body: bytearray, part: bytes) -> None:
+    body += part
     if len(body) > MAX_ANSWER_BYTES:
         raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
 
 
-class _Arguments(TypedDict):
-    method: str
-    url: str
-    params: list[tuple[str, str | int | float | bool | None]] | None
-    content: bytes | None
-    headers: dict[str, str]
-
-
-def _arguments(request: Request) -> _Arguments:
+def _arguments(request: Request) -> dict[str, Any]:
     return {
         "method": request.method,
         "url": request.path,

@@ -1,41 +1,42 @@
-"""Handles of a job for scripts and notebooks, its recommendation in one call, and search of jobs by name."""
+"""Handles of a job for scripts and notebooks: `JobHandle` and `AsyncJobHandle`, with the same methods."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tula_client import _calls as calls
 from tula_client import _flows
 from tula_client._errors import TulaError
+from tula_client._request import Awaited, Blocking, Call, Flow, flow
 from tula_client.plots import altair_chart, save
 from tula_client.tables import Row, Table, data_frame
-from tula_wire import Event, Job, JobSpec, JobSummary, Objective, Predictions, Recommendation, Run
+from tula_wire import Event, Job, Objective, Predictions, Recommendation, Run
 
 if TYPE_CHECKING:
     from tula_client._client import AsyncClient, Client
 
-PAGE = 100
 
+class _JobMethods:
+    """What both handles can do."""
 
-class JobHandle:
-    """One job of one service. Every access queries the service: the handle caches nothing."""
+    client: Client | AsyncClient
+    id: str
 
-    def __init__(self, client: Client, job_id: str) -> None:
-        self.client = client
-        self.id = job_id
-
-    def status(self) -> Job:
+    @flow
+    def status(self) -> Call[Job]:
         """The job with its plan."""
-        return self.client.job(self.id)
+        return calls.job(self.id)
 
-    def recommendation(self, objective: Objective | None = None) -> Recommendation:
+    @flow
+    def recommendation(self, objective: Objective | None = None) -> Call[Recommendation]:
         """The recommended configuration and the reason; by default for the job's objective."""
-        return self.client.recommendation(self.id, objective=objective)
+        return calls.recommendation(self.id, objective=objective)
 
+    @flow
     def predict(
         self,
         num_nodes: int | list[int] | None = None,
@@ -45,9 +46,9 @@ class JobHandle:
         instance_type: str | list[str] | None = None,
         usd_per_node_hour: float | None = None,
         deadline_s: float | None = None,
-    ) -> Predictions:
+    ) -> Call[Predictions]:
         """What-if: predictions for all combinations; what is omitted takes every value that the job allows."""
-        return self.client.predictions(
+        return calls.predictions(
             self.id,
             num_nodes=num_nodes,
             global_batch_size=global_batch_size,
@@ -57,38 +58,46 @@ class JobHandle:
             deadline_s=deadline_s,
         )
 
-    def wait(self, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Recommendation:
+    @flow
+    def wait(self, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Flow[Recommendation]:
         """Wait until no profiling run waits or is in progress, and return the recommendation.
 
         Asks the service every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits for ever.
         """
-        deadline = _deadline(timeout_s)
-        while (job := self.status()).state == "planning":
-            time.sleep(_pause_s(job, deadline, poll_s))
-        return self.recommendation()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (job := (yield from calls.job(self.id))).state == "planning":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                runs = f"{job.runs_done} of {job.runs_planned} runs are done"
+                raise TulaError(
+                    f"{job.name} is still profiled ({runs}): start them with tula tune, or give a longer timeout_s"
+                )
+            yield min(poll_s, left)
+        return (yield from calls.recommendation(self.id))
 
-    def runs(self) -> list[Run]:
+    @flow
+    def runs(self) -> Flow[list[Run]]:
         """All runs, newest first."""
-        return all_runs(self.client, self.id)
+        return _flows.runs(self.id)
 
-    def events(self, last_id: int | None = None) -> Iterator[Event]:
-        """Events of the job as they happen; ends when the caller stops."""
-        return self.client.events(self.id, last_id=last_id)
-
-    def rows(self, table: Table = "candidates") -> list[Row]:
+    @flow
+    def rows(self, table: Table = "candidates") -> Flow[list[Row]]:
         """A table as a list of dictionaries; raises `TulaError` for an unknown one."""
-        return _flows.answered(_flows.table(self.id, table), self.client.send)
+        return _flows.table(self.id, table)
 
-    def to_dataframe(self, table: Table = "candidates") -> Any:
+    @flow
+    def to_dataframe(self, table: Table = "candidates") -> Flow[Any]:
         """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
-        return data_frame(self.rows(table))
+        return data_frame((yield from _flows.table(self.id, table)))
 
+    @flow
     def chart(
         self, name: str = "tradeoff", *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
-    ) -> dict[str, Any]:
+    ) -> Call[dict[str, Any]]:
         """The Vega-Lite specification of a chart with its data; `quantity` is drawn by `tradeoff`."""
-        return self.client.chart(self.id, name, quantity=quantity, objective=objective)
+        return calls.chart(self.id, name, quantity=quantity, objective=objective)
 
+    @flow
     def plot(
         self,
         name: str = "tradeoff",
@@ -96,133 +105,34 @@ class JobHandle:
         *,
         quantity: Literal["time", "cost"] = "time",
         objective: Objective | None = None,
-    ) -> Any:
+    ) -> Flow[Any]:
         """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
-        spec = self.chart(name, quantity=quantity, objective=objective)
-        if output is None:
-            return altair_chart(spec)
-        save(spec, Path(output))
-        return None
+        spec = yield from calls.chart(self.id, name, quantity=quantity, objective=objective)
+        return altair_chart(spec) if output is None else save(spec, Path(output))
 
     def __repr__(self) -> str:
-        return f"JobHandle({self.id!r}, url={self.client.url!r})"
+        return f"{type(self).__name__}({self.id!r}, url={self.client.url!r})"
 
 
-class AsyncJobHandle:
-    """Like `JobHandle`, with methods to await."""
+class JobHandle(_JobMethods, Blocking):
+    """One job of one service. Every access queries the service: the handle caches nothing."""
 
-    def __init__(self, client: AsyncClient, job_id: str) -> None:
-        self.client = client
+    def __init__(self, client: Client, job_id: str) -> None:
+        self.client: Client = client
         self.id = job_id
 
-    async def status(self) -> Job:
-        """The job with its plan."""
-        return await self.client.job(self.id)
-
-    async def recommendation(self, objective: Objective | None = None) -> Recommendation:
-        """Like `JobHandle.recommendation`."""
-        return await self.client.recommendation(self.id, objective=objective)
-
-    async def predict(
-        self,
-        num_nodes: int | list[int] | None = None,
-        global_batch_size: int | list[int] | None = None,
-        *,
-        local_batch_size: int | list[int] | None = None,
-        instance_type: str | list[str] | None = None,
-        usd_per_node_hour: float | None = None,
-        deadline_s: float | None = None,
-    ) -> Predictions:
-        """Like `JobHandle.predict`."""
-        return await self.client.predictions(
-            self.id,
-            num_nodes=num_nodes,
-            global_batch_size=global_batch_size,
-            local_batch_size=local_batch_size,
-            instance_type=instance_type,
-            usd_per_node_hour=usd_per_node_hour,
-            deadline_s=deadline_s,
-        )
-
-    async def wait(self, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Recommendation:
-        """Like `JobHandle.wait`."""
-        deadline = _deadline(timeout_s)
-        while (job := await self.status()).state == "planning":
-            await asyncio.sleep(_pause_s(job, deadline, poll_s))
-        return await self.recommendation()
-
-    async def runs(self) -> list[Run]:
-        """All runs, newest first."""
-        return await _flows.answered_async(_flows.runs(self.id), self.client.send)
-
-    def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
+    def events(self, last_id: int | None = None) -> Iterator[Event]:
         """Events of the job as they happen; ends when the caller stops."""
         return self.client.events(self.id, last_id=last_id)
 
-    async def rows(self, table: Table = "candidates") -> list[Row]:
-        """Like `JobHandle.rows`."""
-        return await _flows.answered_async(_flows.table(self.id, table), self.client.send)
 
-    async def to_dataframe(self, table: Table = "candidates") -> Any:
-        """Like `JobHandle.to_dataframe`."""
-        return data_frame(await self.rows(table))
+class AsyncJobHandle(_JobMethods, Awaited):
+    """Like `JobHandle`, with methods to await."""
 
-    async def chart(
-        self, name: str = "tradeoff", *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
-    ) -> dict[str, Any]:
-        """Like `JobHandle.chart`."""
-        return await self.client.chart(self.id, name, quantity=quantity, objective=objective)
+    def __init__(self, client: AsyncClient, job_id: str) -> None:
+        self.client: AsyncClient = client
+        self.id = job_id
 
-    def __repr__(self) -> str:
-        return f"AsyncJobHandle({self.id!r}, url={self.client.url!r})"
-
-
-def recommend(
-    spec: JobSpec | Mapping[str, Any] | str | Path,
-    *,
-    objective: Objective | None = None,
-    url: str | None = None,
-    token: str | None = None,
-) -> Recommendation:
-    """The recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
-
-    Registers the job unless the service has one with this specification. `url` and `token` are as of `Client`. Raises
-    `TulaError`.
-    """
-    from tula_client._client import Client
-
-    with Client(url, token) as client:
-        return client.handle(Path(spec) if isinstance(spec, str) else spec).recommendation(objective)
-
-
-def _deadline(timeout_s: float | None) -> float:
-    return math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _pause_s(job: Job, deadline: float, poll_s: float) -> float:
-    """Seconds until the next question, not beyond `deadline`; raises `TulaError` when that has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        runs = f"{job.runs_done} of {job.runs_planned} runs are done"
-        raise TulaError(f"{job.name} is still profiled ({runs}): start them with tula tune, or give a longer timeout_s")
-    return min(poll_s, left)
-
-
-def find_job(client: Client, name_or_id: str) -> str:
-    """The id of a job given by id, or by a name that exactly one job has that is not archived."""
-    return _flows.answered(_flows.job_id(name_or_id), client.send)
-
-
-def all_jobs(client: Client, *, search: str | None = None, archived: bool = False) -> Iterator[JobSummary]:
-    """All jobs that match, over all pages."""
-    cursor: str | None = None
-    while True:
-        page = client.jobs(search=search, archived=archived, limit=PAGE, cursor=cursor)
-        yield from page.jobs
-        if (cursor := page.next_cursor) is None:
-            return
-
-
-def all_runs(client: Client, job_id: str) -> list[Run]:
-    """All runs of a job, newest first."""
-    return _flows.answered(_flows.runs(job_id), client.send)
+    def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
+        """Like `JobHandle.events`."""
+        return self.client.events(self.id, last_id=last_id)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.client.test_cli import Tula, tula
 from tula_client import Client
-from tula_client.cli import launch
 
 __all__ = ["tula"]
 
@@ -132,7 +131,7 @@ def test_ctrl_c_says_that_the_same_command_continues(tula: Tula, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "find_job", interrupted)
+    monkeypatch.setattr(Client, "handle", interrupted)
     assert tula("run", "any", "--", "true") == (130, "", "tula: stopped; repeat the command to continue\n")
 
 

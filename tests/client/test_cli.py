@@ -20,7 +20,7 @@ from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client
 from tula_client._settings import package_version
-from tula_client.cli import commands, jobs, output, watch
+from tula_client.cli import commands, jobs, output
 from tula_client.cli.app import run
 from tula_wire import Event, Job, JobPage, JobSpec, RunCreate, RunPatch
 from tula_wire.format import percent
@@ -272,7 +272,7 @@ def test_an_event_line_ends_with_its_sentence() -> None:
         ("run", {"state": "out_of_memory"}, "run: out of memory"),
     ):
         event = Event.model_validate({"id": 1, "kind": kind, "job_id": "j", "at": "2026-01-01T00:00:00Z", "data": data})
-        assert watch.event_line(event).endswith(text)
+        assert jobs.event_line(event).endswith(text)
 
 
 def test_version_prints_the_version(tula: Tula) -> None:

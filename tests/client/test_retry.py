@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_client import NO_RETRY, RetryPolicy
-from tula_client._retry import Outcome
+from tula_client._request import Outcome
 from tula_wire.retry import retry_after_s
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -144,7 +144,7 @@ def test_every_public_method_has_a_signature_with_its_arguments_and_answer(kind:
     ("sync", "awaited"), [(JobHandle, AsyncJobHandle), (ProfileRun, AsyncProfileRun), (Client, AsyncClient)]
 )
 def test_the_async_kind_has_the_methods_of_the_other(sync: type, awaited: type) -> None:
-    not_awaited = {"plot", "close"}
+    not_awaited = {"close"}
     public = [{name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_"} for kind in (sync, awaited)]
     assert public[0] - not_awaited == public[1] - {"aclose"}
     for name in public[0] & public[1]:

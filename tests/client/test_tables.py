@@ -11,7 +11,7 @@ from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import format, jobs, output, recommend
+from tula_client.cli import jobs, output, recommend
 
 
 def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
@@ -27,7 +27,7 @@ def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
         line = next(line for line in lines if run.id in line)
         for text in (run.state, "2, 128 (64)", "210 ms", "+5.0 %"):
             assert text in line
-    assert format.BRIEF in out.getvalue()
+    assert output.BRIEF in out.getvalue()
     assert "post_local_sgd" in next(line for line in lines if "run-9" in line)
     assert f"{runs[0].id}  {purpose}" in lines
 
@@ -48,9 +48,9 @@ def test_a_brief_configuration_says_what_sets_it_apart() -> None:
     typed = wire.Configuration(
         num_nodes=4, ranks_per_node=4, local_batch_size=64, grad_accum_steps=2, instance_type="g5.12xlarge"
     )
-    assert format.brief(plain) == "8, 256 (32)"
-    assert format.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
-    assert format.brief(None) == "-"
+    assert output.brief(plain) == "8, 256 (32)"
+    assert output.brief(typed) == "4 g5.12xlarge x 4 ranks, 2048 (64 x 2)"
+    assert output.brief(None) == "-"
 
 
 def test_candidates_on_several_instance_types_say_which() -> None:

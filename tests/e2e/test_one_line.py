@@ -22,7 +22,6 @@ from tula_agent.config import UNKNOWN_RUN, WantedJob, read_config
 from tula_agent.run import Run
 from tula_agent.ship.spool import SpooledRequest
 from tula_client import Client
-from tula_client.handle import all_runs, find_job
 from tula_wire import Configuration, JobSpec, TokenCreate
 from tula_wire import Run as WireRun
 
@@ -76,7 +75,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def runs_of(client: Client, job: str) -> list[WireRun]:
-    return [run for run in all_runs(client, find_job(client, job)) if run.kind == "train"]
+    return [run for run in client.handle(job).runs() if run.kind == "train"]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from benchmarks.support.forked import Server
 from tests.e2e.command import ALONE, BATCH, Tula
 from tests.support.tls import certificate, proxy
 from tula_client import Client
-from tula_client.handle import all_runs, find_job
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def test_a_job_is_tuned_over_tls(server: Server, tmp_path: Path, behind_tls: tup
     tula = Tula(server, tmp_path, forked=True, TULA_URL=url, SSL_CERT_FILE=authority)
     tuned, said = tula("tune", tula.spec("over-tls", nodes=1), *ALONE, *BATCH)
     with Client(server.url) as client:
-        (run,) = all_runs(client, find_job(client, "over-tls"))
+        (run,) = client.handle("over-tls").runs()
     assert (run.state, run.num_samples >= 8) == ("succeeded", True), said
     assert tuned["recommendation"]["basis"] == "profiled"
 

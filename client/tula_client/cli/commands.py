@@ -23,7 +23,7 @@ EPILOG: Final = (
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """The whole command; of other packages, imports only the sub-command that `arguments` name."""
-    from tula_client.cli import data, init, jobs, launch, probe, recommend, scaling, watch
+    from tula_client.cli import data, init, jobs, launch, probe, recommend, scaling
 
     app = typer.Typer(
         name="tula",
@@ -35,18 +35,23 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    init.add_to(app)
-    recommend.add_to(app)
-    jobs.add_to(app)
-    launch.add_to(app)
-    watch.add_to(app)
-    data.add_to(app)
-    scaling.add_to(app)
-    probe.add_to(app)
+    commands = (init.init, recommend.recommend, recommend.predict, jobs.runs, launch.tune, launch.run, launch.launchers)
+    _add(app, *commands, launch.logs, jobs.watch, jobs.open_, data.plot, data.export, probe.probe)
+    on_jobs = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
+    _add(on_jobs, jobs.add, jobs.list_, jobs.show, jobs.edit, jobs.archive, jobs.delete)
+    app.add_typer(on_jobs, name="jobs")
+    on_scaling = typer.Typer(help="Show and set a job's gradient scaling.", no_args_is_help=True)
+    _add(on_scaling, scaling.show, scaling.set_)
+    app.add_typer(on_scaling, name="scaling")
     wanted = _first_word(arguments)
     for name, point in sorted(plugins().items()):
-        _add(app, name, point, load=wanted in (None, name))
+        _add_plugin(app, name, point, load=wanted in (None, name))
     return app
+
+
+def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command(command.__name__.rstrip("_"))(command)
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -86,7 +91,7 @@ def _first_word(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _add(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
+def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
     settings: dict[str, Any] | None = None
     try:
         found: Any = point.load() if load else _unloaded

@@ -1,4 +1,4 @@
-"""`tula plot` and `tula export`: charts and tables."""
+"""`tula plot` and `tula export`: charts, tables, and runs written by MLflow's own client to `MLFLOW_TRACKING_URI`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,39 @@ import csv
 import io
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from tula_client._client import Client
-from tula_client._errors import MissingExtraError, UsageError
-from tula_client.cli import mlflow_runs
+from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli.output import JobName, Json, emit
+from tula_client.handle import JobHandle
 from tula_client.plots import write_file
 from tula_client.tables import Row, Table
+from tula_wire import Candidate, Run
 
 Format = Literal["csv", "parquet", "json"]
 
+_STATUS = {
+    "claimed": "RUNNING",
+    "running": "RUNNING",
+    "succeeded": "FINISHED",
+    "out_of_memory": "FAILED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+}
+"""MLflow's word for the state of a run; a run that only waits in the plan is left out."""
+_SERIES = ("step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
+_TAG = "tula.run_id"
+_MOST_METRICS = 1000  # in one request of MLflow
 
-def add_to(app: typer.Typer) -> None:
-    """Give `app` these commands."""
-    app.command("plot")(plot)
-    app.command("export")(export)
+Metrics = dict[tuple[str, int], float]
+"""By name and step."""
 
 
 def plot(
@@ -75,7 +88,7 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
     if output is not None or what != "candidates":
         raise UsageError("--to mlflow writes the job's runs: leave out --output and --table")
     with Client() as client:
-        name, count = mlflow_runs.write(client, job)
+        name, count = _write_mlflow(client.handle(job))
     text = f"Wrote {count} run{'s' if count != 1 else ''} to the MLflow experiment {name!r}."
     emit({"experiment": name, "runs": count}, text, as_json)
 
@@ -110,3 +123,79 @@ def _parquet(rows: Sequence[Row]) -> bytes:
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
     return buffer.getvalue()
+
+
+def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
+    """Write every run that has begun; the name of the experiment, which is the job's, and the number of runs.
+
+    A run that MLflow has from an earlier export is brought up to date. Raises `MissingExtraError` without MLflow,
+    `TulaError` where it refuses.
+    """
+    try:
+        from mlflow import MlflowClient
+    except ImportError:
+        raise MissingExtraError("an export to MLflow", "mlflow") from None
+    name, series = handle.status().name, _series(handle)
+    predicted = {one.configuration: one for one in handle.recommendation().candidates if not one.spot}
+    runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
+    try:
+        store = MlflowClient()
+        found = store.get_experiment_by_name(name)
+        experiment = store.create_experiment(name) if found is None else found.experiment_id
+        for run in runs:
+            metrics = series[run.id] | _of_the_run(run, predicted.get(run.configuration))
+            _write_run(store, experiment, run, metrics)
+    except Exception as error:  # of MLflow, of its database, of the network: whatever its store raises
+        raise TulaError(f"MLflow did not take the runs: {' '.join(str(error).split())}") from error
+    return name, len(runs)
+
+
+def _series(handle: JobHandle) -> defaultdict[str, Metrics]:
+    """By run: what the first rank measured and logged."""
+    found: defaultdict[str, Metrics] = defaultdict(dict)
+    for row in handle.rows("samples"):
+        if row["rank"] == 0:
+            found[str(row["run_id"])] |= _present({(name, row["step"]): row[name] for name in _SERIES})
+    for row in handle.rows("telemetry"):
+        found[str(row["run_id"])] |= _present({(row["column"], row["step"]): row["value"]})
+    return found
+
+
+def _of_the_run(run: Run, candidate: Candidate | None) -> Metrics:
+    """Single numbers of a run, beside what is predicted of its configuration."""
+    numbers: dict[str, float | None] = {
+        "mean_step_time_s": run.step_time_s,
+        "predicted_step_time_s": run.predicted_step_time_s,
+    }
+    if candidate is not None:
+        for name in ("memory_bytes", "cost_usd", "total_time_s"):
+            estimate = getattr(candidate, name)
+            numbers[f"predicted_{name}"] = None if estimate is None else estimate.value
+    return _present({(name, 0): value for name, value in numbers.items()})
+
+
+def _present(numbers: dict[Any, Any]) -> Metrics:
+    return {at: float(value) for at, value in numbers.items() if value is not None}
+
+
+def _write_run(store: Any, experiment: str, run: Run, metrics: Metrics) -> None:
+    from mlflow.entities import Metric, Param
+
+    known = store.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+    start = int((run.started_at or run.created_at).timestamp() * 1000)
+    id = (known[0] if known else store.create_run(experiment, start, {_TAG: run.id}, run.id)).info.run_id
+    about = {"job_id": run.job_id, "kind": run.kind, "state": run.state, "method": run.method, "message": run.message}
+    for key, value in about.items():
+        if value is not None:
+            store.set_tag(id, f"tula.{key}", value)
+    at = run.configuration
+    params = asdict(at) | {"world_size": at.world_size, "global_batch_size": at.global_batch_size}
+    store.log_batch(id, params=[Param(key, str(value)) for key, value in params.items()])
+    points = [Metric(key, value, start, step) for (key, step), value in metrics.items()]
+    for first in range(0, len(points), _MOST_METRICS):
+        store.log_batch(id, metrics=points[first : first + _MOST_METRICS])
+    status = _STATUS[run.state]
+    if status == "RUNNING":
+        store.update_run(id, status)
+    else:
+        store.set_terminated(id, status, int(run.finished_at.timestamp() * 1000) if run.finished_at else None)

@@ -32,11 +32,6 @@ _SPAN: Final = 4
 """The batches to try are from a fourth to four times that of the command."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give `app` this command."""
-    app.command("init")(init)
-
-
 def init(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How you start the script today.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write; an existing one is kept.")] = Path(

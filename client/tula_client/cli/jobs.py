@@ -1,4 +1,4 @@
-"""`tula jobs`: add, list, show, edit, archive and delete."""
+"""`tula jobs`, `tula runs`, `tula watch` and `tula open`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ from rich.text import Text
 
 from tula_client._client import Client
 from tula_client._errors import UsageError
-from tula_client.cli import format
-from tula_client.cli.output import JobName, Json, emit, facts, table
+from tula_client.cli.output import (
+    BRIEF,
+    JobName,
+    Json,
+    brief,
+    emit,
+    escaped,
+    estimate,
+    facts,
+    rest_of_plan,
+    saving,
+    table,
+)
 from tula_client.cli.recommend import recommendation_view
-from tula_client.handle import all_runs, find_job
 from tula_client.launch.registration import register
 from tula_client.launch.spec import load_spec
-from tula_wire import JOBS_COUNTED, Job, JobPage, JobPatch, JobState, Ledger, LedgerEntry, Objective, Run
+from tula_wire import JOBS_COUNTED, Event, Job, JobPage, JobPatch, JobState, Ledger, LedgerEntry, Objective, Run
 from tula_wire.format import configuration, duration, money, percent
 from tula_wire.text import printable
-
-
-def add_to(app: typer.Typer) -> None:
-    """Give `app` these commands."""
-    group = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
-    group.command("add")(add)
-    group.command("list")(list_jobs)
-    group.command("show")(show)
-    group.command("edit")(edit)
-    group.command("archive")(archive)
-    group.command("delete")(delete)
-    app.add_typer(group, name="jobs")
-    app.command("runs")(runs)
 
 
 def add(
@@ -50,7 +47,7 @@ def add(
     emit(answer, Group(title, recommendation_view(answer)), as_json)
 
 
-def list_jobs(
+def list_(
     search: Annotated[str | None, typer.Option(help="Only jobs whose name contains this text.")] = None,
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="Include archived jobs.")] = False,
@@ -66,10 +63,8 @@ def list_jobs(
 def show(job: JobName, as_json: Json = False) -> None:
     """Show a job with its plan, its runs, its recommendation, and predictions beside measurements."""
     with Client() as client:
-        job_id = find_job(client, job)
-        found = client.job(job_id)
-        done = all_runs(client, job_id)
-        ledger = client.ledger(job_id)
+        handle = client.handle(job)
+        found, done, ledger = handle.status(), handle.runs(), client.ledger(handle.id)
     body = {**found.model_dump(mode="json"), "runs": done, "ledger": ledger.entries}
     emit(body, job_view(found, done, ledger), as_json)
 
@@ -77,7 +72,7 @@ def show(job: JobName, as_json: Json = False) -> None:
 def runs(job: JobName, as_json: Json = False) -> None:
     """List the runs of a job, newest first, with measured and predicted step times."""
     with Client() as client:
-        found = all_runs(client, find_job(client, job))
+        found = client.handle(job).runs()
     emit(
         found, _runs_view(found) if found else Text("No runs. Start them with tula tune SPEC.toml -- COMMAND."), as_json
     )
@@ -100,7 +95,8 @@ def edit(
 ) -> None:
     """Change objective, limits and prices of a job, and print its recommendation; measurements are kept."""
     with Client() as client:
-        found = client.job(find_job(client, job))
+        handle = client.handle(job)
+        found = handle.status()
         changed = {"deadline_s": deadline_s, "budget_usd": budget_usd}
         known = {name: value or None for name, value in changed.items() if value is not None}
         wanted: dict[str, Any] = {"objective": objective} if objective is not None else {}
@@ -111,7 +107,7 @@ def edit(
         if not wanted:
             raise UsageError("nothing is to be changed: give --objective, --deadline, --budget or --price")
         client.patch_job(found.id, JobPatch.model_validate(wanted))
-        answer = client.recommendation(found.id)
+        answer = handle.recommendation()
     emit(answer, recommendation_view(answer), as_json)
 
 
@@ -134,7 +130,7 @@ def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
 def archive(job: JobName, as_json: Json = False) -> None:
     """Hide a job from lists; its measurements are kept."""
     with Client() as client:
-        found = client.archive_job(find_job(client, job))
+        found = client.archive_job(client.handle(job).id)
     emit(found, f"Archived {found.name} ({found.id}).", as_json)
 
 
@@ -145,7 +141,7 @@ def delete(
 ) -> None:
     """Delete a job with its measurements; this cannot be undone."""
     with Client() as client:
-        found = client.job(find_job(client, job))
+        found = client.handle(job).status()
         if not yes:
             if as_json:
                 raise UsageError("--json cannot ask: add --yes to delete")
@@ -156,6 +152,32 @@ def delete(
     emit({"deleted": found.id}, f"Deleted {found.name} ({found.id}).", as_json)
 
 
+def watch(job: JobName, as_json: Json = False) -> None:
+    """Print each event of a job on one line, from the first on; ends with Ctrl-C. --json prints whole events."""
+    with Client() as client:
+        for event in client.events(client.handle(job).id, last_id=0):
+            print(escaped(event.model_dump_json()) if as_json else printable(event_line(event)), flush=True)
+
+
+def open_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id, or its name.")] = None) -> None:
+    """Open the dashboard, or a job's page, in a browser, and print its address."""
+    with Client() as client:
+        page = client.url + ("/" if job is None else f"/jobs/{client.handle(job).id}")
+    print(page)
+    typer.launch(page)
+
+
+def event_line(event: Event) -> str:
+    """An event in one line."""
+    data, run = event.data, f" {event.run_id}" if event.run_id else ""
+    text = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
+    state = str(data.get("state", "")).replace("_", " ")
+    if not text and not state:
+        plain = {name: value for name, value in data.items() if isinstance(value, (str, int, float))}
+        text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items()) or "changed"
+    return f"{event.at.astimezone():%H:%M:%S} {event.kind}{run}: {': '.join(part for part in (state, text) if part)}"
+
+
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
     """A job, its runs, and the predictions of trainings beside their measurements."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
@@ -163,14 +185,14 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
     rows = [
         ["model", job.model_name],
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{suffix}"],
-        *([["plan", format.rest_of_plan(cost)]] if (cost := job.profiling_cost) and cost.launches_left else []),
+        *([["plan", rest_of_plan(cost)]] if (cost := job.profiling_cost) and cost.launches_left else []),
         ["objective", job.objective],
         ["recommended", configuration(job.recommended)],
     ]
     if job.predicted_time_s is not None:
         rows.append(["training", f"{duration(job.predicted_time_s)}, {money(job.predicted_cost_usd)}"])
     if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
-        small, large = format.saving(job.saving_vs_smallest_batch), format.saving(job.saving_vs_largest_batch)
+        small, large = saving(job.saving_vs_smallest_batch), saving(job.saving_vs_largest_batch)
         rows.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
     if job.prediction_error is not None:
         rows.append(["measured", f"{percent(job.prediction_error, signed=True)} against the prediction"])
@@ -189,7 +211,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         [
             run.id,
             run.state.replace("_", " "),
-            format.brief(run.configuration),
+            brief(run.configuration),
             duration(run.step_time_s),
             duration(run.predicted_step_time_s),
             _error(run),
@@ -197,7 +219,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         ]
         for run in runs
     ]
-    heads = ["run", "=state", f"={format.BRIEF}", ">step time", ">predicted", ">error", "=kind"]
+    heads = ["run", "=state", f"={BRIEF}", ">step time", ">predicted", ">error", "=kind"]
     # Sentences stand below the table: a narrow column would break them into words.
     notes = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
     return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in notes if note))
@@ -216,7 +238,7 @@ def _predictions_view(entries: list[LedgerEntry]) -> RenderableType:
             entry.recommendation_id,
             entry.run_id or "-",
             f"{entry.objective}, {entry.basis}",
-            format.estimate(entry.predicted_step_time_s),
+            estimate(entry.predicted_step_time_s),
             duration(entry.measured_step_time_s),
             percent(entry.error, signed=True),
             inside[entry.within_interval],
@@ -235,13 +257,13 @@ def list_view(page: JobPage) -> RenderableType:
             job.name,
             job.state,
             f"{job.runs_done}/{job.runs_planned}",
-            format.brief(job.recommended),
+            brief(job.recommended),
             duration(job.predicted_time_s),
             money(job.predicted_cost_usd),
         ]
         for job in page.jobs
     ]
-    listed = table(["id", "name", "=state", ">runs", f"={format.BRIEF}", ">training", ">cost"], rows)
+    listed = table(["id", "name", "=state", ">runs", f"={BRIEF}", ">training", ">cost"], rows)
     if page.next_cursor is None:
         return listed
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"

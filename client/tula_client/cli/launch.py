@@ -21,7 +21,6 @@ from tula_client._errors import UsageError
 from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
-from tula_client.handle import all_runs, find_job
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
@@ -58,14 +57,6 @@ Folder = Annotated[Path, typer.Option(help="Folder for logs, spools and checkpoi
 TimeLimit = Annotated[
     float | None, typer.Option(min=1, help="Seconds after which each rank prints its stack and the run is ended.")
 ]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Give `app` these commands."""
-    app.command("tune")(tune)
-    app.command("run")(run)
-    app.command("launchers")(launchers)
-    app.command("logs")(logs)
 
 
 def tune(
@@ -135,7 +126,7 @@ def run(
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
     template, stop = _templates(command, launcher, stop_command)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
-        found = client.job(find_job(client, job))
+        found = client.handle(job).status()
         template.check(found.spec)
         work = WorkDir(work_dir, found.id)
         with work.locked() as holder, _signals_interrupt():
@@ -165,8 +156,9 @@ def _again(client: Client, job: Job, wanted: list[str]) -> tuple[Configuration, 
     """What `--again` names."""
     if not wanted:
         return ()
-    candidates = (one.configuration for one in client.recommendation(job.id).candidates)
-    return to_measure_again(wanted, all_runs(client, job.id), candidates)
+    handle = client.handle(job.id)
+    candidates = (one.configuration for one in handle.recommendation().candidates)
+    return to_measure_again(wanted, handle.runs(), candidates)
 
 
 def _templates(command: list[str], launcher: str | None, stop_command: str | None) -> tuple[Template, Template | None]:

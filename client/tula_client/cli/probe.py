@@ -15,8 +15,7 @@ from rich.text import Text
 
 from tula_client._client import Client
 from tula_client._errors import TulaError, UsageError
-from tula_client.cli import format
-from tula_client.cli.output import Json, emit, table
+from tula_client.cli.output import Json, emit, estimate, table
 from tula_client.launch import process
 from tula_client.launch.spec import load_spec
 from tula_wire import AllReduceCost, ClusterSpec, Estimate, Fabric, FabricProbe, read
@@ -26,11 +25,6 @@ from tula_wire.format import duration, percent, size
 MODULE = ("-m", "tula_agent.commands.probe")
 _POLL_S = 0.1
 _LINES_OF_FAILURE = 20
-
-
-def add_to(app: typer.Typer) -> None:
-    """Give `app` this command."""
-    app.command("probe")(probe)
 
 
 def probe(
@@ -118,4 +112,4 @@ def _view(stored: Fabric) -> RenderableType:
 def _cost(cost: AllReduceCost) -> list[str]:
     beta = cost.seconds_per_byte
     rate = Estimate(value=1.0 / beta.value, low=1.0 / beta.high, high=1.0 / beta.low)
-    return [format.estimate(cost.latency_s), format.estimate(rate, "bytes")]
+    return [estimate(cost.latency_s), estimate(rate, "bytes")]

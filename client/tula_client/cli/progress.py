@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from tula_client.cli import format
+from tula_client.cli.output import rest_of_plan
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import Reporter
 from tula_wire import Configuration, Job, Run
@@ -62,7 +62,7 @@ class ProgressReporter(Reporter):
         self._describe()
         if job.profiling_cost is not None and job.profiling_cost.launches_left:
             more = "; the search may add some" if job.spec.search == "adaptive" else ""
-            self._console.print(f"plan      {format.rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
+            self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
 
     def started(self, run: Run, log: Path) -> None:
         """Print the run that starts."""

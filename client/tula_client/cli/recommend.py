@@ -11,9 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tula_client._client import Client
-from tula_client.cli import format
-from tula_client.cli.output import JobName, Json, emit, facts, table
-from tula_client.handle import find_job
+from tula_client.cli.output import JobName, Json, emit, estimate, facts, table
 from tula_client.tables import roles
 from tula_wire import Candidate, Configuration, Objective, Recommendation
 from tula_wire.format import configuration, count, duration, money, percent, size
@@ -28,12 +26,6 @@ BASIS = {
 COLUMNS = (">nodes", ">ranks", ">local", ">global", ">step time (90 %)", ">epoch", ">training", ">cost", ">memory", "")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give `app` this command."""
-    app.command("recommend")(recommend)
-    app.command("predict")(predict)
-
-
 def recommend(
     job: JobName,
     objective: Annotated[Objective | None, typer.Option(help="Objective, instead of the job's.")] = None,
@@ -42,7 +34,7 @@ def recommend(
 ) -> None:
     """Print the recommended configuration with its predictions and the reason."""
     with Client() as client:
-        answer = client.recommendation(find_job(client, job), objective=objective)
+        answer = client.handle(job).recommendation(objective)
     emit(answer, recommendation_view(answer, candidates=candidates), as_json)
 
 
@@ -57,10 +49,9 @@ def predict(
 ) -> None:
     """Predict all combinations of the values given; a value that is left out stands for all that the job allows."""
     with Client() as client:
-        answer = client.predictions(
-            find_job(client, job),
-            num_nodes=nodes,
-            global_batch_size=batch,
+        answer = client.handle(job).predict(
+            nodes,
+            batch,
             instance_type=instance_type,
             usd_per_node_hour=usd_per_node_hour,
             deadline_s=deadline_s,
@@ -137,7 +128,7 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 str(chosen.world_size),
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
-                format.estimate(one.step_time_s),
+                estimate(one.step_time_s),
                 duration(one.epoch_time_s.value),
                 duration(one.total_time_s.value),
                 _cost(one),
@@ -150,20 +141,20 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
 
 def _predictions(one: Candidate) -> RenderableType:
     rows = [
-        ["step", format.estimate(one.step_time_s)],
-        ["epoch", format.estimate(one.epoch_time_s)],
-        ["training", format.estimate(one.total_time_s)],
+        ["step", estimate(one.step_time_s)],
+        ["epoch", estimate(one.epoch_time_s)],
+        ["training", estimate(one.total_time_s)],
     ]
     if one.cost_usd is not None:
-        rows.append(["cost", format.estimate(one.cost_usd, "usd")])
+        rows.append(["cost", estimate(one.cost_usd, "usd")])
     if one.tokens_per_step is not None:
         rows.append(["tokens", f"{count(one.tokens_per_step)} a step"])
-        rows.append(["", f"{format.estimate(one.tokens_per_s, 'count')} a second"])
+        rows.append(["", f"{estimate(one.tokens_per_s, 'count')} a second"])
         if one.usd_per_million_tokens is not None:
-            rows.append(["", f"{format.estimate(one.usd_per_million_tokens, 'usd')} a million"])
+            rows.append(["", f"{estimate(one.usd_per_million_tokens, 'usd')} a million"])
     if one.memory_bytes is not None:
         fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
-        rows.append(["memory", format.estimate(one.memory_bytes, "bytes") + fits])
+        rows.append(["memory", estimate(one.memory_bytes, "bytes") + fits])
     if one.extrapolated:
         rows.append(["", "extrapolated: outside the measured range"])
     return facts(rows)

@@ -9,25 +9,16 @@ import typer
 from tula_client._client import Client
 from tula_client._errors import UsageError
 from tula_client.cli.output import JobName, Json, emit, facts
-from tula_client.handle import find_job
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds
 
 Policy = Annotated[ScalingPolicy | None, typer.Option(help="Policy, instead of the job's.")]
 SETTINGS = ("policy", "granularity", "delta", "small_batch_size", "static_scale", "s_min", "s_max", "refresh_steps")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give `app` these commands."""
-    group = typer.Typer(help="Show and set a job's gradient scaling.", no_args_is_help=True)
-    group.command("show")(show)
-    group.command("set")(set_)
-    app.add_typer(group, name="scaling")
-
-
 def show(job: JobName, policy: Policy = None, as_json: Json = False) -> None:
     """Show the policy and its thresholds; what is not set follows the script."""
     with Client() as client:
-        found = client.scaling(find_job(client, job), policy=policy).thresholds
+        found = client.scaling(client.handle(job).id, policy=policy).thresholds
     assert found is not None  # no ETag was sent
     emit(found, facts(_rows(found)), as_json)
 
@@ -41,7 +32,7 @@ def set_(
     """Set the policy or its thresholds, also of a running training; NAME=null returns one to tuning and the script."""
     patch = ScalingPatch.model_validate(dict(map(_pair, values)))
     with Client() as client:
-        found = client.patch_scaling(find_job(client, job), patch, policy=policy)
+        found = client.patch_scaling(client.handle(job).id, patch, policy=policy)
     emit(found, facts(_rows(found)), as_json)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final
 
+from tula_client import _flows
 from tula_client._client import Client
-from tula_client.handle import all_jobs
 from tula_wire import Job, JobPatch, JobSpec
 
 _MAX_JOBS: Final = 20
@@ -84,8 +83,7 @@ def _jobs_named(client: Client, name: str) -> list[Job]:
     """The newest jobs of that name that are not archived."""
     if not name.isprintable():  # no search takes it
         return []
-    ids = (one.id for one in all_jobs(client, search=name) if one.name == name)
-    return [client.job(job_id) for job_id in islice(ids, _MAX_JOBS)]
+    return [client.job(one.id) for one in client.send(_flows.jobs_named(name))[:_MAX_JOBS]]
 
 
 def _compare(job: Job, spec: JobSpec) -> _Comparison:
