@@ -14,7 +14,7 @@ import anyio.to_thread
 from fastapi import Depends, FastAPI
 from starlette.types import Scope
 
-from tula_service import __version__, dashboard
+from tula_service import __version__
 from tula_service.api import (
     access,
     charts,
@@ -31,15 +31,13 @@ from tula_service.api import (
     samples,
     scaling,
     telemetry,
-    tracing,
 )
 from tula_service.api.admission import Admission
-from tula_service.api.deps import Services, authenticate
-from tula_service.api.instruments import Metrics
-from tula_service.api.limiter import Limiter
-from tula_service.api.middleware import RequestMiddleware
+from tula_service.api.deps import Limiter, Services, authenticate
+from tula_service.api.middleware import Metrics, RequestMiddleware
 from tula_service.background import BackgroundQueue
-from tula_service.settings import Settings
+from tula_service.dashboard import pages, session, static_files
+from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
 from tula_service.store.partitions import create_ahead
@@ -63,7 +61,7 @@ _PARTS: Final = (
     operations,
     docs,
     charts,
-    dashboard,
+    pages,
 )
 """Modules whose `router` requires authentication."""
 
@@ -95,7 +93,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     )
 
     at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
-    tracer = tracing.tracer_provider() if settings.trace else None
+    tracer = _tracer() if settings.trace else None
     if tracer is not None:
         at_end.append(tracer.shutdown)
 
@@ -134,12 +132,11 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     app.state.services = services
     errors.install(app)
     app.add_middleware(Admission, services=services)
-    app.add_middleware(dashboard.BrowserSession)
     app.add_middleware(RequestMiddleware, metrics=counters)  # outermost
     for part in _PARTS:
         app.include_router(part.router, dependencies=[Depends(authenticate)])
-    app.include_router(operations.open_router)
-    app.include_router(dashboard.open_router)
+    for router in (operations.open_router, session.router, static_files.router):
+        app.include_router(router)
     return app
 
 
@@ -147,6 +144,23 @@ async def _every_day(work: Callable[[], None]) -> None:
     while True:
         await anyio.sleep(24 * 3600)
         await anyio.to_thread.run_sync(work)
+
+
+def _tracer() -> Any:
+    """Where FastAPI's OpenTelemetry traces go: as the `OTEL_` variables say, the last ones at its `shutdown`.
+
+    Raises SettingsError without the extra `otel`.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise SettingsError("TULA_TRACE is set but the extra is missing: run `pip install 'tula[otel]'`.") from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "tula"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
 
 
 def _probe(scope: Scope) -> bool:

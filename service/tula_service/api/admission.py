@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -15,12 +13,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tula_service.api.bodies import ORDINARY_BYTES, check_ordinary, too_large
-from tula_service.api.deps import Services, identify
+from tula_service.api.deps import OPEN, Services, identify, is_ingest, is_of_agents
 from tula_service.api.errors import problem_of
-from tula_service.api.scopes import OPEN, OPEN_FORMS, is_ingest, is_of_agents
 from tula_service.errors import Busy, ServiceError, Unauthenticated
 
 _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
+_OPEN_FORMS: Final = frozenset({"/login", "/logout"})
+"""Paths of forms that are read without authentication."""
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
@@ -29,16 +28,8 @@ LIMITED_S: Final = 1.0
 """How long the answer 429 waits: a sender that asks again at once would take the event loop with refusals."""
 
 
-@dataclass
-class _Room:
-    """How many requests of one kind are answered at once; another kind takes none of it."""
-
-    limit: int
-    taken: int = 0
-
-
 class Admission:
-    """Pure ASGI inside `BrowserSession`, whose cookie says who sends.
+    """Pure ASGI inside `RequestMiddleware`.
 
     A body on its way takes no room of others: it holds memory, which counts against its sender alone. After
     that, requests of agents and all others are counted separately. A sender beyond its limits waits for that answer,
@@ -48,10 +39,9 @@ class Admission:
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
         self._app = app
         self._services = services
-        self._agents = _Room(services.settings.max_in_flight)
-        self._others = _Room(services.settings.max_ordinary_in_flight)
+        self._agents = asyncio.Semaphore(services.settings.max_in_flight)
+        self._others = asyncio.Semaphore(services.settings.max_ordinary_in_flight)
         self._arriving: Counter[str] = Counter()
-        self._arriving_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request with its whole body, or answer why not."""
@@ -84,32 +74,32 @@ class Admission:
             await response(scope, receive, send)
             return
         room = self._agents if is_of_agents(scope["method"], scope["path"]) else self._others
-        if room.taken >= room.limit and (scope["method"], scope["path"]) not in OPEN:
+        is_probe = (scope["method"], scope["path"]) in OPEN
+        if room.locked() and not is_probe:
             metrics.refused.inc()
             await problem_of(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
             return
-        room.taken += 1
-        try:
+        async with nullcontext() if is_probe else room:
             with metrics.in_flight.track_inprogress():
                 await self._app(scope, receive, send)
-        finally:
-            room.taken -= 1
 
     async def _arrived(self, scope: Scope, receive: Receive) -> Receive:
         """A `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy, and what `identify` raises."""
-        sender = await _sender(scope)
+        if scope["path"] in _OPEN_FORMS:  # counted against the address
+            sender = f"address {scope['client'][0]}" if scope.get("client") else "address"
+        else:
+            sender = (await identify(Request(scope))).sender
         limit, ordinary = self._services.settings.max_body_bytes, not is_ingest(scope["method"], scope["path"])
         if ordinary:
             limit = min(limit, ORDINARY_BYTES)
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise too_large(limit, "as sent")
-        with self._on_its_way(sender):
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body = await self._read(receive, sender, limit)
-            except TimeoutError:
-                raise HTTPException(408) from None
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await self._read(receive, sender, limit)
+        except TimeoutError:
+            raise HTTPException(408) from None
         if ordinary:
             check_ordinary(body)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -119,45 +109,29 @@ class Admission:
 
         return whole
 
-    @contextmanager
-    def _on_its_way(self, sender: str) -> Iterator[None]:
-        self._arriving[sender] += 1
-        try:
-            if self._arriving[sender] > self._services.settings.max_in_flight:
-                raise _busy("Too many bodies of this sender are on their way", limited=True)
-            yield
-        finally:
-            self._arriving[sender] -= 1
-            if not self._arriving[sender]:
-                del self._arriving[sender]
-
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
+        """The body; an incomplete one counts at least as a share of `ARRIVING_BYTES`, which bounds their number too."""
         body = bytearray()
+        counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:
             while True:
+                more = max(least, len(body)) - counted
+                counted += more
+                self._arriving[sender] += more
+                if len(body) > limit:
+                    raise too_large(limit, "as sent")
+                if self._arriving[sender] > ARRIVING_BYTES:
+                    raise _busy("Too many bodies of this sender are on their way", limited=True)
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise HTTPException(408)
-                piece = message.get("body", b"")
-                body += piece
-                self._arriving_bytes[sender] += len(piece)
-                if len(body) > limit:
-                    raise too_large(limit, "as sent")
-                if self._arriving_bytes[sender] > ARRIVING_BYTES:
-                    raise _busy("Too many bodies of this sender are on their way", limited=True)
-                if not message.get("more_body", False):
+                body += message.get("body", b"")
+                if not message.get("more_body", False) and len(body) <= limit:
                     return bytes(body)
         finally:
-            self._arriving_bytes[sender] -= len(body)
-            if not self._arriving_bytes[sender]:
-                del self._arriving_bytes[sender]
-
-
-async def _sender(scope: Scope) -> str:
-    """Whom a body counts against: the token, and on the form that takes one, the address."""
-    if scope["path"] in OPEN_FORMS:
-        return f"address {scope['client'][0]}" if scope.get("client") else "address"
-    return (await identify(Request(scope))).sender
+            self._arriving[sender] -= counted
+            if not self._arriving[sender]:
+                del self._arriving[sender]
 
 
 def _busy(what: str, *, limited: bool = False) -> Busy:

@@ -11,8 +11,7 @@ from anyio import to_thread
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
-from tula_service.api.deps import Services
-from tula_service.api.scopes import is_of_agents
+from tula_service.api.deps import Services, is_of_agents
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
 from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk
 

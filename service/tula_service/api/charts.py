@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from anyio import to_thread
@@ -13,19 +12,17 @@ from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
 from tula_service.dashboard import charts
-from tula_service.dashboard.chart_data import MAX_COMPARED, Comparison, compare_runs, series_of
-from tula_service.dashboard.charts.quality import Over
+from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
 from tula_service.errors import Busy, NotFound
 from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
 from tula_service.usecases.access import Principal
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
 
 router = APIRouter(tags=["charts"], dependencies=[Depends(reject_unknown_query)])
 
 Format = Annotated[Literal["json", "png", "svg"], Query(description="json is the Vega-Lite specification.")]
-Quantity = Literal["time", "cost"]
 FirstStep = Annotated[int | None, Query(ge=0, le=2**53, description="First step to draw.")]
 LastStep = Annotated[int | None, Query(ge=0, le=2**53, description="Last step to draw.")]
 _ANSWER: Final[dict[int | str, dict[str, Any]]] = {
@@ -42,57 +39,45 @@ async def get_job_chart(
     name: str,
     caller: Caller,
     services: AppServices,
-    quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
+    quantity: Annotated[charts.Quantity, Query(description="What `tradeoff` draws.")] = "time",
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     column: Annotated[str | None, Query(max_length=64, description="Metric that `quality` draws.")] = None,
     logarithmic: Annotated[bool, Query(description="Logarithmic axis of `quality`.")] = False,
-    over: Annotated[Over, Query(description="What `quality` draws over.")] = "epoch",
+    over: Annotated[charts.Over, Query(description="What `quality` draws over.")] = "epoch",
     trend: Annotated[int, Query(ge=0, le=1000, description="Medians in a long line of `quality`; 0: none.")] = 150,
     run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
     format: Format = "json",
 ) -> Response:
     """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
-    if name == "quality":
-        compare = partial(compare_runs, services.store, caller, job_id, column, trend=trend, cursor=cursor, only=run)
-        make = partial(_quality_chart, services.store, caller, job_id, compare, logarithmic, over)
-    else:
-        make = partial(_job_chart, services.store, caller, job_id, name, quantity, objective)
+    store = services.store
+
+    def make() -> charts.Spec:
+        job = jobs.get(store, caller, job_id)
+        if name == "quality":
+            found = compare_runs(store, caller, job_id, column, trend=trend, cursor=cursor, only=run)
+            return charts.quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
+        _check_known("job", name, (*charts.JOB_CHARTS, "quality"))
+        recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))
+        entries = ledger.entries(store, caller, job_id)
+        trainings = []
+        if name == "accuracy":
+            trainings = runs.list_runs(store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
+        return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
+
     return await _answer(services, caller, make, format)
-
-
-def _job_chart(
-    store: Store, caller: Principal, job_id: str, name: str, quantity: Quantity, objective: Objective | None
-) -> charts.Spec:
-    job = jobs.get(store, caller, job_id)
-    if name not in charts.JOB_CHARTS:
-        raise NotFound(_unknown("job", name, (*charts.JOB_CHARTS, "quality")), field="name")
-    recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))
-    entries = ledger.entries(store, caller, job_id)
-    trainings = []
-    if name == "accuracy":
-        trainings = runs.list_runs(store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
-    return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
-
-
-def _quality_chart(
-    store: Store, caller: Principal, job_id: str, compare: Callable[[], Comparison], logarithmic: bool, over: Over
-) -> charts.Spec:
-    job = jobs.get(store, caller, job_id)
-    return charts.quality_chart(job, compare().runs, logarithmic=logarithmic, over=over)
 
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)
 async def get_chart(name: str, caller: Caller, services: AppServices, format: Format = "json") -> Response:
     """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
-    return await _answer(services, caller, partial(_service_chart, services.store, caller, name), format)
 
+    def make() -> charts.Spec:
+        _check_known("service", name, charts.SERVICE_CHARTS)
+        found = ledger.outcomes(services.store, caller)
+        return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
 
-def _service_chart(store: Store, caller: Principal, name: str) -> charts.Spec:
-    if name not in charts.SERVICE_CHARTS:
-        raise NotFound(_unknown("service", name, charts.SERVICE_CHARTS), field="name")
-    found = ledger.outcomes(store, caller)
-    return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
+    return await _answer(services, caller, make, format)
 
 
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
@@ -114,23 +99,19 @@ async def get_run_chart(
     `first_step` and `last_step` zoom in.
     """
     where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step, trend)
-    make = partial(_run_chart, services.store, caller, name, where, logarithmic)
-    return await _answer(services, caller, make, format)
+    return await _answer(services, caller, lambda: _run_chart(services.store, caller, name, where, logarithmic), format)
 
 
 def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery, logarithmic: bool) -> charts.Spec:
     run = runs.get(store, caller, where.run_id)
-    if name not in charts.RUN_CHARTS:
-        reported = columns_of(store, caller, run.id)
-        if name not in reported:
-            raise NotFound(_unknown("run", name, (*charts.RUN_CHARTS, *reported)), field="name")
+    reported = columns_of(store, caller, run.id)
+    _check_known("run", name, (*charts.RUN_CHARTS, *reported))
     found, trends = {}, {}
     for column in charts.columns_of(name):
-        series, trend = series_of(store, caller, replace(where, column=column))
-        if series is not None:
-            found[column] = series
-        if trend is not None:
-            trends[column] = trend
+        if column in reported:
+            found[column], smooth = read_with_trend(store, caller, replace(where, column=column))
+            if smooth is not None:
+                trends[column] = smooth
     if name == "memory" and not found and (readings := memory_of(store, caller, run.id)):
         return charts.rank_memory(run, readings)
     limits = None
@@ -157,5 +138,6 @@ async def _answer(services: Services, caller: Principal, make: Callable[[], char
         waiting.remove(sender)
 
 
-def _unknown(kind: str, name: str, known: tuple[str, ...]) -> str:
-    return f"A {kind} has no chart {name!r}: choose one of {', '.join(known)}."
+def _check_known(kind: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise NotFound(f"A {kind} has no chart {name!r}: choose one of {', '.join(known)}.", field="name")

@@ -1,30 +1,85 @@
-"""Dependencies of endpoints: the application's services, and who is calling."""
+"""Who is calling, whether they may, and how often: the dependencies of endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Final, get_origin
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
+from starlette.routing import compile_path
 
-from tula_service.api.instruments import Metrics
-from tula_service.api.limiter import Limiter
-from tula_service.api.scopes import PUBLIC_MAY, is_ingest, required_scopes
+from tula_service.api.middleware import Metrics
+from tula_service.dashboard.session import session_secret
 from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import PUBLIC, Access, Principal
 from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
+from tula_wire import routes
 
+OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
+"""Probes alone are answered without authentication; they reveal only yes or no."""
+_INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
+AGENT_MAY: Final = _INGEST | {("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.JOB_SCALING)}
+PUBLIC_MAY: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
+"""What anyone may see of a service that only reads."""
+_ADMIN_ONLY: Final = ("POST", routes.PROJECTS)
+_ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
+_AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
+_INGEST_PATHS: Final = [(method, compile_path(route)[0]) for method, route in _INGEST]
+
+WRONG_PER_MINUTE: Final = 600
+_WINDOW_S: Final = 60.0
 _SAFE: Final = frozenset({"GET", "HEAD"})
 _PROXY_HEADERS: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 _MAX_NAME_LENGTH: Final = 64
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+class Limiter:
+    """Counts in fixed windows of a minute, in the memory of this process: each worker has its own limits.
+
+    Only the event loop counts, hence no lock.
+    """
+
+    def __init__(self, *, requests_per_minute: int, ingest_per_minute: int) -> None:
+        self._requests_per_minute = requests_per_minute
+        self._ingest_per_minute = ingest_per_minute
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._window_ends = 0.0
+
+    def admit(self, principal: Principal, *, ingest: bool) -> None:
+        """Count a request. Raises Busy beyond the limit."""
+        limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
+        remedy = f"More than {limit} requests in a minute: send fewer, larger ones, after Retry-After seconds."
+        self._count(kind, principal.sender, limit, remedy)
+
+    def refuse_wrong(self, request: Request) -> None:
+        """Count a wrong, missing or malformed token of this address. Raises Busy after too many of them.
+
+        A right one never counts: behind a proxy all tokens come from one address.
+        """
+        remedy = (
+            f"More than {WRONG_PER_MINUTE} requests of this address in a minute had no right token: set TULA_TOKEN to "
+            "one that `tula token create` printed, or wait Retry-After seconds."
+        )
+        self._count("wrong", request.client.host if request.client else "unknown", WRONG_PER_MINUTE, remedy)
+
+    def _count(self, kind: str, sender: str, limit: int, remedy: str) -> None:
+        now = time.monotonic()
+        if now >= self._window_ends:
+            self._counts.clear()
+            self._window_ends = now + _WINDOW_S
+        self._counts[kind, sender] += 1
+        if self._counts[kind, sender] > limit:
+            raise Busy(remedy, retry_after_s=max(1.0, self._window_ends - now), limited=True)
 
 
 @dataclass(frozen=True)
@@ -66,11 +121,11 @@ async def authenticate(request: Request) -> Principal:
     route = getattr(request.scope.get("route"), "path", "")
     changes = request.method not in _SAFE
     is_public = services.settings.read_only and not changes and ("GET", route) in PUBLIC_MAY
-    if is_public and "authorization" not in request.headers:
+    if is_public and "authorization" not in request.headers and session_secret(request) is None:
         principal = request.scope["tula.principal"] = PUBLIC
     else:
         principal = await identify(request)
-    if principal.scope not in required_scopes(request.method, route):
+    if principal.scope not in _required_scopes(request.method, route):
         raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
     if services.settings.read_only and changes:
         raise Forbidden("This service only reads (--read-only): send changes to one that was started without it.")
@@ -85,8 +140,8 @@ async def authenticate(request: Request) -> Principal:
 async def identify(request: Request) -> Principal:
     """Who is calling; looked up once for a request, before its body is read.
 
-    Takes `Authorization: Bearer TOKEN`, and for reading also `Basic` with the token as password, which is what a
-    browser or a scraper sends. Without a token, the user of this machine. Raises Unauthenticated, or Busy after too
+    Takes `Authorization: Bearer TOKEN`, for reading also `Basic` with the token as password, which is what a scraper
+    sends, and a browser's session. Without a token, the user of this machine. Raises Unauthenticated, or Busy after too
     many requests of this address without a right token.
     """
     known: Principal | None = request.scope.get("tula.principal")
@@ -96,7 +151,7 @@ async def identify(request: Request) -> Principal:
     try:
         principal = request.scope["tula.principal"] = await _found(request, services)
     except Unauthenticated:
-        services.limiter.refuse_wrong(request.client.host if request.client else "unknown")
+        services.limiter.refuse_wrong(request)
         raise
     return principal
 
@@ -117,6 +172,31 @@ async def _found(request: Request, services: Services) -> Principal:
     return principal
 
 
+def _required_scopes(method: str, route: str) -> frozenset[str]:
+    """Scopes that may use the route: users, administrators, and readers of it, unless listed above."""
+    key = ("GET" if method == "HEAD" else method, route)
+    if key == _ADMIN_ONLY:
+        return frozenset({"admin"})
+    scopes = {"user", "admin"}
+    if key[0] == "GET" and route not in _ABOUT_TOKENS:
+        scopes.add("read")
+    if key in AGENT_MAY:
+        scopes.add("agent")
+    if key in PUBLIC_MAY:
+        scopes.add(PUBLIC.scope)
+    return frozenset(scopes)
+
+
+def is_of_agents(method: str, path: str) -> bool:
+    """True for the paths of `AGENT_MAY`, whose requests have room and threads that no other request takes."""
+    return any(method == known and pattern.match(path) for known, pattern in _AGENTS_PATHS)
+
+
+def is_ingest(method: str, path: str) -> bool:
+    """True for the two paths that agents call constantly: larger bodies, and a separate limit of requests."""
+    return any(method == known and pattern.match(path) for known, pattern in _INGEST_PATHS)
+
+
 async def reject_unknown_query(request: Request) -> None:
     """Refuse a query parameter that the route does not declare, which may be a misspelling, or one given twice."""
     declared = {param.alias: param.field_info.annotation for param in request.scope["route"].dependant.query_params}
@@ -132,7 +212,7 @@ async def reject_unknown_query(request: Request) -> None:
 def _secret(request: Request) -> str | None:
     header = request.headers.get("authorization")
     if header is None:
-        return None
+        return session_secret(request)
     scheme, _, rest = header.partition(" ")
     if scheme.lower() == "bearer" and rest.strip():
         return rest.strip()

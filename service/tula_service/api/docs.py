@@ -9,51 +9,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
-from tula_service.api.scopes import OPEN
-from tula_wire import (
-    MEDIA_TYPE,
-    ClaimRequest,
-    Event,
-    FabricProbe,
-    JobPatch,
-    JobSpec,
-    Problem,
-    ProblemType,
-    ProjectCreate,
-    RunCreate,
-    RunPatch,
-    SampleBatch,
-    ScalingPatch,
-    TelemetryChunk,
-    TokenCreate,
-    access,
-    bounds,
-    fabrics,
-    jobs,
-    recommendations,
-    runs,
-    samples,
-    scaling,
-)
+import tula_wire
+from tula_service.api.deps import OPEN
+from tula_service.api.errors import PROBLEMS
+from tula_wire import MEDIA_TYPE, access, bounds, fabrics, jobs, recommendations, runs, samples, scaling
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
-_SCHEMAS = (
-    Problem,
-    Event,
-    SampleBatch,
-    TelemetryChunk,
-    JobSpec,
-    JobPatch,
-    ClaimRequest,
-    RunCreate,
-    RunPatch,
-    ScalingPatch,
-    FabricProbe,
-    TokenCreate,
-    ProjectCreate,
-)
-_REFERENCE = "#/components/schemas/{model}"
+_REFERENCE: Final = "#/components/schemas/{model}"
 _CHOICES: Final = {
     get_args(kind): name
     for module in (access, bounds, fabrics, jobs, recommendations, runs, samples, scaling)
@@ -82,20 +45,6 @@ _PATH_PARAMETERS: Final = {
     "token_id": "Id of the token.",
     "name": "Name of the chart.",
 }
-_PROBLEMS: Final = {
-    "401": (ProblemType.UNAUTHENTICATED, "The token is missing, expired, revoked or unknown."),
-    "403": (ProblemType.FORBIDDEN, "The token's scope does not cover this route."),
-    "404": (ProblemType.NOT_FOUND, "There is no such thing, or the caller may not see it."),
-    "409": (ProblemType.CONFLICT, "The state does not allow it; `detail` says which state does."),
-    "413": (ProblemType.TOO_LARGE, "The body is too large: send smaller batches."),
-    "415": (ProblemType.UNSUPPORTED_MEDIA, "The body has another media type or encoding than those listed."),
-    "422": (ProblemType.INVALID, "A field is invalid; `errors` names each with its remedy."),
-    "429": (ProblemType.TOO_MANY_REQUESTS, "Too many requests: wait for `Retry-After` seconds."),
-    "500": (ProblemType.INTERNAL, "The service failed and stored nothing: report the request id."),
-    "503": (ProblemType.UNAVAILABLE, "The service or its database is busy: wait for `Retry-After` seconds."),
-}
-"""Errors by status: `type` of the problem document, and when it is sent."""
-
 EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "JobSpec": {
         "name": "resnet",
@@ -178,10 +127,10 @@ def document(app: FastAPI) -> dict[str, Any]:
         made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes, tags=tags)
         components = made.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
-        for model in _SCHEMAS:
-            schema = model.model_json_schema(ref_template=_REFERENCE)
+        for name in ("Problem", "Event", *EXAMPLES):
+            schema = getattr(tula_wire, name).model_json_schema(ref_template=_REFERENCE)
             schemas.update(schema.pop("$defs", {}))
-            schemas[model.__name__] = schema
+            schemas[name] = schema
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         for name, example in EXAMPLES.items():
@@ -218,17 +167,16 @@ def _with_named_choices(found: Any) -> Any:
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The error answers of an operation by status; the ranges cover what a proxy or the HTTP parser answers."""
-    possible = {"500", "503"} if is_open else {"401", "403", "429", "500", "503"}
+    possible = {500, 503} if is_open else {401, 403, 429, 500, 503}
     if "requestBody" in operation:
-        possible |= {"409", "413", "415", "422"}
+        possible |= {409, 413, 415, 422}
     if any(parameter["in"] == "path" for parameter in operation.get("parameters", [])):
-        possible |= {"404", "409"}
+        possible |= {404, 409}
     if operation.get("parameters"):
-        possible.add("422")
-    schema = {"$ref": "#/components/schemas/Problem"}
+        possible.add(422)
+    content = {MEDIA_TYPE: {"schema": {"$ref": _REFERENCE.format(model="Problem")}}}
     for status in sorted(possible):
-        kind, text = _PROBLEMS[status]
-        yield status, {"description": f"`{kind}`: {text}", "content": {MEDIA_TYPE: {"schema": schema}}}
-    for status in ("4XX", "5XX"):
-        text = "Another error, as a problem document."
-        yield status, {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}
+        kind, _, text = PROBLEMS[status]
+        yield str(status), {"description": f"`{kind}`: {text}", "content": content}
+    for range_ in ("4XX", "5XX"):
+        yield range_, {"description": "Another error, as a problem document.", "content": content}

@@ -1,4 +1,4 @@
-"""Jinja templates with everything escaped, and their filters."""
+"""Jinja templates with everything escaped, and their filters: numbers, differences and events as people read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tula_wire import Estimate
+from tula_wire import Configuration, Estimate, Event
 from tula_wire.format import NOTHING, configuration, count, duration, money, percent, size
 
 
@@ -60,18 +60,14 @@ def _minus(number: str) -> str:
     return number.replace("-", "−")
 
 
-def _interval(estimate: Estimate | None, show: Callable[[float | None], str]) -> str:
-    return NOTHING if estimate is None else f"{show(estimate.low)} to {show(estimate.high)}"
-
-
 def duration_interval(estimate: Estimate | None) -> str:
     """The 90 % interval of a duration."""
-    return _interval(estimate, duration)
+    return NOTHING if estimate is None else f"{duration(estimate.low)} to {duration(estimate.high)}"
 
 
 def money_interval(estimate: Estimate | None) -> str:
     """The 90 % interval of a cost."""
-    return _interval(estimate, money)
+    return NOTHING if estimate is None else f"{money(estimate.low)} to {money(estimate.high)}"
 
 
 def moment(at: datetime | None) -> str:
@@ -84,7 +80,32 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
-_FILTERS: Final[dict[str, Callable[..., str]]] = {
+def event_warns(event: Event) -> bool:
+    """True where a person may want to act."""
+    kind = event.data.get("kind")
+    if event.kind == "drift":
+        return event.data.get("alarm") != "recovered"
+    if event.kind == "advice" and kind in ("deadline", "budget"):
+        return True
+    return kind == "reconfigure" or event.data.get("state") in ("failed", "out_of_memory")
+
+
+def event_sentence(event: Event) -> str:
+    """An event of any kind but `samples`."""
+    data: dict[str, Any] = event.data
+    if isinstance(data.get("sentence"), str):
+        return str(data["sentence"])
+    if event.kind == "recommendation":
+        chosen = data.get("configuration")
+        name = configuration(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
+        return f"Recommends {name} ({words(str(data.get('objective', '')))}, {data.get('basis', '')})."
+    state = words(str(data.get("state", "changed")))
+    noun = {"job": "Job", "run": "Run"}.get(event.kind, "Thresholds of gradient scaling")
+    why = next((data[name] for name in ("message", "plan_reason", "purpose", "reason") if data.get(name)), "")
+    return f"{noun} {state}{f': {why}' if why else ''}"
+
+
+_FILTERS: Final[dict[str, Callable[..., object]]] = {
     "duration": duration,
     "money": money,
     "size": size,
@@ -101,6 +122,8 @@ _FILTERS: Final[dict[str, Callable[..., str]]] = {
     "moment": moment,
     "configuration": configuration,
     "words": words,
+    "event_warns": event_warns,
+    "event_sentence": event_sentence,
 }
 
 

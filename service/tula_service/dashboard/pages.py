@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, get_args
@@ -17,15 +17,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
 from tula_service.dashboard import charts
-from tula_service.dashboard.activity import KINDS, activities
-from tula_service.dashboard.chart_data import MAX_COMPARED, compare_runs
-from tula_service.dashboard.charts.quality import Over
 from tula_service.dashboard.format import render
 from tula_service.errors import InvalidInput
 from tula_service.store import JobOrder, Store
-from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs, telemetry
+from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS, PUBLIC, Principal, visible_projects, visible_tokens
-from tula_wire import JOBS_COUNTED, Candidate, JobSpec, JobState, Objective, Recommendation, read
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, columns_of_runs, read_of_runs
+from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -44,6 +42,11 @@ MAX_WHAT_IF = 12
 MAX_LOGGED = 60
 MAX_FOLLOWED = 20
 MAX_TRAININGS = 20
+KINDS: tuple[EventKind, ...] = ("job", "run", "recommendation", "scaling", "drift", "advice")
+"""All but `samples`, of which there are thousands."""
+QUALITY_COLUMNS = ("validation_accuracy", "accuracy", "loss")
+MAX_COMPARED = 200
+_MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,14 @@ def job_page(
         recommendation=recommendation,
         candidates=ranked[:MAX_CANDIDATES],
         left_out=max(0, len(ranked) - MAX_CANDIDATES),
-        landmarks=_landmarks(recommendation),
+        landmarks=charts.named_candidates(recommendation),
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
         trainings=trained.runs,
         older=trained.next_cursor,
         newest=trainings is None,
         ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=MAX_FOLLOWED).entries,
-        activities=activities(listed),
+        events=listed,
     )
 
 
@@ -220,7 +223,7 @@ def quality_page(
     column: Annotated[str | None, Query(max_length=64)] = None,
     logarithmic: bool = False,
     trend: Annotated[int, Query(ge=0, le=1000)] = 150,
-    over: Over = "epoch",
+    over: charts.Over = "epoch",
     run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Cursor = None,
 ) -> HTMLResponse:
@@ -261,7 +264,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     job = jobs.get(user.store, user.principal, run.job_id)
     listed = events.recent(user.store, user.principal, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
     drawn = {column for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
-    logged = [name for name in telemetry.columns_of(user.store, user.principal, run_id) if name not in drawn]
+    logged = [name for name in columns_of(user.store, user.principal, run_id) if name not in drawn]
     names = {name: charts.columns_of(name)[0] for name in (*charts.RUN_CHARTS, *logged[:MAX_LOGGED])}
     return _page(
         user,
@@ -270,7 +273,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
         job=job,
         names=names,
         left_out=max(0, len(logged) - MAX_LOGGED),
-        activities=activities(listed),
+        events=listed,
         output=runs.output(user.store, user.principal, run_id),
     )
 
@@ -288,6 +291,42 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
     )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Training runs by one column; `columns` are all that any of them has reported, `next_cursor` is of older runs."""
+
+    column: str
+    columns: list[str]
+    runs: list[charts.QualityRun]
+    next_cursor: str | None
+
+
+def compare_runs(
+    store: Store,
+    principal: Principal,
+    job_id: str,
+    column: str | None = None,
+    *,
+    trend: int = 150,
+    cursor: str | None = None,
+    only: Collection[str] = (),
+) -> Comparison:
+    """The newest 200 training runs, or those before the cursor, that reported `column`; `only` some of them, by id.
+
+    Without a column, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. The
+    more runs, the fewer points of each.
+    """
+    page = runs.list_runs(store, principal, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
+    listed = [run for run in page.runs if not only or run.id in only]
+    columns = sorted({name for names in columns_of_runs(store, principal, job_id, listed).values() for name in names})
+    wanted = column or next((name for name in (*QUALITY_COLUMNS, *columns) if name in columns), QUALITY_COLUMNS[0])
+    points = min(_MOST_POINTS, max(_LEAST_POINTS, _POINTS_OF_ALL // max(1, len(listed))))
+    query = SeriesQuery("", wanted, max_points=points, trend_points=min(trend, points))
+    series = read_of_runs(store, principal, job_id, listed, query)
+    found = [charts.QualityRun(run, series[run.id]) for run in listed if run.id in series]
+    return Comparison(wanted, columns, found, page.next_cursor)
+
+
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
     """The chosen candidate, the runner-up, then the rest by what the objective looks at, excluded ones last."""
     by_cost = recommendation.objective == "cost"
@@ -298,18 +337,6 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
         return first, each.excluded_by is not None, estimate.value
 
     return sorted(recommendation.candidates, key=place)
-
-
-def _landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """What `charts.landmarks` names, one row for those that coincide."""
-    named: list[tuple[str, Candidate]] = []
-    for name, candidate in charts.landmarks(recommendation):
-        at = next((row for row, (_, other) in enumerate(named) if other == candidate), None)
-        if at is None:
-            named.append((name, candidate))
-        else:
-            named[at] = (f"{named[at][0]}, {name}", candidate)
-    return named
 
 
 def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[str, Any]:

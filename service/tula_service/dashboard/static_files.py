@@ -14,21 +14,12 @@ from tula_service.errors import NotFound
 
 router = APIRouter(include_in_schema=False)
 
-_FILES: Final = {
-    "app.css": "text/css; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "docs.js": "text/javascript; charset=utf-8",
-    "forms.js": "text/javascript; charset=utf-8",
-    "theme.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
-_REFERENCE: Final = {
-    "swagger-ui.css": "text/css; charset=utf-8",
-    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
-    "redoc.standalone.js": "text/javascript; charset=utf-8",
-}
-"""Files of the package fastapi-offline."""
+_FILES: Final = dict.fromkeys(
+    ("app.css", "app.js", "docs.js", "forms.js", "theme.js", "icon.svg"), "tula_service.dashboard"
+) | dict.fromkeys(("swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js"), "fastapi_offline")
+"""Names of files, each with the package in whose folder `static` it is."""
 _VEGA: Final = "vega.js"
+_TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _LOGO: Final = b"https://cdn.redoc.ly/redoc/logo-mini.svg"
 """ReDoc's image from another host: the content security policy refuses it, and ReDoc leaves out what is no image."""
 
@@ -36,23 +27,20 @@ _LOGO: Final = b"https://cdn.redoc.ly/redoc/logo-mini.svg"
 @router.get("/static/{name}")
 def get_static(name: str, request: Request) -> Response:
     """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
-    if name not in _FILES and name not in _REFERENCE and name != _VEGA:
+    if name not in _FILES and name != _VEGA:
         raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
-    body, media_type, etag = _file(name)
+    body, etag = _file(name)
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(body, media_type=media_type, headers=headers)
+    return Response(body, media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
 
 
 @functools.cache
-def _file(name: str) -> tuple[bytes, str, str]:
-    """Body, media type and ETag."""
+def _file(name: str) -> tuple[bytes, str]:
+    """Body and ETag."""
     if name == _VEGA:
-        body, kind = charts.javascript().encode(), _FILES["app.js"]
-    elif name in _REFERENCE:
-        body, kind = (resources.files("fastapi_offline") / "static" / name).read_bytes(), _REFERENCE[name]
-        body = body.replace(_LOGO, b"data:,")
+        body = charts.javascript().encode()
     else:
-        body, kind = (resources.files("tula_service.dashboard") / "static" / name).read_bytes(), _FILES[name]
-    return body, kind, f'"{hashlib.sha256(body).hexdigest()[:24]}"'
+        body = (resources.files(_FILES[name]) / "static" / name).read_bytes().replace(_LOGO, b"data:,")
+    return body, f'"{hashlib.sha256(body).hexdigest()[:24]}"'

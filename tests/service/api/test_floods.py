@@ -20,7 +20,7 @@ from starlette.types import Message, Scope
 
 from tests.service.api.conftest import HOST, Service, Tenant
 from tests.service.api.test_ingest import batch
-from tula_service.api import admission, limiter
+from tula_service.api import admission, deps
 from tula_service.dashboard import charts
 from tula_wire import routes
 
@@ -240,7 +240,7 @@ def test_a_sender_beyond_its_limits_waits_for_that_answer_and_takes_no_room(
 ) -> None:
     """Refusals at full speed took the event loop."""
     monkeypatch.setattr(admission, "LIMITED_S", 600.0)
-    monkeypatch.setattr(limiter, "WRONG_PER_MINUTE", 5)
+    monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 5)
     service = start(sqlite_url, max_in_flight=54, requests_per_minute=10 if flood == "requests" else 6000)
     senders = service.settings.max_ordinary_in_flight
     red, blue, drawn = service.tenant("red"), service.tenant("blue"), threading.Event()

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.service.api.conftest import HOST, Service
-from tula_service.api import admission, limiter
-from tula_service.api.limiter import Limiter
+from tula_service.api import admission, deps
+from tula_service.api.deps import Limiter
 from tula_service.app import LOOKUPS
 from tula_service.errors import Busy
 from tula_service.usecases.access import Access, Principal
@@ -44,7 +44,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
 def test_a_clock_that_is_set_back_locks_no_caller_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows are of a clock that no one sets: after a day back, one of wall time would last a day longer."""
     clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 100.0)
-    monkeypatch.setattr(limiter, "time", clock)
+    monkeypatch.setattr(deps, "time", clock)
     limited = Limiter(requests_per_minute=1, ingest_per_minute=1)
     limited.admit(SOMEONE, ingest=False)
     clock.time = lambda: 2e9 - 86_400
@@ -71,7 +71,7 @@ def test_valid_tokens_of_one_address_are_not_counted_as_guesses(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a proxy all agents have one address, and each new token makes workers check all tokens again."""
-    monkeypatch.setattr(limiter, "WRONG_PER_MINUTE", 5)
+    monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 5)
     service = start(sqlite_url)
     agents = [service.client(service.token("user")) for _ in range(12)]
     assert {agent.get(routes.JOBS).status_code for agent in agents} == {200}
@@ -87,7 +87,7 @@ def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_s
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
 ) -> None:
     """Missing, wrong and malformed tokens count alike. Answers 429 wait, which would look like a slow service."""
-    monkeypatch.setattr(limiter, "WRONG_PER_MINUTE", 1)
+    monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 1)
     monkeypatch.setattr(admission, "LIMITED_S", 0.01)
     service = start(sqlite_url)
     boss = service.client(service.token("admin"))
@@ -104,7 +104,7 @@ def test_a_burst_of_wrong_tokens_is_answered_up_to_the_limit(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, page: bool
 ) -> None:
     """All are looked up, since a right one may be among them, a few at a time; the login page counts as well."""
-    monkeypatch.setattr(limiter, "WRONG_PER_MINUTE", 5)
+    monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 5)
     service = start(sqlite_url)
     service.token("user")
     check, checked, released = Access.authenticate, [], threading.Event()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tula_service.__main__ import app
-from tula_service.api.scopes import AGENT_MAY, OPEN
+from tula_service.api.deps import AGENT_MAY, OPEN
 from tula_service.store import Store
 from tula_service.store.access import Tokens
 from tula_service.usecases.access import ANONYMOUS, digest, issue_token, revoke_token

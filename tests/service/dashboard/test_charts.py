@@ -17,7 +17,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
-from tula_service.dashboard.charts.drawing import stacked
+from tula_service.dashboard.charts.vega import stacked
 from tula_service.dashboard.format import configuration
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 import tula_wire as wire
 from tests.service.dashboard import models
 from tula_service.app import create_app
-from tula_service.dashboard import chart_data, pages
+from tula_service.dashboard import pages
 from tula_service.dashboard.session import COOKIE
 from tula_service.settings import Settings
 from tula_service.store.records import LedgerOutcome, LedgerRecord
@@ -302,7 +302,7 @@ def test_runs_compared_are_chosen_smoothed_and_drawn_over_epochs_or_steps(browse
 
 def test_older_training_runs_are_reached_from_the_jobs_page(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_TRAININGS", 2)
-    monkeypatch.setattr(chart_data, "MAX_COMPARED", 2)
+    monkeypatch.setattr(pages, "MAX_COMPARED", 2)
     job_id = register(browser)
     runs = [train(browser, job_id, "", ("loss",)) for _ in range(3)]
     page = browser.page(f"/jobs/{job_id}")

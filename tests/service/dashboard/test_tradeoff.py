@@ -10,7 +10,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
-from tula_service.dashboard.charts.style import log_ticks
+from tula_service.dashboard.charts.vega import log_ticks
 
 
 def test_tradeoff_holds_the_best_candidate_of_every_cluster_and_batch_with_its_interval() -> None:

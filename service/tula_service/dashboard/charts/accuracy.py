@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, median
 
-from tula_service.dashboard.charts.drawing import field, finish, layer, layered, message
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, time_unit
+from tula_service.dashboard.charts import vega
+from tula_service.dashboard.charts.vega import FAINT, HEIGHT, PALETTE, Row, Spec
 from tula_wire import Configuration, Job, Ledger, LedgerEntry, Run
 from tula_wire.format import configuration as name_of
 from tula_wire.format import percent
@@ -26,7 +26,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     """
     title = f"{job.name}: predicted against measured"
     rows = _rows(ledger, [*job.plan, *trainings])
-    return _agreement(title, rows) if rows else message(title, _nothing([*job.plan, *trainings]))
+    return _agreement(title, rows) if rows else vega.message(title, _nothing([*job.plan, *trainings]))
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
@@ -34,7 +34,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
     title = "All jobs: predicted against measured"
     found = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in found]
-    return _agreement(title, rows) if rows else message(title, _NONE_FOLLOWED)
+    return _agreement(title, rows) if rows else vega.message(title, _NONE_FOLLOWED)
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
@@ -42,7 +42,7 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
     title = "All jobs: how often intervals hold"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
-        return message(title, _NONE_FOLLOWED)
+        return vega.message(title, _NONE_FOLLOWED)
     rows = []
     for stated in range(5, 100, 5):
         share = stated / 100
@@ -50,23 +50,26 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
         chance = _Z90 * math.sqrt(share * (1 - share) / len(scores))
         rows.append({"stated": share, "inside": inside, "low": max(0, share - chance), "high": min(1, share + chance)})
     percents = {"format": "%", "tickCount": 5}
-    x = field("stated:Q", title="Interval stated", scale={"domain": [0, 1]}, axis=percents)
-    y = field("inside:Q", title="Measurements inside", scale={"domain": [0, 1]}, axis=percents)
-    tips = [field("stated:Q", title="Interval", format=".0%"), field("inside:Q", title="Inside", format=".1%")]
-    band = {"x": x, "y": field("low:Q"), "y2": {"field": "high"}}
-    diagonal = {"x": x, "y": field("stated:Q")}
+    x = vega.field("stated:Q", title="Interval stated", scale={"domain": [0, 1]}, axis=percents)
+    y = vega.field("inside:Q", title="Measurements inside", scale={"domain": [0, 1]}, axis=percents)
+    tips = [
+        vega.field("stated:Q", title="Interval", format=".0%"),
+        vega.field("inside:Q", title="Inside", format=".1%"),
+    ]
+    band = {"x": x, "y": vega.field("low:Q"), "y2": {"field": "high"}}
+    diagonal = {"x": x, "y": vega.field("stated:Q")}
     point = {"size": 50, "filled": True, "color": PALETTE[0]}
-    chart = layered(
-        layer("levels", "area", band, opacity=0.2, color=FAINT, tooltip=None),
-        layer("levels", "line", diagonal, strokeDash=[5, 4], color=FAINT, tooltip=None),
-        layer("levels", "line", {"x": x, "y": y, "tooltip": tips}, color=PALETTE[0], point=point),
+    chart = vega.layered(
+        vega.layer("levels", "area", band, opacity=0.2, color=FAINT, tooltip=None),
+        vega.layer("levels", "line", diagonal, strokeDash=[5, 4], color=FAINT, tooltip=None),
+        vega.layer("levels", "line", {"x": x, "y": y, "tooltip": tips}, color=PALETTE[0], point=point),
         width=HEIGHT + 60,
     )
     count = "1 run" if len(scores) == 1 else f"{len(scores)} runs"
     subtitle = (
         f"{count}; the band holds right intervals nine times in ten; above it they are too wide, below too narrow"
     )
-    return finish(chart, title, subtitle, {"levels": rows})
+    return vega.finish(chart, title, subtitle, {"levels": rows})
 
 
 def _score(entry: LedgerEntry) -> float | None:
@@ -79,7 +82,7 @@ def _score(entry: LedgerEntry) -> float | None:
 
 
 def _agreement(title: str, rows: list[Row]) -> Spec:
-    unit = time_unit(max(row["measured"], row["predicted"]) for row in rows)
+    unit = vega.time_unit(max(row["measured"], row["predicted"]) for row in rows)
     for row in rows:
         for name in ("measured", "predicted", "low", "high"):
             row[name] = None if row[name] is None else row[name] / unit.size
@@ -87,36 +90,36 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     values = [row[name] for row in rows for name in ("measured", "predicted")]
     least, most = min(values) * 0.9, max(values) * 1.1
     scale = {"type": "log", "domain": [least, most], "nice": False}
-    x = field("predicted:Q", title=f"Predicted step time ({unit.name})", scale=scale, axis={"tickCount": 5})
-    y = field("measured:Q", title=f"Measured step time ({unit.name})", scale=scale, axis={"tickCount": 5})
+    x = vega.field("predicted:Q", title=f"Predicted step time ({unit.name})", scale=scale, axis={"tickCount": 5})
+    y = vega.field("measured:Q", title=f"Measured step time ({unit.name})", scale=scale, axis={"tickCount": 5})
     tips = [
-        field("configuration", title="Configuration"),
-        field("predicted:Q", format=",.3~g", title="Predicted"),
-        field("measured:Q", format=",.3~g", title="Measured"),
-        field("error:Q", format="+.1%", title="Error"),
+        vega.field("configuration", title="Configuration"),
+        vega.field("predicted:Q", format=",.3~g", title="Predicted"),
+        vega.field("measured:Q", format=",.3~g", title="Measured"),
+        vega.field("error:Q", format="+.1%", title="Error"),
     ]
     looks = [
         look for look in zip(_KINDS, (PALETTE[2], PALETTE[1], PALETTE[0]), _SHAPES, strict=True) if look[0] in kinds
     ]
     names, colours, shapes = (list(each) for each in zip(*looks, strict=True))
     named = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1}
-    colour = field("kind", scale={"domain": names, "range": colours}, legend=named)
-    shape = field("kind", scale={"domain": names, "range": shapes}, legend=named)
-    interval = {"x": field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
+    colour = vega.field("kind", scale={"domain": names, "range": colours}, legend=named)
+    shape = vega.field("kind", scale={"domain": names, "range": shapes}, legend=named)
+    interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
     # An interval of a first guess is a hundredfold wide.
     known: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
-    chart = layered(
-        layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),
-        layer("runs", "rule", interval, **known),
-        layer("runs", "point", point, filled=True, size=70, opacity=1),
+    chart = vega.layered(
+        vega.layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),
+        vega.layer("runs", "rule", interval, **known),
+        vega.layer("runs", "point", point, filled=True, size=70, opacity=1),
         width=HEIGHT + 60,
     )
     error = median(abs(row["error"]) for row in rows)
     runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
     subtitle = f"{runs}, median error {percent(error)}; on the dashed line the prediction was right"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
-    return finish(chart, title, subtitle, {"runs": rows, "agreement": line})
+    return vega.finish(chart, title, subtitle, {"runs": rows, "agreement": line})
 
 
 def _nothing(runs: Sequence[Run]) -> str:

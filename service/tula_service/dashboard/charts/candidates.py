@@ -1,72 +1,41 @@
-"""Candidates as chart rows: one point per cluster size and global batch, labelled as people speak of them."""
+"""Charts of a job's candidates: time against cost, time or cost against global batch, and where a step's time goes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Final, Literal
 
-from tula_service.dashboard.charts.drawing import field, layer, legend
-from tula_service.dashboard.charts.style import DASHES, FAINT, PALETTE, Row, Spec, Unit, time_unit
-from tula_wire import Candidate, Estimate, Recommendation
-from tula_wire.format import cluster_name, configuration
+from tula_service.dashboard.charts import vega
+from tula_service.dashboard.charts.vega import DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.dashboard.format import duration_interval, money_interval
+from tula_wire import Candidate, Configuration, Estimate, Job, Recommendation
+from tula_wire.format import cluster_name, configuration, duration, money, percent, size
 
 Quantity = Literal["time", "cost"]
-SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
-
-
-def line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names of the clusters by instance type and size, each with its colour and its dash.
-
-    The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
-    instance types compete: then it says which type.
-    """
-    seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
-    types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
-    names, colours, dashes = [], [], []
-    for kind, size in sorted(seen):
-        place = sizes.index(size)
-        names.append(cluster_name(seen[kind, size]))
-        colours.append(PALETTE[place % len(PALETTE)])
-        dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
-    return names, colours, dashes
-
-
-def estimate_of(candidate: Candidate, quantity: Quantity) -> Estimate | None:
-    """Total time in seconds, or cost in dollars; None without prices."""
-    return candidate.total_time_s if quantity == "time" else candidate.cost_usd
-
-
-def points(candidates: Sequence[Candidate], quantity: Quantity) -> list[Candidate]:
-    """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
-    best: dict[tuple[str, int, int], Candidate] = {}
-    offered = [candidate for candidate in candidates if estimate_of(candidate, quantity) is not None]
-    for candidate in sorted(offered, key=lambda each: (each.excluded_by is not None, _value(each, quantity))):
-        c = candidate.configuration
-        best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), candidate)
-    return [best[key] for key in sorted(best)]
-
-
-def unit_of(drawn: Sequence[Candidate], quantity: Quantity) -> Unit:
-    """The unit in which these candidates' time or cost is drawn."""
-    return Unit(1, "USD") if quantity == "cost" else time_unit(each.total_time_s.value for each in drawn)
-
-
-def row_of(candidate: Candidate, quantity: Quantity, unit: Unit) -> Row:
-    """A candidate that has this quantity, as a chart draws it."""
-    estimate = estimate_of(candidate, quantity)
-    assert estimate is not None
-    basis = "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted"
-    return {
-        "batch": candidate.global_batch_size,
-        "cluster": cluster_name(candidate.configuration),
-        "configuration": configuration(candidate.configuration),
-        "value": estimate.value / unit.size,
-        "low": estimate.low / unit.size,
-        "high": estimate.high / unit.size,
-        "profiled": candidate.profiled,
-        "basis": f"{basis}, spot price" if candidate.spot else basis,
-        "excluded": candidate.excluded_by or "",
-    }
+_SHAPES: Final = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+_CROSS: Final = {
+    "shape": "M-1,-1L1,1M1,-1L-1,1", "size": 30, "strokeWidth": 1.6, "color": FAINT, "filled": False,
+}  # fmt: skip
+"""The look of an excluded candidate."""
+_ALLOWED: Final = "datum.excluded === ''"
+_EXCLUDED: Final = "datum.excluded !== ''"
+_NONE: Final = "No candidate yet: the first profiling runs bring them."
+_BASIS: Final = {
+    "prior": "from what is known of the hardware",
+    "transfer": "from similar jobs",
+    "probed": "from profiling on one node and a probe of the network",
+    "profiled": "from profiling",
+}
+_PARTS: Final = (
+    ("compute_time_s", "compute"),
+    ("exposed_comm_time_s", "exposed communication"),
+    ("skew_s", "waiting for stragglers"),
+    ("input_time_s", "input"),
+)
+_MOST_BARS: Final = 8
+_BAR: Final = 46
+"""Height of a candidate in points: landmarks and name stand above its bar, where no narrow chart cuts them."""
 
 
 def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
@@ -83,16 +52,343 @@ def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
     return [(name, candidate) for name, candidate in named if candidate is not None]
 
 
-def rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
+def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
+    """`landmarks`, with the names of those that coincide in one."""
+    found: dict[tuple[Configuration, bool], tuple[str, Candidate]] = {}
+    for name, each in landmarks(recommendation):
+        key = each.configuration, each.spot
+        found[key] = (f"{found[key][0]}, {name}", each) if key in found else (name, each)
+    return list(found.values())
+
+
+def frontier(job: Job, recommendation: Recommendation) -> Spec:
+    """Total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
+
+    Intervals are drawn as crosses of the frontier and of the named candidates; a tooltip has them of all. `asks` of a
+    row are the fields of the page's what-if form that ask about its candidate.
+    """
+    title = f"{job.name}: time against cost"
+    priced = any(each.cost_usd is not None for each in recommendation.candidates)
+    drawn = [each for each in recommendation.candidates if each.cost_usd is not None or not priced]
+    if not drawn:
+        return vega.message(title, _NONE)
+    names = {(each.configuration, each.spot): name for name, each in named_candidates(recommendation)}
+    hours = vega.time_unit(each.total_time_s.value for each in drawn)
+    rows = [_frontier_row(each, hours, names.get((each.configuration, each.spot), "")) for each in drawn]
+    crossed = [row for row in rows if row["crossed"]]
+
+    def across(axis: str) -> Spec:
+        ends = [row[end] for row in crossed for end in (f"{axis}_low", f"{axis}_high")]
+        return vega.axis_between(vega.reach([*ends, *(row[axis] for row in rows)]))
+
+    x = vega.field("x:Q", title="Cost (USD)" if priced else "Node-hours", **across("x"))
+    y = vega.field("y:Q", title=f"Time ({hours.name})", **across("y"))
+    marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
+    marked.sort(key=lambda row: list(names.values()).index(row["label"]))
+    # The points come last: what is drawn over them would keep the pointer from them.
+    chart = {
+        "layer": [_rings(marked, x, y), {"layer": _frontier_layers(recommendation, x, y)}],
+        "resolve": {"scale": dict.fromkeys(("shape", "color", "fill"), "independent")},
+        "width": WIDTH,
+        "height": HEIGHT,
+    }
+    subtitle = "On the line, no other is both faster and cheaper; crosses are 90 % intervals, filled points profiled"
+    if not priced:
+        subtitle += "; without prices, node-hours stand for the cost"
+    best = [{"x": row["x"], "y": row["y"]} for row in rows if row["best"]]
+    return vega.finish(chart, title, subtitle, {"candidates": rows, "frontier": best, "landmarks": marked})
+
+
+def _frontier_layers(recommendation: Recommendation, x: Spec, y: Spec) -> list[Spec]:
+    names, colours, _ = _line_styles(recommendation.candidates)
+    symbols = vega.legend(names, lines=False)
+    colour = vega.field("cluster", scale={"domain": names, "range": colours}, legend=symbols)
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
+    shape = vega.field("cluster", scale={"domain": names, "range": shapes}, legend=symbols)
+    along = {"x": vega.field("x_low:Q"), "x2": {"field": "x_high"}, "y": y, "color": colour}
+    upright = {"x": x, "y": vega.field("y_low:Q"), "y2": {"field": "y_high"}, "color": colour}
+    base = {"x": x, "y": y, "tooltip": _TIPS}
+    allowed = base | {"color": colour, "shape": shape, "fill": vega.filled_where("datum.profiled", colour)}
+    steps: Spec = {"interpolate": "step-after", "strokeWidth": 2, "color": FAINT, "tooltip": None}
+    interval: Spec = {"where": "datum.crossed", "strokeWidth": 1.4, "opacity": 0.75, "tooltip": None}
+    point = {"size": 60, "strokeWidth": 1.8, "filled": False, "opacity": 1, "cursor": "pointer"}
+    return [
+        vega.layer("frontier", "line", {"x": x, "y": y, "order": vega.field("x:Q")}, **steps),
+        vega.layer("candidates", "rule", along, **interval),
+        vega.layer("candidates", "rule", upright, **interval),
+        vega.layer("candidates", "point", base, where=_EXCLUDED, **_CROSS, cursor="pointer"),
+        vega.layer("candidates", "point", allowed, where=_ALLOWED, **point),
+    ]
+
+
+def _frontier_row(candidate: Candidate, unit: Unit, name: str) -> Row:
+    time, cost, configured = candidate.total_time_s, _cost(candidate), candidate.configuration
+    best = not (candidate.excluded_by or candidate.dominated)
+    asks = [configured.num_nodes, candidate.global_batch_size, configured.instance_type, configured.grad_accum_steps]
+    row = _row(candidate) | {
+        "x": cost.value,
+        "y": time.value / unit.size,
+        "asks": [*asks, candidate.spot],
+        "best": best,
+        "crossed": best or bool(name),
+        "name": name,
+    }
+    if row["crossed"]:
+        row |= {"x_low": cost.low, "x_high": cost.high, "y_low": time.low / unit.size, "y_high": time.high / unit.size}
+    return row
+
+
+def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
+    """Predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
+    title = f"{job.name}: {quantity} against global batch size"
+    drawn = _best_of_places(recommendation.candidates, quantity)
+    if not drawn and quantity == "cost" and recommendation.candidates:
+        why = "This job has no prices (cluster.price), or a price per GB and no memory measured yet"
+        return vega.message(title, f"{why}:\nwithout a cost, time against cost draws node-hours.")
+    if not drawn:
+        return vega.message(title, _NONE)
+    unit = Unit(1, "USD") if quantity == "cost" else vega.time_unit(each.value for _, each in drawn)
+    rows = [
+        _row(candidate) | {"value": each.value / unit.size, "low": each.low / unit.size, "high": each.high / unit.size}
+        for candidate, each in drawn
+    ]
+    names, colours, dashes = _line_styles(recommendation.candidates)
+    batches = sorted({row["batch"] for row in rows})
+    ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
+    x = vega.field(
+        "batch:Q",
+        title="Global batch size (examples a step)",
+        scale={"type": "log", "base": 2, "nice": False},
+        axis={"values": batches, "format": "d", "labelOverlap": True},
+    )
+    y = vega.field("value:Q", title=f"Total {quantity} ({unit.name})", **vega.axis_between(ends))
+    colour = vega.field("cluster", scale={"domain": names, "range": colours}, legend=vega.legend(names))
+    dash = vega.field("cluster", scale={"domain": names, "range": dashes}, legend=vega.legend(names))
+    marked = _marked(recommendation, quantity, unit)
+    ruled = _ruled(recommendation, batches)
+    base = {"x": x, "y": y, "tooltip": _TIPS}
+    point = base | {"color": colour, "fill": vega.filled_where("datum.profiled", colour)}
+    band = {"x": x, "y": vega.field("low:Q"), "y2": {"field": "high"}, "color": colour}
+    line = {"x": x, "y": y, "color": colour, "strokeDash": dash}
+    chart = vega.layered(
+        *_limits(job, quantity, batches, (ends[0] * unit.size, ends[1] * unit.size), unit),
+        vega.layer("candidates", "area", band, where=_ALLOWED, opacity=0.14, tooltip=None),
+        vega.layer("candidates", "point", base, where=_EXCLUDED, **_CROSS),
+        vega.layer("candidates", "line", line, where=_ALLOWED, strokeWidth=2),
+        _rings(marked, x, y),
+        vega.layer("candidates", "point", point, where=_ALLOWED, size=50, strokeWidth=1.8, filled=False),
+        *_rules(ruled),
+    )
+    basis = _BASIS[recommendation.basis]
+    subtitle = f"Predicted {basis}; bands hold 90 %, filled points were profiled, crosses are excluded"
+    sensible = recommendation.max_sensible_batch_size
+    if sensible is not None and not batches[0] <= sensible <= batches[-1]:
+        subtitle += f"; largest sensible batch {sensible:,}"  # outside: a rule would stretch the frame
+    return vega.finish(chart, title, subtitle, {"candidates": rows, "landmarks": marked, "rules": ruled})
+
+
+def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
+    """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
+    best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
+    offered = [(each, found) for each in candidates if (found := _estimate(each, quantity)) is not None]
+    for candidate, found in sorted(offered, key=lambda each: (each[0].excluded_by is not None, each[1].value)):
+        c = candidate.configuration
+        best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), (candidate, found))
+    return [best[key] for key in sorted(best)]
+
+
+def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> list[Row]:
+    merged: dict[tuple[int, float, str], list[str]] = {}
+    # Where a configuration is offered at both prices, the line shows the lower: a landmark beside it says which it is.
+    offers = Counter(each.configuration for each in recommendation.candidates)
+    for name, each in landmarks(recommendation):
+        estimate = _estimate(each, quantity)
+        if estimate is not None and name != "knee":  # which is ruled over the whole height
+            twice = quantity == "cost" and offers[each.configuration] > 1
+            price = (" (spot)" if each.spot else " (on demand)") if twice else ""
+            merged.setdefault((each.global_batch_size, estimate.value / unit.size, price), []).append(name)
+    return [
+        {"batch": batch, "value": value, "label": ", ".join(names) + price}
+        for (batch, value, price), names in merged.items()
+    ]
+
+
+def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[float, float], unit: Unit) -> list[Spec]:
+    """Shaded regions that the job's limits forbid; drawn behind everything."""
+    limits, (bottom, top) = job.spec.limits, ends
+    limit = limits.deadline_s if quantity == "time" else limits.budget_usd
+    shades: list[Spec] = []
+    if limit is not None and limit < top:
+        what = "beyond the deadline" if quantity == "time" else "over budget"
+        row = {"value": max(limit, bottom) / unit.size, "end": top / unit.size, "label": what}
+        shades += _shade("y", row, "value", align="left", dx=4, dy=-4, x=0)
+    most = limits.max_global_batch_size
+    if most is not None and most < batches[-1]:
+        row = {"value": max(most, batches[0]), "end": batches[-1], "label": f"batch over {most:,}"}
+        shades += _shade("x", row, "end", align="right", dx=-4, y=HEIGHT - 4)
+    return shades
+
+
+def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
+    """A region from `value` to `end` along an axis, with its label at one of them."""
+    region = vega.layer(
+        "",
+        "rect",
+        {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}},
+        opacity=0.13,
+        color=FAINT,
+        tooltip=None,
+    )
+    label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
+    layers = [region, *vega.outlined("", label, baseline="bottom", fontStyle="italic", **text)]
+    return [each | {"data": {"values": [row]}} for each in layers]
+
+
+def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
+    """The knee, and the batch beyond which, by gradient noise, more examples hardly help a step."""
+    at: dict[float, list[str]] = {}
+    if recommendation.knee.found and recommendation.knee.global_batch_size:
+        at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
+    sensible = recommendation.max_sensible_batch_size
+    if sensible is not None and batches[0] <= sensible <= batches[-1]:
+        at.setdefault(sensible, []).append("largest sensible batch")
+    middle = (batches[0] * batches[-1]) ** 0.5
+    return [
+        {"batch": batch, "label": ", ".join(names), "left": batch > middle, "line": line}
+        for line, (batch, names) in enumerate(at.items())
+    ]
+
+
+def _rules(ruled: list[Row]) -> list[Spec]:
+    """An upright rule for each row; its name stands on the wider side of it, each in a line of the frame."""
+    x = vega.field("batch:Q")
+    layers: list[Spec] = []
+    for row in ruled:
+        only = f"datum.line === {row['line']}"
+        layers.append(
+            vega.layer("rules", "rule", {"x": x}, where=only, strokeDash=[4, 4], strokeWidth=1.5, color=FAINT)
+        )
+        side = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
+        text = {**side, "y": 2 + 16 * row["line"], "baseline": "top", "fontStyle": "italic"}
+        layers += vega.outlined("rules", {"x": x, "text": vega.field("label")}, where=only, **text)
+    return layers
+
+
+def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
+    """Stacked parts of the predicted step time: landmarks first, then the rest of the frontier, then the quickest."""
+    title = f"{job.name}: where a step's time goes"
+    drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
+    if not drawn:
+        return vega.message(title, "No split of the step yet: it needs runs on at least two cluster sizes.")
+    unit = vega.time_unit(candidate.step_time_s.value for candidate in drawn)
+    names: dict[Configuration, list[str]] = {}
+    for landmark, candidate in landmarks(recommendation):
+        names.setdefault(candidate.configuration, []).append(landmark)
+    labels = [
+        {
+            "place": place,
+            "name": configuration(candidate.configuration),
+            "landmarks": ", ".join(names.get(candidate.configuration, ())),
+        }
+        for place, candidate in enumerate(drawn)
+    ]
+    rows = [
+        {
+            "configuration": label["name"],
+            "place": label["place"],
+            "part": part,
+            "order": order,
+            "value": getattr(candidate.terms, term) / unit.size,
+        }
+        for label, candidate in zip(labels, drawn, strict=True)
+        for order, (term, part) in enumerate(_PARTS)
+    ]
+    band = vega.field("place:O", scale={"paddingInner": 0, "paddingOuter": 0}, axis=None)
+    tips = [
+        vega.field("configuration", title="Configuration"),
+        vega.field("part", title="Part"),
+        vega.field("value:Q", title=unit.name, format=",.3~g"),
+    ]
+    bars = {"y": band, "tooltip": tips, **vega.stacked(rows, [part for _, part in _PARTS], f"Step time ({unit.name})")}
+    line: Spec = {"align": "left", "baseline": "middle", "x": 2, "fontSize": 11}
+    chart = vega.layered(
+        vega.layer("parts", "bar", bars, where="datum.value > 0", size=13, yOffset=13),
+        *vega.outlined("labels", {"y": band, "text": vega.field("landmarks")}, **line, yOffset=-16, fontWeight="bold"),
+        *vega.outlined("labels", {"y": band, "text": vega.field("name")}, **line, yOffset=-3),
+        height={"step": _BAR},
+    )
+    return vega.finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
+
+
+def _interesting(recommendation: Recommendation) -> list[Candidate]:
+    frontier = set(recommendation.frontier)
+    ranked = [candidate for _, candidate in landmarks(recommendation)]
+    rest = sorted(recommendation.candidates, key=lambda candidate: candidate.total_time_s.value)
+    ranked += [c for c in rest if c.configuration in frontier]
+    ranked += [c for c in rest if c.excluded_by is None]
+    return list({candidate.configuration: candidate for candidate in ranked}.values())[:_MOST_BARS]
+
+
+def _line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names of the clusters by instance type and size, each with its colour and its dash.
+
+    The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
+    instance types compete: then it says which type.
+    """
+    seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
+    types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
+    names, colours, dashes = [], [], []
+    for kind, nodes in sorted(seen):
+        place = sizes.index(nodes)
+        names.append(cluster_name(seen[kind, nodes]))
+        colours.append(PALETTE[place % len(PALETTE)])
+        dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
+    return names, colours, dashes
+
+
+def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
     """A large symbol around each row of the data set `landmarks`, which is `marked`; a legend names it by `label`."""
     labels = [row["label"] for row in marked]
-    shapes = [SHAPES[place % len(SHAPES)] for place in range(len(labels))]
-    named = legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}
-    shape = field("label", scale={"domain": labels, "range": shapes}, legend=named)
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
+    named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}
+    shape = vega.field("label", scale={"domain": labels, "range": shapes}, legend=named)
     encoding = {"x": x, "y": y, "shape": shape}
-    return layer("landmarks", "point", encoding, size=300, strokeWidth=2.2, filled=False, color=FAINT, tooltip=None)
+    return vega.layer(
+        "landmarks", "point", encoding, size=300, strokeWidth=2.2, filled=False, color=FAINT, tooltip=None
+    )
 
 
-def _value(candidate: Candidate, quantity: Quantity) -> float:
-    estimate = estimate_of(candidate, quantity)
-    return 0.0 if estimate is None else estimate.value
+def _estimate(candidate: Candidate, quantity: Quantity) -> Estimate | None:
+    """Total time in seconds, or cost in dollars; None without prices."""
+    return candidate.total_time_s if quantity == "time" else candidate.cost_usd
+
+
+def _cost(candidate: Candidate) -> Estimate:
+    """In dollars, or without prices in node-hours."""
+    hours, time = candidate.configuration.num_nodes / 3600, candidate.total_time_s
+    return candidate.cost_usd or Estimate(value=time.value * hours, low=time.low * hours, high=time.high * hours)
+
+
+_TIPS: Final = [
+    vega.field(name, title=name.capitalize())
+    for name in ("configuration", "time", "cost", "step", "memory", "basis", "excluded")
+]
+
+
+def _row(candidate: Candidate) -> Row:
+    """A candidate as every chart draws it; `_TIPS` are what a reader sees of it."""
+    time, cost, step, memory = candidate.total_time_s, _cost(candidate), candidate.step_time_s, candidate.memory_bytes
+    said = f"{money(cost.value)} ({money_interval(cost)})" if candidate.cost_usd else f"{cost.value:,.3g} node-hours"
+    fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"
+    return {
+        "batch": candidate.global_batch_size,
+        "cluster": cluster_name(candidate.configuration),
+        "configuration": configuration(candidate.configuration),
+        "time": f"{duration(time.value)} ({duration_interval(time)})",
+        "cost": f"{said}{', spot' if candidate.spot else ''}",
+        "step": f"{duration(step.value)} ({duration_interval(step)})",
+        "memory": "-" if memory is None else f"{size(memory.value)} a rank{fits}",
+        "basis": "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted",
+        "excluded": candidate.excluded_by or "",
+        "profiled": candidate.profiled,
+    }

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tula_service.dashboard.charts.drawing import (
-    field,
-    filled_where,
-    finish,
-    layer,
-    layered,
-    legend,
-    message,
-    outlined,
-    stacked,
-)
-from tula_service.dashboard.charts.style import PALETTE, Row, Spec, bytes_unit
+from tula_service.dashboard.charts import vega
+from tula_service.dashboard.charts.vega import PALETTE, Row, Spec
 from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
 from tula_wire.format import configuration
@@ -34,14 +24,14 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         if c.memory_bytes is not None
     }
     if not found:
-        return message(title, "No memory reading yet: the first profiling runs bring them.")
+        return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
     read = {
         (c.configuration.instance_type, c.configuration.local_batch_size)
         for c in recommendation.candidates
         if c.profiled
     }
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
-    unit = bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
+    unit = vega.bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
     curve: list[Row] = [
         {
             "type": kind,
@@ -69,29 +59,31 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     kinds = sorted({row["type"] for row in curve})
     batches = {"values": sorted({row["batch"] for row in curve}), "format": "d", "labelOverlap": True}
     binary = {"type": "log", "base": 2, "nice": False}
-    x = field("batch:Q", title="Local batch size (examples a rank and micro-step)", scale=binary, axis=batches)
-    y = field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
+    x = vega.field("batch:Q", title="Local batch size (examples a rank and micro-step)", scale=binary, axis=batches)
+    y = vega.field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
     look = {"domain": kinds, "range": list(PALETTE[: len(kinds)])}
-    colour = field("type", scale=look, legend=None if len(kinds) == 1 else legend(kinds))
-    tips = [field(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
-    band = {"x": x, "y": field("low:Q"), "y2": {"field": "high"}, "color": colour}
-    point = {"x": x, "y": y, "color": colour, "fill": filled_where("datum.read", colour), "tooltip": tips}
+    colour = vega.field("type", scale=look, legend=None if len(kinds) == 1 else vega.legend(kinds))
+    tips = [vega.field(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
+    band = {"x": x, "y": vega.field("low:Q"), "y2": {"field": "high"}, "color": colour}
+    point = {"x": x, "y": y, "color": colour, "fill": vega.filled_where("datum.read", colour), "tooltip": tips}
     layers = [
-        layer("curve", "area", band, opacity=0.16),
-        layer("curve", "line", {"x": x, "y": y, "color": colour}, strokeWidth=2),
-        layer("curve", "point", point, size=50, strokeWidth=1.8, filled=False),
+        vega.layer("curve", "area", band, opacity=0.16),
+        vega.layer("curve", "line", {"x": x, "y": y, "color": colour}, strokeWidth=2),
+        vega.layer("curve", "point", point, size=50, strokeWidth=1.8, filled=False),
     ]
     if limits:
-        layers += _ceiling("ceiling", {"y": field("value:Q")}, align="left", x=4, dy=-7)
+        layers += _ceiling("ceiling", {"y": vega.field("value:Q")}, align="left", x=4, dy=-7)
     if crashes:
-        crash = {"x": field("batch:Q"), "y": field("value:Q"), "tooltip": field("label")}
-        layers.append(layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=ALARM))
-    chart = layered(*layers)
+        crash = {"x": vega.field("batch:Q"), "y": vega.field("value:Q"), "tooltip": vega.field("label")}
+        layers.append(
+            vega.layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=ALARM)
+        )
+    chart = vega.layered(*layers)
     largest = ", ".join(f"{_prefix(kind)}{size}" for kind, size in sorted(recommendation.max_local_batch_size.items()))
     subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
     if largest:
         subtitle += f"; largest batch that fits: {largest}"
-    return finish(chart, title, subtitle, {"curve": curve, "ceiling": limits, "crashes": crashes})
+    return vega.finish(chart, title, subtitle, {"curve": curve, "ceiling": limits, "crashes": crashes})
 
 
 _COLUMNS = (("batch", "Local batch"), ("value", "Peak"), ("low", "Low (90 %)"), ("high", "High (90 %)"))
@@ -100,8 +92,8 @@ _COLUMNS = (("batch", "Local batch"), ("value", "Peak"), ("low", "Low (90 %)"), 
 def _ceiling(data: str, at: Spec, **text: Any) -> list[Spec]:
     """A dashed line with its label."""
     return [
-        layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=ALARM),
-        *outlined(data, at | {"text": field("label")}, fontStyle="italic", **text),
+        vega.layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=ALARM),
+        *vega.outlined(data, at | {"text": vega.field("label")}, fontStyle="italic", **text),
     ]
 
 
@@ -117,7 +109,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     """Stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
     sizes = [reading.peak_bytes for reading in readings.values()]
     capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
-    unit = bytes_unit([*sizes, *capacities])
+    unit = vega.bytes_unit([*sizes, *capacities])
     rows: list[Row] = []
     for rank, reading in sorted(readings.items()):
         for order, (part, size) in enumerate(zip(_COMPONENTS, _split(reading), strict=True)):
@@ -125,21 +117,21 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
                 row = {"rank": f"rank {rank}", "at": rank, "part": part, "order": order, "value": size / unit.size}
                 rows.append(row | {"peak": reading.peak_bytes / unit.size})
     tips = [
-        field("rank", title="Rank"),
-        field("part", title="Part"),
-        field("value:Q", title=unit.name, format=",.3~g"),
-        field("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
+        vega.field("rank", title="Rank"),
+        vega.field("part", title="Part"),
+        vega.field("value:Q", title=unit.name, format=",.3~g"),
+        vega.field("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
     ]
-    y = field("rank", sort={"field": "at", "op": "min"}, title=None)
-    bars = {"y": y, "tooltip": tips, **stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
-    layers = [layer("ranks", "bar", bars)]
+    y = vega.field("rank", sort={"field": "at", "op": "min"}, title=None)
+    bars = {"y": y, "tooltip": tips, **vega.stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
+    layers = [vega.layer("ranks", "bar", bars)]
     if capacities:
-        layers += _ceiling("capacity", {"x": field("value:Q")}, align="right", baseline="top", dx=-5, y=3)
-    chart = layered(*layers, height={"step": max(22, min(60, 220 // len(readings)))})
+        layers += _ceiling("capacity", {"x": vega.field("value:Q")}, align="right", baseline="top", dx=-5, y=3)
+    chart = vega.layered(*layers, height={"step": max(22, min(60, 220 // len(readings)))})
     title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
     subtitle = f"Highest peak of each rank; the greatest is {max(sizes) / unit.size:.3g} {unit.name}"
-    return finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
+    return vega.finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
 
 
 def _split(reading: MemoryReading) -> list[int]:

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from tula_service.dashboard.charts.style import Spec
+from tula_service.dashboard.charts.vega import Spec
 from tula_service.errors import Busy
 
 LONGEST_S: Final = 60.0

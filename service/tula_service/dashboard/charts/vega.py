@@ -1,23 +1,75 @@
-"""Parts of Vega-Lite that several charts draw: layers, axes, legends, stacked bars, and the finished specification.
+"""Parts of Vega-Lite that several charts draw: colours, units, layers, axes, legends, and the finished specification.
 
 A chart is a plain dictionary in the words of https://vega.github.io/vega-lite/docs/; tests hold it to that schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit, log_ticks
+Spec = dict[str, Any]
+Row = dict[str, Any]
 
-CROSS: Final = "M-1,-1L1,1M1,-1L-1,1"
-"""The shape of an excluded candidate."""
+WIDTH: Final = 640
+HEIGHT: Final = 340
+FAINT: Final = "#7f8894"
+PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d8", "#cf4f4f", "#5b8a8f")
+"""Luminance between 0.13 and 0.30: each holds 3:1 against the light and the dark page (WCAG 2.1, 1.4.11)."""
+
+DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1, 3), (10, 2, 2, 2))
+"""Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
+
 _MANY: Final = 500
 """Of more rows a page draws pixels: a browser takes longer for as many elements of an SVG."""
 _TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
 
 Ends = tuple[float, float]
 """Least and greatest value of an axis."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Divide a base quantity by `size` to get a number in `name`."""
+
+    size: float
+    name: str
+
+
+_TIME: Final = (
+    Unit(86_400, "days"), Unit(3_600, "hours"), Unit(60, "minutes"), Unit(1, "s"), Unit(1e-3, "ms"), Unit(1e-6, "µs"),
+)  # fmt: skip
+_BYTES: Final = (Unit(2**30, "GiB"), Unit(2**20, "MiB"), Unit(2**10, "KiB"), Unit(1, "bytes"))
+
+
+def time_unit(seconds: Iterable[float]) -> Unit:
+    """The unit in which the greatest of these durations is at least 2."""
+    return _fitting(_TIME, seconds)
+
+
+def bytes_unit(sizes: Iterable[float]) -> Unit:
+    """The binary unit in which the greatest of these sizes is at least 2."""
+    return _fitting(_BYTES, sizes)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ends, three to nine of them where the range allows; none for a narrow one."""
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        found = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 4:
+            return found
+    return found if len(found) == 3 else []
+
+
+def _fitting(units: Sequence[Unit], values: Iterable[float]) -> Unit:
+    greatest = max((value for value in values), default=0.0)
+    return next(
+        (unit for unit in units if greatest >= 2 * unit.size), units[-1] if greatest > 0 else Unit(1, units[3].name)
+    )
 
 
 def reach(values: Sequence[float]) -> Ends:
@@ -76,19 +128,6 @@ def filled_where(test: str, colour: Spec) -> Spec:
 def outlined(data: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
     """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
-
-
-def candidate_tooltip(unit: Unit) -> list[Spec]:
-    """What a reader sees of a row of `candidates.row_of`."""
-    number = ",.3~g"
-    return [
-        field("configuration", title="Configuration"),
-        field("value:Q", title=unit.name, format=number),
-        field("low:Q", title="Low (90 %)", format=number),
-        field("high:Q", title="High (90 %)", format=number),
-        field("basis", title="Basis"),
-        field("excluded", title="Excluded"),
-    ]
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:

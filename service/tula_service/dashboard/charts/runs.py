@@ -1,17 +1,21 @@
-"""The charts of a run: downsampled telemetry over steps."""
+"""Charts of runs: downsampled telemetry over steps, and training runs of a job side by side by one column."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isinf
-from typing import Final
+from typing import Final, Literal
 
-from tula_service.dashboard.charts.drawing import field, finish, layer, layered, legend, message, outlined
-from tula_service.dashboard.charts.style import FAINT, HEIGHT, PALETTE, Row, Spec, Unit, bytes_unit, time_unit
-from tula_wire import Run, ScalingThresholds, TelemetrySeries
+from tula_service.dashboard.charts import vega
+from tula_service.dashboard.charts.vega import DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_wire import Job, Run, ScalingThresholds, TelemetrySeries
 from tula_wire.format import configuration
 
+Over = Literal["epoch", "step"]
+_MOST_NAMED: Final = 24
+"""Of more methods than these no legend names any."""
+_FEW_A_RUN: Final = 80
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
 _FEW: Final = 200
@@ -94,7 +98,7 @@ def run_chart(
     title = f"{run.id}, {configuration(run.configuration)}: {noun}"
     drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
     if not drawn:
-        return message(title, _nothing(name))
+        return vega.message(title, _nothing(name))
     datasets: dict[str, list[Row]] = {}
     read: list[dict[str, str]] = []
     areas = []
@@ -109,31 +113,40 @@ def run_chart(
         layers = _lines(panel, rows, smooth, unit, logarithmic)
         for label, level in _levels(panel, unit, run, thresholds):
             layers += _level(label, level)
-        areas.append(layered(*layers, height=HEIGHT - 80 if len(drawn) == 1 else 130))
+        areas.append(vega.layered(*layers, height=HEIGHT - 80 if len(drawn) == 1 else 130))
         datasets |= rows | smooth
     # The selection is of one panel, so that it exists once however many there are.
     areas[0]["layer"][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
     chart = areas[0] if len(areas) == 1 else {"vconcat": areas, "resolve": {"scale": {"x": "shared"}}}
     subtitle = _subtitle(list(series.values()), list(trends.values()))
-    return finish(chart, title, subtitle, datasets) | {"usermeta": {"readout": read}}
+    return vega.finish(chart, title, subtitle, datasets) | {"usermeta": {"readout": read}}
 
 
 def _lines(
-    panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
+    panel: Panel,
+    rows: Mapping[str, list[Row]],
+    smooth: Mapping[str, list[Row]],
+    unit: Unit,
+    logarithmic: bool,
 ) -> list[Spec]:
     """A line for each column, and over it its trend."""
     positive = all(row["value"] > 0 for found in rows.values() for row in found)
     kind = ("log" if positive else "symlog") if logarithmic else "symlog" if panel.logarithmic else "linear"
-    scales: dict[str, Spec] = {"log": {"type": "log", "nice": False}, "symlog": {"type": "symlog", "constant": 0.05}}
+    scales: dict[str, Spec] = {
+        "log": {"type": "log", "nice": False},
+        "symlog": {"type": "symlog", "constant": 0.05},
+    }
     share = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     steps = {"labelExpr": _STEP_LABEL, "tickMinStep": 1, "tickCount": 8}
-    x = field("step:Q", title="Step", axis=steps, scale={"zero": False, "nice": False})
+    x = vega.field("step:Q", title="Step", axis=steps, scale={"zero": False, "nice": False})
     title = panel.title + (f" ({unit.name})" if unit.name else "")
-    y = field("value:Q", title=title, axis={"tickCount": 5}, scale=scales.get(kind, share))
+    y = vega.field("value:Q", title=title, axis={"tickCount": 5}, scale=scales.get(kind, share))
     colour: Spec = {"value": PALETTE[0]}
     if len(rows) > 1:
         names = list(rows)
-        colour = field("series", scale={"domain": names, "range": list(PALETTE[: len(names)])}, legend=legend(names))
+        colour = vega.field(
+            "series", scale={"domain": names, "range": list(PALETTE[: len(names)])}, legend=vega.legend(names)
+        )
     # Few points stay visible as points; a thousand would draw one thick band.
     few = max(map(len, rows.values())) < _FEW
     look: Spec = {"clip": True, "tooltip": None, "point": {"size": 24, "filled": True} if few else False}
@@ -143,7 +156,7 @@ def _lines(
         for name in (column, column + _TREND):
             if name in rows or name in smooth:
                 pale = name == column and column + _TREND in smooth
-                line = layer(name, "line", {"color": colour, "x": x, "y": y}, strokeWidth=1 if pale else 2, **look)
+                line = vega.layer(name, "line", {"color": colour, "x": x, "y": y}, strokeWidth=1 if pale else 2, **look)
                 line["mark"]["opacity"] = 0.35 if pale else 1
                 layers.append(line | {"transform": [{"calculate": f"'{column}'", "as": "series"}]})
     return layers
@@ -151,9 +164,9 @@ def _lines(
 
 def _level(label: str, value: float) -> list[Spec]:
     """A dashed line across the panel, with its label."""
-    y = field("value:Q")
-    rule = layer("", "rule", {"y": y}, strokeDash=[5, 4], color=FAINT, strokeWidth=1.5)
-    text = outlined("", {"y": y, "text": field("label")}, align="left", x=4, dy=-7, fontStyle="italic")
+    y = vega.field("value:Q")
+    rule = vega.layer("", "rule", {"y": y}, strokeDash=[5, 4], color=FAINT, strokeWidth=1.5)
+    text = vega.outlined("", {"y": y, "text": vega.field("label")}, align="left", x=4, dy=-7, fontStyle="italic")
     return [each | {"data": {"values": [{"value": value, "label": label}]}} for each in (rule, *text)]
 
 
@@ -171,9 +184,9 @@ def _levels(panel: Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | 
 def _unit(panel: Panel, found: Sequence[TelemetrySeries]) -> Unit:
     values = [value for each in found for value in each.values if value is not None]
     if panel.columns in (("step_time_s",), ("skew_s",)):
-        return time_unit(values)
+        return vega.time_unit(values)
     if panel.columns == ("memory_bytes",):
-        return bytes_unit(values)
+        return vega.bytes_unit(values)
     return Unit(1, "")
 
 
@@ -210,3 +223,70 @@ def _nothing(name: str) -> str:
     wanted = " or ".join(columns_of(name))
     source = SOURCES.get(name, f"run.log({name}=...) in the training script reports it.")
     return f"Nothing received yet. {source}\nThis chart draws {wanted}."
+
+
+@dataclass(frozen=True)
+class QualityRun:
+    """A training run and the series by which it is judged."""
+
+    run: Run
+    series: TelemetrySeries
+
+
+def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
+    """One column of several runs over epochs or steps, a colour per method, or per run where no method is named."""
+    title = f"{job.name}: training runs"
+    drawn = [each for each in runs if any(value is not None for value in each.series.values)]
+    if not drawn:
+        return vega.message(title, "No training run has reported this yet.")
+    column = drawn[0].series.column
+    name = column.replace("_", " ")
+    listed = {each.run.id: _run_row(each.run) for each in drawn}
+    methods = sorted({row["method"] for row in listed.values()})
+    rows: list[Row] = [
+        {"run": each.run.id, "step": step, "value": float(f"{value:.6g}")}
+        for each in drawn
+        for step, value in zip(each.series.steps, each.series.values, strict=True)
+        if value is not None
+    ]
+    named = len(methods) <= _MOST_NAMED
+    positive = all(row["value"] > 0 for row in rows)
+    scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
+    # Points carry the tooltip; only those of few short lines are seen.
+    seen = named and len(rows) < _FEW_A_RUN * len(drawn)
+    look = {"scale": {"domain": methods, "range": [PALETTE[i % 8] for i in range(len(methods))]}}
+    dash = {"scale": {"domain": methods, "range": [list(DASHES[(i + i // 8) % 8]) for i in range(len(methods))]}}
+    keyed = {"legend": vega.legend(methods) if named else None}
+    encoding = {
+        "x": vega.field(f"{over}:Q", title=over.capitalize(), scale={"nice": False}, axis={"tickCount": 10}),
+        "y": vega.field("value:Q", title=name.capitalize(), scale=scale),
+        "color": vega.field("method:N", **look, **keyed),
+        "detail": vega.field("run:N"),
+        "tooltip": [
+            vega.field("method:N", title="Method"),
+            vega.field("batch:Q", title="Global batch"),
+            vega.field("epoch:Q", title="Epoch", format=".1f"),
+            vega.field("step:Q", title="Step", format=","),
+            vega.field("value:Q", title=name.capitalize(), format=",.4~g"),
+            vega.field("run:N", title="Run"),
+        ],
+    }
+    if named:
+        encoding["strokeDash"] = vega.field("method:N", **dash, **keyed)
+    point = {"opacity": 1, "size": 24, "filled": True} if seen else {"opacity": 0, "size": 90}
+    lines = vega.layer(
+        "points", "line", encoding, strokeWidth=2 if named else 1, opacity=1 if named else 0.7, point=point
+    )
+    # Sent once a run, not once a point.
+    of_run = {"data": {"name": "runs"}, "key": "run", "fields": ["method", "batch"]}
+    epoch = f"(datum.step + 1) * datum.batch / {job.spec.dataset.size}"
+    lines["transform"] = [{"lookup": "run", "from": of_run}, {"calculate": epoch, "as": "epoch"}]
+    count = "1 training run" if len(drawn) == 1 else f"{len(drawn)} training runs"
+    smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in drawn) else ""
+    subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; the pointer names a line'}"
+    chart = {**lines, "width": WIDTH, "height": HEIGHT}
+    return vega.finish(chart, title, subtitle, {"runs": list(listed.values()), "points": rows})
+
+
+def _run_row(run: Run) -> Row:
+    return {"run": run.id, "method": run.method or run.id, "batch": run.configuration.global_batch_size}
