@@ -20,7 +20,8 @@ T = TypeVar("T")
 class StepTiming(NamedTuple):
     """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included.
 
-    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step.
+    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s` is
+    how long its optimizers took, None where none was watched or the host does not wait for the device.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepTiming(NamedTuple):
     micro_steps: int
     local_batch_size: int | None
     uneven: bool
+    optimizer_time_s: float | None = None
 
 
 class CommTiming(NamedTuple):

@@ -54,8 +54,8 @@ _recorders = count()
 class Recorder:
     """One run in one process. Its methods are called on the training thread, under the run's guard.
 
-    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`. The last is called by torch
-    and catches exceptions itself; none of them takes a lock or waits.
+    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`, `after_optimizer_step`. The
+    last two are called by torch and raise nothing; none of them takes a lock or waits.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Recorder:
             self._watch_thresholds(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self.before_optimizer_step)
+                optimizer.register_step_post_hook(self.after_optimizer_step)
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
@@ -277,14 +278,24 @@ class Recorder:
         self.timer.more_micro_steps(count)
         self.objects.observe_batch(batch, self.batches.share_of(self.cut_to), count)
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step pre-hook of the watched optimizers; never raises."""
         if self.finished:
             return
+        # With a closure, forward and backward run inside the optimizer's step. `args` begins with the optimizer.
+        alone = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
+        if self._device_clock is not None and alone:
+            self._device_clock.optimizer()
+        self._read_gradients(optimizer)
+        # Other ranks have no device clock, and send no rows.
+        self.timer.optimizer_stepped(timed=alone and self.leads and self._device_clock is None)
+
+    def after_optimizer_step(self, *_: Any) -> None:
+        """Step post-hook of the watched optimizers; never raises."""
+        self.timer.optimizer_returned()
+
+    def _read_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            self.timer.optimizer_stepped()
-            if self._device_clock is not None:
-                self._device_clock.optimizer()
             step = self.timer.step
             if step == 1:
                 self.memory.at_optimizer(list(self.objects.models))

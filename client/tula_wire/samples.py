@@ -92,6 +92,9 @@ class SampleBatch(WireModel):
         None, description="Seconds of communication not hidden behind compute."
     )
     input_time_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for data.")
+    optimizer_time_s: Column[Seconds | None] | None = Field(
+        None, description="Seconds of the optimizer, which steps once however many micro-steps accumulate."
+    )
     skew_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for the slowest rank.")
     straggler_rank: Column[Rank | None] | None = Field(None, description="The slowest rank, if one stands out.")
 
@@ -127,6 +130,7 @@ class StepSample(WireModel):
     comm_time_s: float | None = Field(None, description="Seconds of collectives.")
     exposed_comm_time_s: float | None = Field(None, description="Seconds of communication not hidden behind compute.")
     input_time_s: float | None = Field(None, description="Seconds of waiting for data.")
+    optimizer_time_s: float | None = Field(None, description="Seconds of the optimizer.")
     skew_s: float | None = Field(None, description="Seconds of waiting for the slowest rank.")
     straggler_rank: int | None = Field(None, description="The slowest rank, if one stands out.")
 

@@ -178,9 +178,9 @@ class BucketTimeline:
 class RunSummary:
     """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
 
-    `step_time_s` to `exposed_comm_time_s` and `input_time_s` are those of `perfmodel.step_summary`. `num_samples`
-    counts measuring samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None
-    where it did not say. `memory` is the reading of the rank with the highest peak.
+    `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` are those of `perfmodel.step_summary`.
+    `num_samples` counts measuring samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw
+    them, None where it did not say. `memory` is the reading of the rank with the highest peak.
     """
 
     run_id: str
@@ -197,4 +197,5 @@ class RunSummary:
     memory: MemoryReading | None
     failed_local_batch_size: int | None
     input_time_s: float | None = None
+    optimizer_time_s: float | None = None
     timeline: BucketTimeline | None = None

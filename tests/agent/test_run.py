@@ -341,6 +341,40 @@ def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
         raise KeyError
 
 
+def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path: Path) -> None:
+    """Of a step with two optimizers both count, and none where a closure computes the gradients inside the step."""
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+            time.sleep(0.02)
+            return super().step(closure)
+
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    model = torch.nn.Linear(2, 1)
+    optimizers = [Slow([parameter], lr=0.1) for parameter in model.parameters()]
+    run.watch(model, optimizers)
+
+    def gradients() -> float:
+        time.sleep(0.03)
+        loss = model(torch.ones(4, 2)).sum()
+        loss.backward()
+        return loss.item()
+
+    for step, _ in enumerate(run.steps([torch.zeros(4)] * 4)):
+        if step < 2:
+            gradients()
+        for optimizer in optimizers:
+            optimizer.step() if step < 2 else optimizer.step(gradients)
+    run.finish()
+    assert not sink.invalid
+    rows = sink.rows("step_time_s", "optimizer_time_s")
+    for step, (step_time_s, optimizer_time_s) in enumerate(rows):
+        if step < 2:
+            assert 0.04 <= optimizer_time_s <= step_time_s - 0.03
+        else:
+            assert optimizer_time_s is None
+
+
 def test_processes_that_share_a_replica_count_as_one_rank(
     sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,8 @@ class StepTimer:
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
-        "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_sizes", "_started", "_stepped", "_wanted",
-        "step", "watched",
+        "_called_at", "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer", "_sizes",
+        "_started", "_stepped", "_wanted", "step", "watched",
     )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -39,6 +39,8 @@ class StepTimer:
         self._started: float | None = None
         self._wanted = 0.0
         self._input = 0.0
+        self._called_at: float | None = None
+        self._optimizer: float | None = None
         self._left_at: float | None = None
         self._sizes: list[int | None] = []
 
@@ -52,9 +54,16 @@ class StepTimer:
         """True from a step's end until the next one's first batch."""
         return not self._sizes
 
-    def optimizer_stepped(self) -> None:
-        """An optimizer's step has been called since the last boundary."""
+    def optimizer_stepped(self, timed: bool = False) -> None:
+        """An optimizer's step is called; `timed` where `optimizer_returned` will say when it is over."""
         self._stepped = True
+        self._called_at = self._clock() if timed else None
+
+    def optimizer_returned(self) -> None:
+        """Its step is over. A step of several optimizers took as long as all of them."""
+        if self._called_at is not None:
+            self._optimizer = (self._optimizer or 0.0) + self._clock() - self._called_at
+            self._called_at = None
 
     def want_batch(self) -> StepTiming | None:
         """The loop asks for a batch: the boundary. Returns the step that ended here, if one did."""
@@ -70,8 +79,8 @@ class StepTimer:
         elif not self._ends_by_count(micro):
             return None
         uneven = micro > 1 and len(set(self._sizes)) > 1
-        timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven)
-        self._started, self._input, self._sizes, self._stepped = now, 0.0, [], False
+        timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven, self._optimizer)
+        self._begin(now)
         self.step += 1
         return timing
 
@@ -95,8 +104,11 @@ class StepTimer:
 
     def pause(self) -> None:
         """The loop is left: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
-        self._started, self._input, self._sizes, self._stepped = None, 0.0, [], False
+        self._begin(None)
         self._left_at = None
+
+    def _begin(self, started: float | None) -> None:
+        self._started, self._input, self._sizes, self._stepped, self._optimizer = started, 0.0, [], False, None
 
     def leave_out(self) -> None:
         """The time from now until `count_again` belongs to no step, also in the middle of one."""

@@ -251,10 +251,12 @@ class RequestBuilder:
                 # Only the host knows the waits of later micro-steps.
                 waited = timing.input_time_s if row.timing.micro_steps == 1 else None
                 waited = row.timing.input_time_s if waited is None else waited
-                row.timing = row.timing._replace(step_time_s=timing.step_time_s, input_time_s=waited)
+                row.timing = row.timing._replace(
+                    step_time_s=timing.step_time_s,
+                    input_time_s=waited,
+                    optimizer_time_s=timing.optimizer_time_s,
+                )
                 row.method = "cuda_events"
-                if timing.optimizer_time_s is not None:
-                    self._readings.add_value(row.timing.step, "optimizer_time_s", timing.optimizer_time_s)
         del self._device[row.timing.step]
         return True
 
@@ -343,8 +345,9 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
                 "step_time_s": [_short(row.timing.step_time_s) for _, row in part],
                 "input_time_s": [_short(row.timing.input_time_s) for _, row in part],
             }
-            for name in _SPLIT:
-                column = [getattr(row.split, name, None) for _, row in part]
+            optional = {name: [getattr(row.split, name, None) for _, row in part] for name in _SPLIT}
+            optional["optimizer_time_s"] = [row.timing.optimizer_time_s for _, row in part]
+            for name, column in optional.items():
                 if any(value is not None for value in column):
                     body[name] = [None if value is None else _short(value) for value in column]
             bodies.append({name: value for name, value in body.items() if value is not None})

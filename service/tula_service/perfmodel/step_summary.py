@@ -35,6 +35,7 @@ class StepTimeSummary:
     comm_time_s: float | None = None
     exposed_comm_time_s: float | None = None
     input_time_s: float | None = None
+    optimizer_time_s: float | None = None
     skew_s: float | None = None
 
 

@@ -162,6 +162,7 @@ class SampleColumns:
     comm_time_s: FloatArray | None = None
     exposed_comm_time_s: FloatArray | None = None
     input_time_s: FloatArray | None = None
+    optimizer_time_s: FloatArray | None = None
     skew_s: FloatArray | None = None
     straggler_rank: IntArray | None = None
     rank: IntArray | None = None

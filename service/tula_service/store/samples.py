@@ -20,7 +20,7 @@ _LOG = logging.getLogger("tula.service")
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
 
-_FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
+_FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
 _ROW = ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", *_FLOATS, "straggler_rank")
 _SQLITE = f"INSERT OR IGNORE INTO step_samples ({', '.join(_ROW)}) VALUES ({', '.join('?' * len(_ROW))})"
 _POSTGRES = (

@@ -174,7 +174,7 @@ run_summaries = sa.Table(
     sa.Column("num_samples", sa.BigInteger, nullable=False),
     sa.Column("num_steps", sa.BigInteger, nullable=False),
     *_optional(sa.Double, "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
-    *_optional(sa.Double, "input_time_s", "skew_s"),
+    *_optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),
     *_optional(sa.Integer, "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timing_method", sa.Text),
 )
@@ -203,6 +203,7 @@ step_samples = sa.Table(
     sa.Column("warmup", sa.Boolean, nullable=False),
     sa.Column("step_time_s", sa.Double, nullable=False),
     *_optional(sa.Double, "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s"),
+    *_optional(sa.Double, "optimizer_time_s"),
     sa.Column("straggler_rank", sa.Integer),
     sa.Index("ix_step_samples_run_key_warmup_step", "run_key", "warmup", "step"),
     sqlite_with_rowid=False,

@@ -136,6 +136,7 @@ def samples_from_wire(batch: SampleBatch) -> NewSamples:
             comm_time_s=_column(batch.comm_time_s),
             exposed_comm_time_s=_column(batch.exposed_comm_time_s),
             input_time_s=_column(batch.input_time_s),
+            optimizer_time_s=_column(batch.optimizer_time_s),
             skew_s=_column(batch.skew_s),
             straggler_rank=_ranks(batch.straggler_rank),
         ),

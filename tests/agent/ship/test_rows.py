@@ -32,6 +32,7 @@ timings = st.builds(
     micro_steps=st.integers(1, 8),
     local_batch_size=st.one_of(st.none(), st.integers(1, 4096)),
     uneven=st.booleans(),
+    optimizer_time_s=st.none() | seconds,
 )
 rows = st.builds(
     SampleRow,

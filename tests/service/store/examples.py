@@ -62,6 +62,7 @@ def samples(
             step=np.arange(count),
             step_time_s=np.linspace(0.5, 0.6, count) if step_time_s is None else step_time_s,
             compute_time_s=compute,
+            optimizer_time_s=np.full(count, 0.05),
             straggler_rank=stragglers,
         ),
         warmup=warmup,

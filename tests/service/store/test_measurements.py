@@ -81,6 +81,7 @@ class TestSamples:
             tx.samples.add(run.key, job.id, samples(1, rank=1, memory=MemoryReading("peak_rss", 2**31)))
             (summary,) = tx.samples.summaries(job.id)
         assert summary.step_time_s == pytest.approx(0.5, rel=1e-6)
+        assert summary.optimizer_time_s == pytest.approx(0.05)
         assert summary.num_samples == 101
         assert summary.local_batch_size == 16
         assert summary.memory == MemoryReading("peak_rss", 2**31)

@@ -197,7 +197,8 @@ CREATE TABLE public.run_summaries (
     world_size integer,
     local_batch_size integer,
     grad_accum_steps integer,
-    timing_method text
+    timing_method text,
+    optimizer_time_s double precision
 );
 -- next
 CREATE TABLE public.runs (
@@ -296,7 +297,8 @@ CREATE TABLE public.step_samples (
     exposed_comm_time_s double precision,
     input_time_s double precision,
     skew_s double precision,
-    straggler_rank integer
+    straggler_rank integer,
+    optimizer_time_s double precision
 );
 -- next
 CREATE TABLE public.telemetry_chunks (
@@ -389,61 +391,61 @@ ALTER TABLE ONLY public.runs ALTER COLUMN key SET DEFAULT (((to_char((now() AT T
 -- next
 ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('public.sample_sources_key_seq'::regclass);
 -- next
-INSERT INTO public.alembic_version VALUES ('0010');
+INSERT INTO public.alembic_version VALUES ('0011');
 -- next
-INSERT INTO public.answers VALUES ('job-9236ae17f92a081b', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-707cf7bf8830909f', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-9236ae17f92a081b', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
+INSERT INTO public.jobs VALUES (1, 'job-707cf7bf8830909f', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}', 2, '', '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0, NULL, NULL, NULL);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-a68aea5e17337387', 'job-9236ae17f92a081b', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-59977ae3e9edab20', 'job-707cf7bf8830909f', '2026-01-01 00:00:00+00', 'knee', 'profiled', NULL, '{}', '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 12:51:06.055974+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-24 15:22:02.004997+00');
 -- next
-INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall');
+INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall', 0.05000000000000001);
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-3ff4c4fdaadbb687', 'job-9236ae17f92a081b', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL, NULL, NULL, false);
+INSERT INTO public.runs VALUES (202611000000001, 'run-2a0519ed3af4ca5d', 'job-707cf7bf8830909f', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00', NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL, 'plan', NULL, NULL, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', NULL, NULL, NULL, 'wall', NULL);
 -- next
-INSERT INTO public.step_samples VALUES (1, 0, 202611000000001, 0, 0, false, 0.5, NULL, NULL, NULL, NULL, NULL, NULL);
+INSERT INTO public.step_samples VALUES (1, 0, 202611000000001, 0, 0, false, 0.5, NULL, NULL, NULL, NULL, NULL, NULL, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 1, 202611000000001, 0, 1, false, 0.5052631578947369, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 1, 202611000000001, 0, 1, false, 0.5052631578947369, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 2, 202611000000001, 0, 2, false, 0.5105263157894737, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 2, 202611000000001, 0, 2, false, 0.5105263157894737, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 3, 202611000000001, 0, 3, false, 0.5157894736842106, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 3, 202611000000001, 0, 3, false, 0.5157894736842106, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 4, 202611000000001, 0, 4, false, 0.5210526315789473, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 4, 202611000000001, 0, 4, false, 0.5210526315789473, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 5, 202611000000001, 0, 5, false, 0.5263157894736842, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 5, 202611000000001, 0, 5, false, 0.5263157894736842, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 6, 202611000000001, 0, 6, false, 0.531578947368421, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 6, 202611000000001, 0, 6, false, 0.531578947368421, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 7, 202611000000001, 0, 7, false, 0.5368421052631579, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 7, 202611000000001, 0, 7, false, 0.5368421052631579, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 8, 202611000000001, 0, 8, false, 0.5421052631578948, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 8, 202611000000001, 0, 8, false, 0.5421052631578948, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 9, 202611000000001, 0, 9, false, 0.5473684210526316, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 9, 202611000000001, 0, 9, false, 0.5473684210526316, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 10, 202611000000001, 0, 10, false, 0.5526315789473684, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 10, 202611000000001, 0, 10, false, 0.5526315789473684, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 11, 202611000000001, 0, 11, false, 0.5578947368421052, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 11, 202611000000001, 0, 11, false, 0.5578947368421052, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 12, 202611000000001, 0, 12, false, 0.5631578947368421, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 12, 202611000000001, 0, 12, false, 0.5631578947368421, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 13, 202611000000001, 0, 13, false, 0.5684210526315789, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 13, 202611000000001, 0, 13, false, 0.5684210526315789, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 14, 202611000000001, 0, 14, false, 0.5736842105263158, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 14, 202611000000001, 0, 14, false, 0.5736842105263158, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 15, 202611000000001, 0, 15, false, 0.5789473684210527, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 15, 202611000000001, 0, 15, false, 0.5789473684210527, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 16, 202611000000001, 0, 16, false, 0.5842105263157895, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 16, 202611000000001, 0, 16, false, 0.5842105263157895, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 17, 202611000000001, 0, 17, false, 0.5894736842105263, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 17, 202611000000001, 0, 17, false, 0.5894736842105263, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 18, 202611000000001, 0, 18, false, 0.5947368421052631, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 18, 202611000000001, 0, 18, false, 0.5947368421052631, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
-INSERT INTO public.step_samples VALUES (1, 19, 202611000000001, 0, 19, false, 0.6, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 19, 202611000000001, 0, 19, false, 0.6, 0.25, NULL, NULL, NULL, NULL, 1, 0.05);
 -- next
 INSERT INTO public.telemetry_chunks_202611 VALUES (202611000000001, 0, 'boot', 0, 0, 9, 10, 'loss,grad_norm', '\x0028b52ffd20b0450300640500000100cdaa00a82eeacd003b4c00f421f83b007f58009709d27f0066e8009b14a966009e7a00778e7f9e00a0b600e3982aa000f0f6fb00010305060800f000081014181c2022003f3f3f40003f40404040404040400910008861442e72918b5ce491b4a10d');
 -- next
