@@ -193,7 +193,7 @@ def _has_failed(run: JobRun, unusable: set[str]) -> bool:
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:
     if not rows:
         return None
-    names = ("step_time_s", "relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s")
+    names = ("step_time_s", *StepTimeObservations.OPTIONAL)
     columns = {name: np.array([getattr(summary, name) for _, summary in rows], np.float64) for name in names}
     return StepTimeObservations.at([configuration for configuration, _ in rows], **columns)
 

@@ -8,7 +8,7 @@ A loader in the training process hides nothing (h = 0), workers that fill a queu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,10 +68,5 @@ def without_waits(observations: StepTimeObservations) -> StepTimeObservations:
     """The same runs as if no step had waited for data; what was measured less surely than the whole says so."""
     waits = np.nan_to_num(observations.input_time_s)
     rest = np.maximum(observations.step_time_s - waits, _LEAST_REST * observations.step_time_s)
-    return StepTimeObservations.at(
-        observations.points,
-        rest,
-        relative_sd=observations.relative_sd * observations.step_time_s / rest,
-        compute_time_s=observations.compute_time_s,
-        exposed_comm_time_s=observations.exposed_comm_time_s,
-    )
+    sd = observations.relative_sd * observations.step_time_s / rest
+    return replace(observations, step_time_s=rest, relative_sd=sd, input_time_s=np.full(len(observations), np.nan))

@@ -360,13 +360,12 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str
     with np.errstate(all="ignore"):
         middle = [float(np.exp(np.median(np.log(observations.step_time_s[group])))) for group in groups]
         sds = [_standard_error(observations, group) for group in groups]
-    merged = StepTimeObservations(
-        points=points.take([group[0] for group in groups]),
-        step_time_s=np.array(middle),
-        relative_sd=np.array(sds),
-        compute_time_s=np.array([_middle(observations.compute_time_s[group]) for group in groups]),
-        exposed_comm_time_s=np.array([_middle(observations.exposed_comm_time_s[group]) for group in groups]),
-        input_time_s=np.array([_middle(observations.input_time_s[group]) for group in groups]),
+    parts = {
+        name: [_middle(getattr(observations, name)[group]) for group in groups]
+        for name in StepTimeObservations.OPTIONAL
+    }
+    merged = StepTimeObservations.at(
+        points.take([group[0] for group in groups]), middle, **(parts | {"relative_sd": sds})
     )
     return Merged(merged, np.array([float(len(group)) for group in groups])), tuple(notes)
 

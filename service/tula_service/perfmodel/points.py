@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -150,8 +151,10 @@ class StepTimeObservations:
 
     `relative_sd` is the standard error of that row's mean step time over the mean (0.02 = 2 %). Several rows of the
     same configuration are welcome; contradictions widen the intervals. `compute_time_s` is without the waits for data,
-    `input_time_s`, which are a part of the step.
+    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of it that micro-steps do not repeat.
     """
+
+    OPTIONAL: ClassVar = ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s", "optimizer_time_s")
 
     points: Points
     step_time_s: FloatArray
@@ -159,12 +162,13 @@ class StepTimeObservations:
     compute_time_s: FloatArray
     exposed_comm_time_s: FloatArray
     input_time_s: FloatArray
+    optimizer_time_s: FloatArray
 
     def __post_init__(self) -> None:
         """Raise ObservationError on a step time that is zero, negative, NaN or infinite, and on ragged columns."""
         rows = len(self.points)
         object.__setattr__(self, "step_time_s", column("step_time_s", self.step_time_s, rows, above=0.0))
-        for name in ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s"):
+        for name in self.OPTIONAL:
             checked = column(name, getattr(self, name), rows, at_least=0.0, nan_allowed=True)
             object.__setattr__(self, name, checked)
 
@@ -173,23 +177,14 @@ class StepTimeObservations:
         cls,
         points: Points | Sequence[Configuration],
         step_time_s: Sequence[float] | FloatArray,
-        *,
-        relative_sd: Sequence[float] | FloatArray | None = None,
-        compute_time_s: Sequence[float] | FloatArray | None = None,
-        exposed_comm_time_s: Sequence[float] | FloatArray | None = None,
-        input_time_s: Sequence[float] | FloatArray | None = None,
+        **columns: Sequence[float] | FloatArray | None,
     ) -> StepTimeObservations:
-        """Step times measured at these points; columns that were not measured are left out."""
+        """Step times measured at these points; `columns` are of OPTIONAL, and those not measured are left out."""
         where = points if isinstance(points, Points) else Points.of(points)
-        absent = np.full(len(where), np.nan)
-        return cls(
-            points=where,
-            step_time_s=np.asarray(step_time_s, dtype=np.float64),
-            relative_sd=absent if relative_sd is None else np.asarray(relative_sd, np.float64),
-            compute_time_s=absent if compute_time_s is None else np.asarray(compute_time_s, np.float64),
-            exposed_comm_time_s=absent if exposed_comm_time_s is None else np.asarray(exposed_comm_time_s, np.float64),
-            input_time_s=absent if input_time_s is None else np.asarray(input_time_s, np.float64),
-        )
+        given = {name: values for name, values in columns.items() if values is not None}
+        known = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
+        arrays = {name: np.asarray(values, dtype=np.float64) for name, values in known.items()}
+        return cls(points=where, step_time_s=np.asarray(step_time_s, dtype=np.float64), **arrays)
 
     def __len__(self) -> int:
         """Number of measured step times."""
@@ -198,14 +193,8 @@ class StepTimeObservations:
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> StepTimeObservations:
         """The observations at these row numbers, or where this mask is true."""
         index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)
-        return StepTimeObservations(
-            points=self.points.take(index),
-            step_time_s=self.step_time_s[index],
-            relative_sd=self.relative_sd[index],
-            compute_time_s=self.compute_time_s[index],
-            exposed_comm_time_s=self.exposed_comm_time_s[index],
-            input_time_s=self.input_time_s[index],
-        )
+        columns = {name: getattr(self, name)[index] for name in ("step_time_s", *self.OPTIONAL)}
+        return StepTimeObservations(points=self.points.take(index), **columns)
 
 
 @dataclass(frozen=True)

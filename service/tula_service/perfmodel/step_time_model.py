@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,8 @@ class StepTimeModel:
     `posteriors` belong to instance types that were measured, `unmeasured` to others of which something is known, and
     `fallback` to all the rest. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
     every other prediction is that of the form `overlap`. All of these are of the step without its waits for data, which
-    `input_waits` adds: by instance type, an unmeasured one as that which was measured most.
+    `input_waits` adds: by instance type, an unmeasured one as that which was measured most. The fits repeat the whole
+    compute of a step with each micro-step, so predictions are less by the `optimizer_s` that are not repeated, by type.
     """
 
     form: StepTimeForm
@@ -78,6 +79,7 @@ class StepTimeModel:
     paper_fits: Mapping[str, PaperFit] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
     input_waits: Mapping[str, InputWait | None] = field(default_factory=dict, repr=False)
+    optimizer_s: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
@@ -88,7 +90,10 @@ class StepTimeModel:
             at = np.flatnonzero(types == name)
             fit = self.paper_fits.get(name) or self.posterior_for(name)
             predicted = fit.predict_step(points.take(at))
-            mean_s[at], log_sd[at] = np.exp(predicted.mean), predicted.sd * self.interval_scale
+            whole_s, micro_steps = np.exp(predicted.mean), points.grad_accum_steps[at]
+            repeated_s = (micro_steps - 1.0) * np.minimum(self.optimizer_s.get(name, 0.0), whole_s / micro_steps)
+            mean_s[at] = whole_s - repeated_s
+            log_sd[at] = predicted.sd * self.interval_scale * whole_s / mean_s[at]
             wait = self.input_waits.get(name, next(iter(self.input_waits.values()), None))
             if wait is not None:
                 input_s[at] = wait.predict(points.take(at), mean_s[at])
@@ -96,7 +101,7 @@ class StepTimeModel:
                 mean_s[at] += input_s[at]
                 log_sd[at] = sd_s / mean_s[at]
             low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
-            compute_s[at], comm_s[at] = np.exp(predicted.compute), np.exp(predicted.communication)
+            compute_s[at], comm_s[at] = np.exp(predicted.compute) - repeated_s, np.exp(predicted.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         return StepTimePredictions(
             configurations=points,
@@ -178,7 +183,8 @@ def _fit(
     largest: float,
     interval_scale: float,
 ) -> StepTimeModel:
-    merged, notes = merge_repeats(without_waits(observations))
+    optimizer_s = _optimizer_s(observations)
+    merged, notes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
     types = np.array(merged.observations.points.instance_type, dtype=object)
     names, counts = np.unique(types, return_counts=True)
     by_count = [str(names[i]) for i in np.lexsort((names, -counts))]
@@ -211,6 +217,27 @@ def _fit(
         paper_fits=paper_fits,
         interval_scale=interval_scale,
         input_waits=input_waits,
+        optimizer_s=optimizer_s,
+    )
+
+
+def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
+    """Seconds of an optimizer's step: the median over the runs of each instance type that report it."""
+    known = observations.take(np.isfinite(observations.optimizer_time_s))
+    types = np.array(known.points.instance_type, dtype=object)
+    return {name: float(np.median(known.optimizer_time_s[types == name])) for name in set(known.points.instance_type)}
+
+
+def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
+    """The runs as they would be if the optimizer stepped with each micro-step, which is how the forms count."""
+    each_s = np.array([optimizer_s.get(name, 0.0) for name in observations.points.instance_type])
+    added_s = (observations.points.grad_accum_steps - 1.0) * each_s
+    step_s = observations.step_time_s + added_s
+    return replace(
+        observations,
+        step_time_s=step_s,
+        relative_sd=observations.relative_sd * observations.step_time_s / step_s,
+        compute_time_s=observations.compute_time_s + added_s,
     )
 
 

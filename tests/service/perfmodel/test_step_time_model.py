@@ -306,3 +306,22 @@ def test_measured_compute_teaches_the_split():
     truth = np.array([0.02 + 0.001 * c.local_batch_size for c in GRID])
     blind = fit_step_time(observe(PLANNED[:3]), candidates=GRID).predict(GRID)
     assert np.mean(np.abs(np.log(informed.compute_s / truth))) < np.mean(np.abs(np.log(blind.compute_s / truth)))
+
+
+def test_the_optimizer_counts_once_a_step_however_many_micro_steps_accumulate() -> None:
+    """Also where runs that accumulate are among the measured ones; what does not accumulate is predicted as before."""
+    gradients_s, optimizer_s = 0.02, 0.03
+    configurations = [make_configuration(1, 1, 32, micro_steps) for micro_steps in (1, 2, 4, 16)]
+    times = np.array([c.grad_accum_steps * gradients_s + optimizer_s for c in configurations])
+    for measured in ([0], [0, 1], [2]):
+        points = [configurations[row] for row in measured]
+        taken = {"step_time_s": times[measured], "compute_time_s": times[measured]}
+        apart = StepTimeObservations.at(points, **taken, optimizer_time_s=[optimizer_s] * len(points))
+        predicted = fit_step_time(apart).predict(configurations)
+        assert predicted.mean_s == pytest.approx(times, rel=0.02)
+        assert predicted.compute_s == pytest.approx(times, rel=0.02)
+        assert np.all(predicted.low_s < predicted.mean_s)
+        if measured == [0]:
+            before = fit_step_time(StepTimeObservations.at(points, **taken)).predict(configurations)
+            assert before.mean_s[0] == pytest.approx(predicted.mean_s[0], rel=1e-12)
+            assert before.mean_s[2] == pytest.approx(4 * times[0], rel=0.02)
