@@ -27,7 +27,7 @@ from benchmarks.cluster import processor_clock, served, stolen_share
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from tula_client import Client
-from tula_service.analysis.fabrics import cost_of
+from tula_service.analysis.priors import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
 from tula_wire.fabrics import PROBE_MARK, AllReduceReading, FabricProbe
 from tula_wire.jobs import JobSpec

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 from tula_wire.configurations import Configuration
 from tula_wire.memory import MemoryReading as MemoryReading
@@ -146,7 +147,6 @@ no report: a claim moves PENDING to CLAIMED, and the expired lease of a profilin
 def configuration_mismatch(
     run_id: str,
     planned: Configuration,
-    *,
     world_size: int | None,
     local_batch_size: int | None,
     grad_accum_steps: int | None,
@@ -164,6 +164,58 @@ def configuration_mismatch(
         f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
         f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: {remedy}"
     )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run; `key` is the integer by which samples and chunks refer to it.
+
+    `step_time_s` and the `observed_*` figures come from the last summary: the latter are what the run's process saw of
+    its configuration, None where it did not report them.
+    """
+
+    key: int
+    id: str
+    job_id: str
+    project_id: str
+    kind: RunKind
+    state: RunState
+    configuration: Configuration
+    origin: RunOrigin
+    purpose: str
+    instruction: dict[str, Any] | None
+    message: str | None
+    end_cause: EndCause | None
+    method: str | None
+    position: int
+    holder: str | None
+    lease_s: float | None
+    lease_expires_at: datetime | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    num_samples: int
+    dropped: int
+    failed_local_batch_size: int | None
+    predicted_step_time_s: float | None
+    recommendation_id: str | None
+    straggler_rank: int | None
+    drifted: bool
+    drift_state: dict[str, Any] | None
+    drift_sentence: str | None
+    unsteady: bool
+    time_limit_s: float | None
+    scaling_step: int | None
+    step_time_s: float | None = None
+    observed_world_size: int | None = None
+    observed_local_batch_size: int | None = None
+    observed_grad_accum_steps: int | None = None
+
+    @property
+    def configuration_mismatch(self) -> str | None:
+        """A sentence for the user if the run's process saw another configuration than planned."""
+        seen = self.observed_world_size, self.observed_local_batch_size, self.observed_grad_accum_steps
+        return configuration_mismatch(self.id, self.configuration, *seen)
 
 
 @dataclass(frozen=True)

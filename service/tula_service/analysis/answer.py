@@ -140,9 +140,8 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     spec = job_data.payable(data.spec, evidence.memory.models)
     goal = goal_of(spec, wanted)
     efficiency = None
-    if data.gradient_noise_scale is not None:
-        base = min(c.global_batch_size for c in evidence.candidates)
-        efficiency = StatisticalEfficiency(data.gradient_noise_scale, base)
+    if (noise_scale := data.gradient_noise_scale) is not None:
+        efficiency = StatisticalEfficiency(noise_scale, min(c.global_batch_size for c in evidence.candidates))
         if wanted is Objective.TIME_TO_QUALITY:
             goal = replace(goal, steps_factor={c: 1.0 / efficiency.of(c) for c in evidence.candidates})
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))

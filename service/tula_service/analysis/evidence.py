@@ -10,8 +10,16 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.job_data import CrossValidation, JobData, JobRun
-from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary, StepTimeForm, configuration_mismatch
+from tula_service.analysis.job_data import JobData
+from tula_service.domain import (
+    MemoryReading,
+    RunKind,
+    RunRecord,
+    RunState,
+    RunSummary,
+    StepTimeForm,
+    configuration_mismatch,
+)
 from tula_service.perfmodel.memory_model import Beside, MemoryModel, MemoryPrior, Shards, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
@@ -57,7 +65,7 @@ class Evidence:
     memory: MemoryEvidence
     ruled_out: Mapping[Configuration, str]
     failed: frozenset[Configuration]
-    retried: tuple[JobRun, ...]
+    retried: tuple[RunRecord, ...]
     num_runs: int
     num_samples: int
     warnings: tuple[str, ...]
@@ -118,8 +126,11 @@ def evidence_of(data: JobData) -> Evidence:
     )
 
 
-def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> CrossValidation | None:
-    """Predict each run from the others. One fit a run, so None with too few runs to tell, or too many to be quick."""
+def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> float | None:
+    """The median relative error of predictions of each run from the others.
+
+    One fit a run, so None with too few runs to tell, or too many to be quick.
+    """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
         return None
@@ -130,7 +141,7 @@ def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> Cros
         model = fit_step_time(rest, form=form, prior=prior, candidates=evidence.candidates)
         predicted = model.predict(observed.points.take([int(left_out)])).mean_s[0]
         errors.append(abs(predicted / observed.step_time_s[left_out] - 1.0))
-    return CrossValidation(float(np.median(errors)), evidence.run_ids)
+    return float(np.median(errors))
 
 
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
@@ -151,9 +162,7 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     """The configuration that ran, as its process reported it, and a sentence where it differs from the planned one."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
-    sentence = configuration_mismatch(
-        summary.run_id, planned, world_size=world, local_batch_size=batch, grad_accum_steps=steps
-    )
+    sentence = configuration_mismatch(summary.run_id, planned, world, batch, steps)
     if sentence is None:
         return planned, None
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
@@ -164,18 +173,18 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     return replace(planned, ranks_per_node=world // nodes, local_batch_size=batch, grad_accum_steps=steps), sentence
 
 
-def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[JobRun]]:
+def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
     """Configurations whose newest profiling run failed, and failed runs to repeat, in plan order.
 
     `unusable` are runs that count as failed: they used another configuration, or ran out of memory where larger batches
     fitted. A failed run is repeated, once, if the job was registered again after it.
     """
-    by_configuration: dict[Configuration, list[JobRun]] = {}
+    by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
         if run.id in unusable or run.kind is RunKind.PROFILE:
             by_configuration.setdefault(run.configuration, []).append(run)
     ruled_out: set[Configuration] = set()
-    repeated: list[JobRun] = []
+    repeated: list[RunRecord] = []
     for configuration, runs in by_configuration.items():
         newest = next((run for run in runs if run.state is not RunState.CANCELLED), runs[0])
         ended = next((run for run in runs if run.state.is_final), None)
@@ -186,7 +195,7 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
     return ruled_out, sorted(repeated, key=lambda run: (run.position, run.key))
 
 
-def _has_failed(run: JobRun, unusable: set[str]) -> bool:
+def _has_failed(run: RunRecord, unusable: set[str]) -> bool:
     return run.state is RunState.FAILED or run.id in unusable
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 
 import tula_wire as wire
 from tula_service.analysis import job_data, priors, scaling
@@ -128,7 +129,7 @@ def why(answer: Answer) -> str:
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
             f"{answer.efficiency.noise_scale:.3g} examples"
-            + (", as profiling saw it; it grows during training." if answer.data.noise_scale_is_early else ".")
+            + (", as profiling saw it; it grows during training." if answer.data.trained_noise_scale is None else ".")
             if answer.efficiency is not None
             else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so this is the "
             "least time alone."
@@ -252,12 +253,12 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     return found
 
 
-def _unequal_lengths(seen: job_data.SeenTokens | None) -> list[str]:
-    if seen is None or seen.most - seen.least <= _EQUAL_LENGTHS * seen.mean:
+def _unequal_lengths(seen: Sequence[float]) -> list[str]:
+    if not seen or max(seen) - min(seen) <= _EQUAL_LENGTHS * (mean := fmean(seen)):
         return []
     return [
-        f"Batches had {seen.least:.0f} to {seen.most:.0f} tokens an example: step times are of their mean, "
-        f"{seen.mean:.0f}, so measure enough steps to cover all lengths, or group examples of similar length."
+        f"Batches had {min(seen):.0f} to {max(seen):.0f} tokens an example: step times are of their mean, {mean:.0f}, "
+        "so measure enough steps to cover all lengths, or group examples of similar length."
     ]
 
 

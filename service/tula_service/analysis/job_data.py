@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 import tula_wire as wire
-from tula_service.domain import RunKind, RunState, RunSummary
+from tula_service.domain import RunKind, RunRecord, RunSummary
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
+from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Offer, Spot
-from tula_wire import Configuration
 
+FloatArray = npt.NDArray[np.float64]
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _MOST_DOUBLINGS = 12
 
 
 @dataclass(frozen=True)
-class JobRun:
-    """A run of the job. A later run has a larger `key`; `duration_s` is None until the run has ended.
-
-    `started_at_s` is in seconds since 1970, None before it began.
-    """
-
-    id: str
-    key: int
-    kind: RunKind
-    state: RunState
-    configuration: Configuration
-    position: int = 0
-    duration_s: float | None = None
-    started_at_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Posterior:
-    """The step-time parameters that a job learned on one instance type, in the order of `perfmodel.PARAMETERS`."""
-
-    mean: tuple[float, ...]
-    sd: tuple[float, ...]
-    reference_batch_size: float
-
-
-@dataclass(frozen=True)
-class PredictionPair:
-    """The interval that the model predicted for a training run, before calibration, and its measured step time, s."""
-
-    predicted_s: float
-    low_s: float
-    high_s: float
-    measured_s: float
-
-
-@dataclass(frozen=True)
 class EarlierJob:
-    """An earlier job of the same project, with what it learned by instance type."""
+    """An earlier job of the same project, with what it learned.
+
+    `posteriors` are those of `analysis.priors.posteriors_of`, by instance type. `prediction_pairs` are of trainings:
+    the step time that the model predicted, both ends of its interval before calibration, and the measured one, s.
+    """
 
     model: wire.ModelSpec
     clusters: tuple[wire.ClusterSpec, ...]
-    posteriors: Mapping[str, Posterior]
-    prediction_pairs: tuple[PredictionPair, ...] = ()
-
-
-@dataclass(frozen=True)
-class CrossValidation:
-    """The median relative error of leave-one-out predictions over exactly the runs `run_ids`."""
-
-    error: float
-    run_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SeenTokens:
-    """Tokens of an example as the agents saw them: the mean over batches, and the least and the most of any batch."""
-
-    mean: float
-    least: float
-    most: float
+    posteriors: Mapping[str, Mapping[str, Any]]
+    prediction_pairs: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -85,34 +42,52 @@ class JobData:
 
     `runs` are in the order in which the plan lists them; `summaries` cover the runs that have samples or ran out of
     memory, oldest first. `earlier_jobs` are newest first, and so are `probes`, those of the project on this job's
-    instance types. `gradient_noise_scale` is in examples, None before a run reported it; `noise_scale_is_early` where
-    only profiling has, which sees the start of a training. Failed runs whose key is at most `retried_up_to_key` do not
-    rule out their configuration, since the job was registered again after them.
+    instance types. `trained_noise_scale` is in examples, None before a training reported it; `profiled_noise` and
+    `token_counts` are columns of telemetry of the newest runs. Failed runs whose key is at most `retried_up_to_key` do
+    not rule out their configuration, since the job was registered again after them.
     """
 
     spec: wire.JobSpec
     objective: str
     data_version: int
-    runs: Sequence[JobRun] = ()
+    runs: Sequence[RunRecord] = ()
     summaries: Sequence[RunSummary] = ()
     earlier_jobs: Sequence[EarlierJob] = ()
-    prediction_pairs: Sequence[PredictionPair] = ()
-    gradient_noise_scale: float | None = None
-    noise_scale_is_early: bool = False
-    seen_tokens: SeenTokens | None = None
+    prediction_pairs: Sequence[Sequence[float]] = ()
+    trained_noise_scale: float | None = None
+    profiled_noise: Sequence[FloatArray] = ()
+    token_counts: Sequence[FloatArray] = ()
     retried_up_to_key: int = 0
-    drift: str | None = None
     ignored_step_times: frozenset[str] = frozenset()
     probes: Sequence[wire.FabricProbe] = ()
 
     @property
-    def tokens_per_example(self) -> float | None:
-        """The specification's or, without one, the mean that the agents saw; None where no batch is of tokens."""
-        seen = None if self.seen_tokens is None else self.seen_tokens.mean
-        return self.spec.model.tokens_per_example or seen
+    def gradient_noise_scale(self) -> float | None:
+        """That of trainings or, before one reported it, the median over profiling, which sees the start of one."""
+        if self.trained_noise_scale is not None:
+            return self.trained_noise_scale
+        found = [estimate_noise_scale(values) for values in self.profiled_noise if len(values)]
+        known = [each.value for each in found if each is not None]
+        return statistics.median(known) if known else None
 
     @property
-    def profile_runs(self) -> list[JobRun]:
+    def seen_tokens(self) -> list[float]:
+        """Tokens of an example, by batch, as the agents saw them."""
+        return [float(value) for values in self.token_counts for value in values if 1.0 <= value <= 1e12]
+
+    @property
+    def tokens_per_example(self) -> float | None:
+        """The specification's or, without one, the mean that the agents saw; None where no batch is of tokens."""
+        return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
+
+    @property
+    def drift(self) -> str | None:
+        """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
+        newest = max((run for run in self.runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
+        return newest.drift_sentence if newest is not None and newest.drifted else None
+
+    @property
+    def profile_runs(self) -> list[RunRecord]:
         """The profiling runs, in plan order."""
         return [run for run in self.runs if run.kind is RunKind.PROFILE]
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import tula_wire as wire
 from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
-from tula_service.analysis.job_data import CrossValidation, JobData, JobRun, Posterior
+from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import posteriors_of
-from tula_service.domain import RunState, Search
+from tula_service.domain import RunRecord, RunState, Search
 from tula_service.perfmodel.columns import column_of, columns_of
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
@@ -23,10 +23,7 @@ from tula_wire.jobs import ProfilingCost
 _DEFAULT_MAX_RUNS = 8
 _START_UP_S = 30.0
 """Of a launch, before one has ended: what comes before and after its steps."""
-_OPEN = ("pending", "claimed", "running")
-
-R = TypeVar("R", JobRun, wire.Run)
-Span: TypeAlias = tuple[R, float, float]
+Span: TypeAlias = tuple[RunRecord, float, float]
 """A run with the seconds since 1970 at which it began and ended."""
 
 
@@ -45,8 +42,8 @@ class PlanDecision:
     """The plan for one version of a job's data; `usecases/planning.py` stores it.
 
     `cancelled` are ids of waiting runs. `predicted_step_time_s` is by id of the waiting runs that stay. `active` is
-    False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validation` is how well the
-    model predicts runs that it has not seen.
+    False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validated_error` is how well
+    the model predicts runs that it has not seen.
     """
 
     new: tuple[NextRun, ...]
@@ -54,8 +51,8 @@ class PlanDecision:
     active: bool
     reason: str
     predicted_step_time_s: Mapping[str, float] = field(default_factory=dict)
-    posteriors: Mapping[str, Posterior] | None = None
-    cross_validation: CrossValidation | None = None
+    posteriors: dict[str, dict[str, Any]] | None = None
+    cross_validated_error: float | None = None
 
 
 def plan_of(analysis: Analysis) -> PlanDecision:
@@ -85,7 +82,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
             zip(kept_ids, _expected(analysis, [run.configuration for run in kept]), strict=True)
         ),
         posteriors=posteriors_of(analysis.model) if over else None,
-        cross_validation=validation,
+        cross_validated_error=validation,
     )
 
 
@@ -99,7 +96,7 @@ def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
     }
 
 
-def _worth_keeping(answer: Answer, waiting: Sequence[JobRun]) -> list[JobRun]:
+def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
     """The waiting runs that are feasible and whose configuration no other run has measured."""
     evidence = answer.evidence
     ids = {run.id for run in answer.data.profile_runs if not run.state.is_final}
@@ -108,7 +105,7 @@ def _worth_keeping(answer: Answer, waiting: Sequence[JobRun]) -> list[JobRun]:
     return [run for run in waiting if run.configuration in feasible]
 
 
-def _next_runs(answer: Answer, begun: Sequence[JobRun], waiting: list[JobRun]) -> tuple[list[JobRun], Plan]:
+def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
     """The waiting runs that stay, and what to add.
 
     Failed runs that are repeated, waiting or to be added, stay in any case. Other waiting runs stay while a plan
@@ -130,7 +127,7 @@ def _next_runs(answer: Answer, begun: Sequence[JobRun], waiting: list[JobRun]) -
     return waiting, _plan(answer, [*in_use, *(run.configuration for run in waiting)])
 
 
-def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[JobRun]:
+def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
     """The failed runs that are feasible, of no configuration `in_use`; none once the GPU-seconds are used up."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
@@ -139,7 +136,7 @@ def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[JobRun
     return [run for run in answer.evidence.retried if run.configuration in feasible]
 
 
-def _repeated(answer: Answer, failed: Sequence[JobRun]) -> tuple[NextRun, ...]:
+def _repeated(answer: Answer, failed: Sequence[RunRecord]) -> tuple[NextRun, ...]:
     """A run in the place of each failed one, so that it comes before what waits."""
     expected = _expected(answer, [run.configuration for run in failed])
     return tuple(
@@ -191,13 +188,15 @@ def _budget(data: JobData) -> PlanBudget:
 
 def _spent_gpu_seconds(data: JobData) -> float:
     """Seconds times ranks of all launches that have ended."""
-    runs = data.profile_runs
-    spans = [(run, run.started_at_s or 0.0, run.duration_s) for run in runs if run.duration_s is not None]
-    launches = _launches([(run, began, began + took) for run, began, took in spans], data.spec)
-    return _totals(data.spec, [_taken(spans) for spans in launches])[0]
+    ended = [
+        (run, run.started_at.timestamp(), run.finished_at.timestamp())
+        for run in data.profile_runs
+        if run.started_at is not None and run.finished_at is not None
+    ]
+    return _totals(data.spec, [_taken(spans) for spans in _launches(ended, data.spec)])[0]
 
 
-def profiling_cost(spec: wire.JobSpec, plan: Sequence[wire.Run], now_s: float) -> ProfilingCost:
+def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
 
     A launch takes its start-up, the median of those that ended, and its steps as predicted, of which it needs the share
@@ -206,22 +205,22 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[wire.Run], now_s: float) -
     """
     begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
     launches = _launches(begun, spec)
-    measured = [run for run in plan if run.step_time_s is not None and run.state not in _OPEN]
+    measured = [run for run in plan if run.step_time_s is not None and run.state.is_final]
     share = fmean(_needed(run) / _steps(run) for run in measured) if measured else 1.0
     ended = [
         spans
         for spans in launches
-        if any(run.step_time_s for run, _, _ in spans) and all(run.state not in _OPEN for run, _, _ in spans)
+        if any(run.step_time_s for run, _, _ in spans) and all(run.state.is_final for run, _, _ in spans)
     ]
     start_up_s = median(max(0.0, _taken(spans)[1] - _in_steps_s(spans)) for spans in ended) if ended else _START_UP_S
     under_way_s = {
         _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans)
         for spans in launches
-        if any(run.state in _OPEN and ended_s >= now_s for run, _, ended_s in spans)
+        if any(not run.state.is_final and ended_s >= now_s for run, _, ended_s in spans)
     }
-    waiting: dict[object, list[wire.Run]] = {}
+    waiting: dict[object, list[RunRecord]] = {}
     for run in plan:
-        if run.state in _OPEN:
+        if not run.state.is_final:
             waiting.setdefault(_launch(run, spec), []).append(run)
     left = []
     for launch, runs in waiting.items():
@@ -240,13 +239,13 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[wire.Run], now_s: float) -
     )
 
 
-def _launch(run: JobRun | wire.Run, spec: wire.JobSpec) -> object:
+def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
     return column_of(run.configuration) if spec.profiling.columns else run.id
 
 
-def _launches(spans: Iterable[Span[R]], spec: wire.JobSpec) -> list[list[Span[R]]]:
+def _launches(spans: Iterable[Span], spec: wire.JobSpec) -> list[list[Span]]:
     """The spans by launch: those of one column where each begins before the ones before it have ended."""
-    found: dict[object, list[list[Span[R]]]] = {}
+    found: dict[object, list[list[Span]]] = {}
     for span in sorted(spans, key=lambda span: span[1]):
         launches = found.setdefault(_launch(span[0], spec), [])
         if launches and span[1] <= max(ended for _, _, ended in launches[-1]):
@@ -256,30 +255,30 @@ def _launches(spans: Iterable[Span[R]], spec: wire.JobSpec) -> list[list[Span[R]
     return [spans for launches in found.values() for spans in launches]
 
 
-def _taken(spans: Sequence[Span[R]]) -> tuple[Configuration, float]:
+def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
     """A configuration of a launch, and the seconds that the launch took."""
     return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
 
 
-def _ended_s(run: wire.Run, now_s: float) -> float:
+def _ended_s(run: RunRecord, now_s: float) -> float:
     """When a run that began ended, seconds since 1970; `now_s` while it is under way, so while its lease lasts."""
     if run.finished_at is not None:
         return run.finished_at.timestamp()
     return now_s if run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
 
 
-def _in_steps_s(spans: Sequence[Span[wire.Run]]) -> float:
+def _in_steps_s(spans: Sequence[Span]) -> float:
     """Seconds that the runs of a launch which have ended spent in steps."""
-    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state not in _OPEN)
+    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state.is_final)
 
 
-def _needed(run: wire.Run) -> int:
+def _needed(run: RunRecord) -> int:
     return min(run.num_samples, _steps(run))
 
 
-def _steps(run: wire.Run) -> int:
+def _steps(run: RunRecord) -> int:
     plan = run.instruction
-    return 1 if plan is None else plan.profiling_warmup_steps + plan.measuring_steps
+    return 1 if plan is None else int(plan["profiling_warmup_steps"] + plan["measuring_steps"])
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.fabrics import fabric_of
-from tula_service.analysis.job_data import JobData, Posterior, PredictionPair
+from tula_service.analysis.job_data import JobData
 from tula_service.domain import Basis, RunSummary
-from tula_service.perfmodel.fabric import Buckets, Fabric, with_fabric
+from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
     ROOFLINE_SD,
@@ -78,7 +78,7 @@ class Lessons:
     other_networks: Mapping[str, tuple[tuple[StepTimePrior, float | None], ...]]
     other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
     scales: tuple[JobScale, ...]
-    pairs: tuple[PredictionPair, ...]
+    pairs: tuple[Sequence[float], ...]
     fabrics: Mapping[str, Fabric] = field(default_factory=dict)
     buckets: Mapping[str, Buckets] = field(default_factory=dict)
 
@@ -87,9 +87,7 @@ class Lessons:
         """The factor on the log width of intervals that makes them hold what trainings measured; 1 with few pairs."""
         if len(self.pairs) < _MIN_PAIRS_TO_CALIBRATE:
             return 1.0
-        columns = ((p.predicted_s, p.low_s, p.high_s, p.measured_s) for p in self.pairs)
-        predicted, low, high, measured = (np.array(column) for column in zip(*columns, strict=True))
-        return calibrate_intervals(predicted, low, high, measured)
+        return calibrate_intervals(*np.array(self.pairs).T)
 
 
 def lessons_of(data: JobData) -> Lessons:
@@ -175,13 +173,14 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     return Priors(believed, hardware, probed=frozenset(probed))
 
 
-def posteriors_of(model: StepTimeModel) -> dict[str, Posterior]:
-    """What a job's runs taught about each instance type, for later jobs."""
+def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
+    """What a job's runs taught about each instance type, for later jobs: parameters in the order of
+    `perfmodel.PARAMETERS`, as JSON. `_as_prior` is the inverse."""
     found = {}
     for name in sorted(model.posteriors):
         learned = model.posteriors[name].lesson()
         reference = learned.reference_batch_size or 1.0
-        found[name] = Posterior(tuple(learned.mean.tolist()), tuple(learned.sd.tolist()), reference)
+        found[name] = {"mean": learned.mean.tolist(), "sd": learned.sd.tolist(), "reference_batch_size": reference}
     return found
 
 
@@ -221,13 +220,15 @@ def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -
     return Hardware(peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
 
 
-def same_hardware(one: wire.ClusterSpec, other: wire.ClusterSpec) -> bool:
-    """True when two jobs name the same hardware. If neither names it, ranks and memory must agree as well."""
+def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
+    """True when both name the same hardware. If neither names it, ranks and memory, if known, must agree as well."""
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
     if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
         return True
-    return (one.ranks_per_node, one.memory_bytes_per_rank) == (other.ranks_per_node, other.memory_bytes_per_rank)
+    if isinstance(one, wire.ClusterSpec) and one.memory_bytes_per_rank != other.memory_bytes_per_rank:
+        return False
+    return one.ranks_per_node == other.ranks_per_node
 
 
 def device_of(cluster: wire.ClusterSpec) -> str:
@@ -343,12 +344,12 @@ def _earlier_scale(scale: JobScale) -> EarlierScale:
     )
 
 
-def _as_prior(learned: Posterior) -> StepTimePrior:
+def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
     return StepTimePrior(
-        np.array(learned.mean),
-        np.array(learned.sd),
+        np.array(learned["mean"]),
+        np.array(learned["sd"]),
         absolute=True,
-        reference_batch_size=learned.reference_batch_size,
+        reference_batch_size=float(learned["reference_batch_size"]),
         in_seconds=COLLECTIVES,
     )
 
@@ -381,3 +382,50 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
             "give what one device has, or correct cluster.accelerator."
         )
     return None
+
+
+def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
+    """The line through the readings of one group of ranks."""
+    return fit_all_reduce(
+        [each.size_bytes for each in readings],
+        [each.time_s for each in readings],
+        [each.relative_sd / each.repeats**0.5 for each in readings],
+    )
+
+
+def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
+    """The probe with most ranks of those on nodes like these, the first of `probes` among equals; None without one."""
+    if not (mine := probes_of(probes, cluster)):
+        return None
+    probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
+    in_node = None if probe.in_node is None else cost_of(probe.in_node)
+    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node)
+
+
+def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
+    """Those on nodes like the cluster's."""
+    return [probe for probe in probes if same_hardware(probe, cluster)]
+
+
+def probe_of_run(
+    measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
+) -> wire.FabricProbe | None:
+    """What the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
+
+    Nodes are those of the configuration, as in its samples; what was measured in one node counts where the ranks saw
+    the same nodes.
+    """
+    c = configuration
+    if measured.num_nodes * measured.ranks_per_node != c.world_size:
+        return None
+    same = (measured.num_nodes, measured.ranks_per_node) == (c.num_nodes, c.ranks_per_node)
+    return wire.FabricProbe(
+        instance_type=cluster.instance_type,
+        accelerator=cluster.accelerator,
+        network_gbps=cluster.network_gbps,
+        backend=measured.backend,
+        num_nodes=c.num_nodes,
+        ranks_per_node=c.ranks_per_node,
+        all_ranks=measured.all_ranks,
+        in_node=measured.in_node if same else None,
+    )

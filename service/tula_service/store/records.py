@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import BucketTimeline, EndCause, MemoryReading, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import BucketTimeline, MemoryReading, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import RunRecord as RunRecord
 from tula_wire import Configuration
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -103,52 +104,6 @@ class NewRun:
     recommendation_id: str | None = None
     holder: str | None = None
     lease_s: float | None = None
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """A run; `key` is the integer by which samples and chunks refer to it.
-
-    `step_time_s` and the `observed_*` figures come from the last summary: the latter are what the run's process saw of
-    its configuration, None where it did not report them.
-    """
-
-    key: int
-    id: str
-    job_id: str
-    project_id: str
-    kind: RunKind
-    state: RunState
-    configuration: Configuration
-    origin: RunOrigin
-    purpose: str
-    instruction: JsonObject | None
-    message: str | None
-    end_cause: EndCause | None
-    method: str | None
-    position: int
-    holder: str | None
-    lease_s: float | None
-    lease_expires_at: datetime | None
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    num_samples: int
-    dropped: int
-    failed_local_batch_size: int | None
-    predicted_step_time_s: float | None
-    recommendation_id: str | None
-    straggler_rank: int | None
-    drifted: bool
-    drift_state: JsonObject | None
-    drift_sentence: str | None
-    unsteady: bool
-    time_limit_s: float | None
-    scaling_step: int | None
-    step_time_s: float | None = None
-    observed_world_size: int | None = None
-    observed_local_batch_size: int | None = None
-    observed_grad_accum_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -340,6 +340,6 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 def _view(tx: Transaction, record: JobRecord, plan: list[RunRecord]) -> wire.Job:
     """A job with its specification, its profiling runs in the order of the plan, and what these cost."""
     summary = wire.JobSummary.model_validate(record, from_attributes=True)
-    spec, plan_views = spec_of(record), [runs.view(each) for each in plan]
-    cost = profiling_cost(spec, plan_views, tx.now().timestamp())
-    return wire.Job(**dict(summary), spec=spec, plan=plan_views, plan_reason=record.plan_reason, profiling_cost=cost)
+    spec, views = spec_of(record), [runs.view(each) for each in plan]
+    cost = profiling_cost(spec, plan, tx.now().timestamp())
+    return wire.Job(**dict(summary), spec=spec, plan=views, plan_reason=record.plan_reason, profiling_cost=cost)

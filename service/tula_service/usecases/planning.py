@@ -7,9 +7,7 @@ the job (`PlanState`), in the transaction of the change: if the worker dies, the
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
-from tula_service.analysis.answer import MODEL_VERSION, Analysis, analyse
+from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
 from tula_service.domain import PlanState, RunKind
 from tula_service.store import JobRecord, NewRun, Store, Transaction
@@ -82,12 +80,12 @@ def _store(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDe
         )
         tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
     if decision.posteriors is not None:
-        tx.lessons.put_posteriors(job.id, {name: asdict(each) for name, each in decision.posteriors.items()})
-    if decision.cross_validation is not None:
+        tx.lessons.put_posteriors(job.id, decision.posteriors)
+    if isinstance(analysis, Answer) and decision.cross_validated_error is not None:
         tx.jobs.update(
             job.id,
-            cross_validated_error=decision.cross_validation.error,
-            cross_validated_runs=list(decision.cross_validation.run_ids),
+            cross_validated_error=decision.cross_validated_error,
+            cross_validated_runs=list(analysis.evidence.run_ids),
             cross_validated_model=MODEL_VERSION,
         )
     planned = _publish_state(tx, job, "planning" if decision.active else "ready", decision.reason)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,12 +17,12 @@ from pydantic import BaseModel, ValidationError
 import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
-from tula_service.analysis.job_data import EarlierJob, JobData, JobRun, Posterior, PredictionPair, SeenTokens
+from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.domain import Objective, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.store import EarlierLessons, JobRecord, RunRecord, Store, Transaction
+from tula_service.store.records import FloatArray
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration
@@ -41,22 +40,20 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=_MAX_RUNS), key=lambda run: (run.position, run.key))
     thresholds = tx.scaling.latest(job.id)
-    trained = None if thresholds is None else thresholds.body.get("gradient_noise_scale")
-    early = None if trained is not None else _early_noise_scale(tx, runs)
+    profiled = [run for run in runs if run.kind is RunKind.PROFILE]
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(
         spec=spec_of(job),
         objective=job.objective,
         data_version=job.data_version,
-        runs=[_job_run(run) for run in runs],
+        runs=runs,
         summaries=tx.samples.summaries(job.id),
         earlier_jobs=[_earlier_job(each) for each in earlier],
-        prediction_pairs=[PredictionPair(*pair) for pair in tx.lessons.prediction_pairs(job.id)],
-        gradient_noise_scale=early if trained is None else trained,
-        noise_scale_is_early=early is not None,
-        seen_tokens=_seen_tokens(tx, runs),
+        prediction_pairs=tx.lessons.prediction_pairs(job.id),
+        trained_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
+        profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
+        token_counts=_columns(tx, runs, "tokens_per_example", _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS),
         retried_up_to_key=job.retried_up_to_key,
-        drift=_drift(runs),
         ignored_step_times=frozenset(run.id for run in runs if run.unsteady),
         probes=stored_probes(tx, job),
     )
@@ -219,46 +216,17 @@ def _update_job(tx: Transaction, job: JobRecord, recommendation: wire.Recommenda
     tx.jobs.update(job.id, **values)
 
 
-def _job_run(run: RunRecord) -> JobRun:
-    duration_s = None
-    if run.started_at is not None and run.finished_at is not None:
-        duration_s = (run.finished_at - run.started_at).total_seconds()
-    began_s = None if run.started_at is None else run.started_at.timestamp()
-    return JobRun(run.id, run.key, run.kind, run.state, run.configuration, run.position, duration_s, began_s)
-
-
 def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
     spec: dict[str, Any] = earlier.spec
     return EarlierJob(
         model=read_stored(wire.ModelSpec, spec["model"]),
         clusters=tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"]),
-        posteriors={
-            name: Posterior(tuple(each["mean"]), tuple(each["sd"]), float(each["reference_batch_size"]))
-            for name, each in earlier.posteriors.items()
-        },
-        prediction_pairs=tuple(PredictionPair(*pair) for pair in earlier.prediction_pairs),
+        posteriors=earlier.posteriors,
+        prediction_pairs=earlier.prediction_pairs,
     )
 
 
-def _early_noise_scale(tx: Transaction, runs: list[RunRecord]) -> float | None:
-    """The median over the newest profiling runs that reported the gradient noise scale; None without one."""
-    profiled = [run for run in runs if run.kind is RunKind.PROFILE and run.num_samples]
-    newest = sorted((run.key for run in profiled), reverse=True)[:_RUNS_READ_FOR_NOISE]
-    columns = [tx.telemetry.read(key, "gradient_noise_scale", last_step=_STEPS_READ_FOR_NOISE)[1] for key in newest]
-    found = [estimate_noise_scale(values) for values in columns if len(values)]
-    known = [each.value for each in found if each is not None]
-    return statistics.median(known) if known else None
-
-
-def _seen_tokens(tx: Transaction, runs: list[RunRecord]) -> SeenTokens | None:
-    """From the newest runs whose batches were of tokens."""
-    newest = sorted((run.key for run in runs if run.num_samples), reverse=True)[:_RUNS_READ_FOR_TOKENS]
-    columns = [tx.telemetry.read(key, "tokens_per_example", last_step=_STEPS_READ_FOR_TOKENS)[1] for key in newest]
-    seen = [float(value) for values in columns for value in values if 1.0 <= value <= 1e12]
-    return SeenTokens(sum(seen) / len(seen), min(seen), max(seen)) if seen else None
-
-
-def _drift(runs: list[RunRecord]) -> str | None:
-    """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
-    newest = max((run for run in runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
-    return newest.drift_sentence if newest is not None and newest.drifted else None
+def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
+    """A telemetry column of the newest runs that have samples."""
+    newest = sorted((run.key for run in runs if run.num_samples), reverse=True)[:num_runs]
+    return [tx.telemetry.read(key, name, last_step=last_step)[1] for key in newest]

@@ -9,15 +9,7 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import (
-    RUN_TRANSITIONS,
-    EndCause,
-    PlanState,
-    RunKind,
-    RunOrigin,
-    RunState,
-    configuration_mismatch,
-)
+from tula_service.domain import RUN_TRANSITIONS, EndCause, PlanState, RunKind, RunOrigin, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
@@ -279,19 +271,7 @@ def output(store: Store, principal: Principal, run_id: str) -> str | None:
 
 def view(record: RunRecord) -> wire.Run:
     """A run as the wire's model."""
-    run = wire.Run.model_validate(record, from_attributes=True, extra="ignore")
-    return run.model_copy(update={"configuration_mismatch": _mismatch(record)})
-
-
-def _mismatch(record: RunRecord) -> str | None:
-    """A sentence where the run's process saw another configuration than planned."""
-    return configuration_mismatch(
-        record.id,
-        record.configuration,
-        world_size=record.observed_world_size,
-        local_batch_size=record.observed_local_batch_size,
-        grad_accum_steps=record.observed_grad_accum_steps,
-    )
+    return wire.Run.model_validate(record, from_attributes=True, extra="ignore")
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
@@ -313,7 +293,8 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 def _repeats(run: RunRecord, wanted: RunState) -> bool:
     """True if this report has been received before: launcher and agent may both report the end of a run."""
-    refused = run.end_cause is EndCause.NO_SAMPLES or (run.kind is RunKind.PROFILE and _mismatch(run) is not None)
+    mismatch = run.kind is RunKind.PROFILE and run.configuration_mismatch is not None
+    refused = mismatch or run.end_cause is EndCause.NO_SAMPLES
     reported = RunState.SUCCEEDED if refused and run.state is RunState.FAILED else run.state
     return wanted in (run.state, reported)
 
@@ -351,8 +332,9 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     ):
         wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
         message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
-    if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and (mismatch := _mismatch(run)) is not None:
-        wanted, message = RunState.FAILED, mismatch  # its samples count for the configuration that ran
+    if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and run.configuration_mismatch is not None:
+        # Its samples count for the configuration that ran.
+        wanted, message = RunState.FAILED, run.configuration_mismatch
     if wanted is RunState.CANCELLED and run.kind is RunKind.TRAIN and request.end_cause is not None:
         cause = EndCause(request.end_cause)
         message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import tula_wire as wire
 from tests.service.usecases.cluster import overlapping, spec
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import Answer, Infeasible, analyse
-from tula_service.analysis.job_data import JobData, JobRun
+from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
-from tula_service.domain import MemoryReading, RunKind, RunState, RunSummary
+from tula_service.domain import MemoryReading, RunKind, RunRecord, RunState, RunSummary
 
 SPOT = {
     "usd_per_node_hour": 3.0,
@@ -27,12 +28,23 @@ def job(**changes: Any) -> JobData:
     return JobData(spec=wanted, objective=wanted.objective, data_version=1)
 
 
+def profile_run(
+    run_id: str, key: int, state: RunState, configuration: wire.Configuration, position: int = 0
+) -> RunRecord:
+    """A profiling run of 10 s."""
+    facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
+    facts |= {"id": run_id, "key": key, "kind": RunKind.PROFILE, "state": state, "configuration": configuration}
+    began = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    facts |= {"position": position, "started_at": began, "finished_at": began + timedelta(seconds=10)}
+    return RunRecord(**facts)
+
+
 def measured(
     data: JobData, configuration: wire.Configuration, *, state: RunState = RunState.SUCCEEDED, **more: Any
 ) -> JobData:
     """The same job after one more profiling run."""
     number = len(data.runs)
-    run = JobRun(f"run-{number}", number + 1, RunKind.PROFILE, state, configuration, number, duration_s=10.0)
+    run = profile_run(f"run-{number}", number + 1, state, configuration, number)
     noise = np.exp(0.01 * np.random.default_rng(number).standard_normal())
     facts: dict[str, Any] = dict.fromkeys(("compute_time_s", "exposed_comm_time_s"))
     facts |= dict.fromkeys(("world_size", "local_batch_size", "grad_accum_steps", "failed_local_batch_size", "memory"))
@@ -65,7 +77,7 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     objective: str, price: dict[str, Any]
 ) -> None:
     nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": price}
-    data, decision = profiled(replace(job(objective=objective, cluster=nodes), gradient_noise_scale=2000.0))
+    data, decision = profiled(replace(job(objective=objective, cluster=nodes), trained_noise_scale=2000.0))
     chosen = answer_of(data).choice.chosen
     assert chosen is not None
     assert chosen.measured
@@ -82,7 +94,7 @@ def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
 
 
 def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
-    data = replace(job(model={"name": "net", "batch_normalization": True}), gradient_noise_scale=500.0)
+    data = replace(job(model={"name": "net", "batch_normalization": True}), trained_noise_scale=500.0)
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
     chosen, candidates = fields["chosen"], fields["candidates"]
     assert isinstance(chosen, wire.Candidate)
@@ -148,19 +160,18 @@ def test_a_replica_over_several_devices_divides_compute_and_state_between_them()
 
 
 def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
-    data, decision = profiled(job())
+    _, decision = profiled(job())
     assert decision.posteriors is not None
     assert list(decision.posteriors) == ["default"]
-    assert decision.cross_validation is not None
-    assert decision.cross_validation.run_ids == tuple(run.id for run in data.runs)
-    assert decision.cross_validation.error < 0.15
+    assert decision.cross_validated_error is not None
+    assert decision.cross_validated_error < 0.15
 
 
 def test_waiting_runs_stay_until_enough_was_measured() -> None:
     data = job()
     first = plan_of(analyse(data)).new
     waiting = [
-        JobRun(f"waiting-{row}", 100 + row, RunKind.PROFILE, RunState.PENDING, run.configuration, row)
+        profile_run(f"waiting-{row}", 100 + row, RunState.PENDING, run.configuration, row)
         for row, run in enumerate(first)
     ]
     kept = plan_of(analyse(replace(data, runs=waiting)))
@@ -191,7 +202,7 @@ def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do(
     smallest = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
     reading = MemoryReading("cuda_allocator", 10**9, capacity_bytes=10**9)
     data = measured(data, smallest, state=RunState.OUT_OF_MEMORY, failed_local_batch_size=32, memory=reading)
-    waiting = JobRun("waiting", 9, RunKind.PROFILE, RunState.PENDING, smallest)
+    waiting = profile_run("waiting", 9, RunState.PENDING, smallest)
     analysis = analyse(replace(data, runs=[*data.runs, waiting]))
     assert isinstance(analysis, Infeasible)
     decision = plan_of(analysis)

@@ -187,8 +187,9 @@ def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
     before = posteriors_of(answer_of(cluster, job_id).model)["a"]
     fabrics.add(cluster.store, cluster.principal, network())
     after = posteriors_of(answer_of(cluster, job_id).model)["a"]
-    assert after.sd[6] == pytest.approx(before.sd[6], rel=0.05)
-    assert after.mean[6] + after.mean[0] == pytest.approx(before.mean[6] + before.mean[0], abs=0.3)
+    assert after["sd"][6] == pytest.approx(before["sd"][6], rel=0.05)
+    collective_s = [taught["mean"][6] + taught["mean"][0] for taught in (after, before)]
+    assert collective_s[0] == pytest.approx(collective_s[1], abs=0.3)
 
 
 def links(nodes: int, ranks: int, **changes: Any) -> dict[str, Any]:

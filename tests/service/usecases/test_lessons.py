@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,7 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
     for each in wanted:
         job_id = cluster.register(each).job.id
         with cluster.store.transaction() as tx:
-            learned = {name: asdict(each) for name, each in priors.posteriors_of(MODEL).items()}
-            tx.lessons.put_posteriors(job_id, learned)
+            tx.lessons.put_posteriors(job_id, priors.posteriors_of(MODEL))
 
 
 def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 
@@ -10,36 +12,36 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.clock import ManualClock
 from tula_service.analysis.plan import profiling_cost
+from tula_service.domain import RunRecord, RunState
 from tula_service.store import Store
 from tula_service.usecases import runs
 from tula_service.usecases.access import ANONYMOUS
 from tula_wire.jobs import ProfilingCost
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
-INSTRUCTION = wire.runs.Instruction(profiling_warmup_steps=1, measuring_steps=5, precision=0.02)
+INSTRUCTION = {"profiling_warmup_steps": 1, "measuring_steps": 5, "precision": 0.02}
 RANKS = 2
 
 
-def run(batch: int, state: str, began_s: float | None = None, took_s: float | None = None, **more: object) -> wire.Run:
+def run(
+    batch: int, state: str, began_s: float | None = None, took_s: float | None = None, *, nodes: int = 1, **more: object
+) -> RunRecord:
     """A profiling run of 1 + 5 steps on one node of two ranks, which began and ended as given."""
     started = None if began_s is None else BEGAN + timedelta(seconds=began_s)
-    fields: dict[str, object] = {
-        "id": f"run_{batch}_{more.get('nodes', 1)}",
-        "job_id": "job_1",
-        "kind": "profile",
-        "state": state,
-        "configuration": wire.Configuration(
-            num_nodes=int(str(more.pop("nodes", 1))), ranks_per_node=RANKS, local_batch_size=batch
-        ),
-        "created_at": BEGAN,
+    facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
+    facts |= {
+        "id": f"run_{batch}_{nodes}",
+        "state": RunState(state),
+        "configuration": wire.Configuration(num_nodes=nodes, ranks_per_node=RANKS, local_batch_size=batch),
+        "num_samples": 0,
         "instruction": INSTRUCTION,
         "started_at": started,
         "finished_at": None if started is None or took_s is None else started + timedelta(seconds=took_s),
     }
-    return wire.Run.model_validate(fields | more)
+    return RunRecord(**facts | more)
 
 
-def cost(plan: list[wire.Run], *, now_s: float = 0.0, columns: bool = True, **more: object) -> ProfilingCost:
+def cost(plan: list[RunRecord], *, now_s: float = 0.0, columns: bool = True, **more: object) -> ProfilingCost:
     return profiling_cost(spec(profiling={"columns": columns}, **more), plan, BEGAN.timestamp() + now_s)
 
 
@@ -67,7 +69,7 @@ def test_a_launch_to_come_starts_up_once_as_earlier_ones_did_and_needs_as_many_o
     found = cost([*COLUMN, *waiting])
     assert found.spent_gpu_seconds == pytest.approx(20 * RANKS)  # the two runs share the launch
     assert found.left_s == pytest.approx(11 + 6 * (1 + 2))
-    early = [each.model_copy(update={"num_samples": 3}) for each in COLUMN]
+    early = [replace(each, num_samples=3) for each in COLUMN]
     assert cost([*early, *waiting]).left_s == pytest.approx((20 - 4.5) + 0.5 * 6 * (1 + 2))
 
 
