@@ -29,7 +29,7 @@ from benchmarks.support.forked import Server
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import make_token, migrate
 from tula_client import Client
-from tula_client.launch.environment import run_variables
+from tula_client.launch.process import run_variables
 from tula_wire import ClaimRequest, Configuration, JobSpec, Run, RunCreate
 
 TO_REACH = 0.1

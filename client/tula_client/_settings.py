@@ -8,7 +8,7 @@ import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -145,7 +145,4 @@ def headers(token: str) -> dict[str, str]:
 
 def package_version() -> str:
     """The installed version of Tula."""
-    try:
-        return version("tula")
-    except PackageNotFoundError:
-        return "0.0.0"
+    return version("tula")

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 from pydantic import BaseModel
 
 from tula_client._errors import MissingExtraError
-from tula_client._faults import model_in
+from tula_client.launch.spec import model_in
 from tula_wire import Candidate, Configuration, Estimate, Recommendation, TelemetrySeries
 
 Cell = str | int | float | bool | None

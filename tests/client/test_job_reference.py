@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tula_client._faults import fields_of, model_in
-from tula_client.launch.spec import load_spec
+from tula_client.launch.spec import fields_of, load_spec, model_in
 from tula_wire import JobSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"

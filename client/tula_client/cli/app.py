@@ -21,8 +21,8 @@ def run(arguments: list[str]) -> int:
     from pydantic import ValidationError
 
     from tula_client._errors import ExitCode, TulaError
-    from tula_client._faults import faults
     from tula_client.cli.commands import build
+    from tula_client.launch.spec import faults
 
     try:
         result = build(arguments)(args=arguments, prog_name="tula", standalone_mode=False)

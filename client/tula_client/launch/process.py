@@ -1,4 +1,7 @@
-"""Starts and stops one launched command under its supervisor, and follows its log; none of it outlives `tula`."""
+"""Starts and stops one launched command under its supervisor, with its environment, and follows its log.
+
+None of it outlives `tula`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tula_client._errors import UsageError
 from tula_client.launch import supervisor
+from tula_wire import Run
 
 _MARGIN_S = 45.0
 """Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
@@ -20,6 +25,7 @@ _READ_BYTES = 262_144
 _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
+_TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
@@ -138,3 +144,63 @@ def start(
             start_new_session=True,
         )
     return Process(process, grace_s)
+
+
+def run_variables(
+    run: Run,
+    *,
+    url: str,
+    token: str | None,
+    spool: Path,
+    checkpoints: Path,
+    restart: int,
+    smaller: Sequence[Run] = (),
+) -> dict[str, str]:
+    """The `TULA_*` variables of `run`, listed in `docs/launchers.md`; `smaller`: the other runs of its launch."""
+    configuration = run.configuration
+    variables = {
+        "TULA_URL": url,
+        "TULA_RUN_ID": run.id,
+        "TULA_JOB_ID": run.job_id,
+        "TULA_KIND": run.kind,
+        "TULA_SPOOL_DIR": str(spool),
+        "TULA_CHECKPOINT_DIR": str(checkpoints),
+        "TULA_RESTART": str(restart),
+        "TULA_NUM_NODES": str(configuration.num_nodes),
+        "TULA_RANKS_PER_NODE": str(configuration.ranks_per_node),
+        "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),
+        "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
+    }
+    if run.time_limit_s is not None:
+        variables["TULA_TIME_LIMIT_S"] = f"{run.time_limit_s:.1f}"
+    if smaller:
+        variables["TULA_COLUMN"] = ",".join(f"{each.configuration.local_batch_size}={each.id}" for each in smaller)
+    if token:
+        variables["TULA_TOKEN"] = token
+    if run.instruction is not None:
+        variables["TULA_WARMUP_STEPS"] = str(run.instruction.profiling_warmup_steps)
+        variables["TULA_MEASURE_STEPS"] = str(run.instruction.measuring_steps)
+        variables["TULA_PRECISION"] = repr(run.instruction.precision)
+        if run.instruction.probe_s > 0.0:
+            variables["TULA_PROBE_S"] = repr(run.instruction.probe_s)
+    return variables
+
+
+def starts_torchrun(command: Sequence[str]) -> bool:
+    """True if a word of `command`, or a word within one as in `bash -c "torchrun ..."`, is torchrun or its module."""
+    return any(part.rpartition("/")[2] in _TORCHRUN for word in command for part in word.split())
+
+
+def command_environment(
+    inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
+) -> dict[str, str]:
+    """The environment of `command`: inherited, without the `TULA_*` variables of an outer run, output unbuffered."""
+    kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
+    defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    if starts_torchrun(command):
+        # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
+        # every core, and its measurement could not be compared with that of other runs.
+        defaults["OMP_NUM_THREADS"] = "1"
+    if "TULA_DISABLED" in inherited:
+        defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
+    return {**defaults, **kept, **variables}

@@ -22,9 +22,8 @@ from tula_client._errors import (
     TooManyRequestsError,
     TulaError,
 )
-from tula_client.launch.environment import command_environment, run_variables
 from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
-from tula_client.launch.process import Process, of_first_rank, start
+from tula_client.launch.process import Process, command_environment, of_first_rank, run_variables, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Job, Run, RunPatch, RunState, TokenCreate

@@ -77,58 +77,42 @@ class Template:
 
     def check(self, spec: JobSpec) -> None:
         """Raise `UsageError` if the job varies something for which the command has no placeholder."""
-        has = self.placeholders
         for needed, varies, because in _needs(spec):
-            if varies and not any(names <= has for names in needed):
-                wanted = " or ".join(" with ".join(f"{{{n}}}" for n in sorted(names)) for names in needed)
+            if varies and not self._has(needed):
+                wanted = re.sub(r"\w+_\w+", r"{\g<0>}", needed)
                 raise UsageError(f"the command has no {wanted}, but {because}: add it where the launcher expects it")
 
     @property
     def can_accumulate(self) -> bool:
         """True if the placeholders let the command accumulate gradients."""
-        return any(names <= self.placeholders for names in _ACCUMULATION)
+        return self._has(_ACCUMULATION)
+
+    def _has(self, needed: str) -> bool:
+        """True if the command holds the placeholders of `needed`, which may be `one or two with three`."""
+        return any(set(names.split(" with ")) <= self.placeholders for names in needed.split(" or "))
 
 
 def _names_in(word: str) -> frozenset[str]:
     return frozenset(name for name in _TOKEN.findall(word) if name)
 
 
-_ACCUMULATION: Final = (frozenset({"grad_accum_steps"}), frozenset({"local_batch_size", "global_batch_size"}))
-"""Sets of placeholders, each of which tells a script how many micro-steps to accumulate."""
+_ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_size"
+"""Either tells a script how many micro-steps to accumulate."""
 
 
-def _needs(spec: JobSpec) -> list[tuple[tuple[frozenset[str], ...], bool, str]]:
-    """(alternative sets of placeholders, whether the job varies what they stand for, why)."""
+def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:
+    """(placeholders, whether the job varies what they stand for, why)."""
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
     one_batch = batch.max_local_batch_size == batch.min_local_batch_size and batch.global_batch_size is None
+    steps = batch.max_grad_accum_steps
     return [
-        (
-            (frozenset({"num_nodes"}), frozenset({"world_size"})),
-            least != most,
-            f"the job tries {least} to {most} nodes",
-        ),
-        (
-            (frozenset({"ranks_per_node"}), frozenset({"world_size"})),
-            len(ranks) > 1,
-            "the job's instance types differ in ranks_per_node",
-        ),
-        (
-            (frozenset({"local_batch_size"}), frozenset({"global_batch_size"})),
-            not one_batch,
-            "the job tries several batch sizes",
-        ),
-        (
-            _ACCUMULATION,
-            batch.max_grad_accum_steps > 1,
-            f"the job allows up to {batch.max_grad_accum_steps} accumulation steps",
-        ),
-        (
-            (frozenset({"instance_type"}),),
-            len(clusters) > 1,
-            f"the job offers {len(clusters)} instance types",
-        ),
+        ("num_nodes or world_size", least != most, f"the job tries {least} to {most} nodes"),
+        ("ranks_per_node or world_size", len(ranks) > 1, "the job's instance types differ in ranks_per_node"),
+        ("local_batch_size or global_batch_size", not one_batch, "the job tries several batch sizes"),
+        (_ACCUMULATION, steps > 1, f"the job allows up to {steps} accumulation steps"),
+        ("instance_type", len(clusters) > 1, f"the job offers {len(clusters)} instance types"),
     ]
 
 
@@ -151,9 +135,14 @@ class Launcher:
     stop_words: tuple[str, ...] = ()
 
 
+_SLURM: Final = (
+    "srun --job-name=tula-{launch_id} --nodes={num_nodes} --ntasks={world_size} --ntasks-per-node={ranks_per_node} "
+    "--kill-on-bad-exit=1 --export=ALL bash -c"
+)
+_RAY: Final = "ray job submit --submission-id=tula-{launch_id} --runtime-env={env_file} -- python"
 LAUNCHERS: Final = {
-    launcher.name: launcher
-    for launcher in (
+    one.name: one
+    for one in (
         Launcher(
             "torchrun",
             "all ranks on this machine",
@@ -162,33 +151,13 @@ LAUNCHERS: Final = {
         Launcher(
             "slurm",
             "srun starts every rank, inside an allocation or with a new one",
-            (
-                "srun",
-                "--job-name=tula-{launch_id}",
-                "--nodes={num_nodes}",
-                "--ntasks={world_size}",
-                "--ntasks-per-node={ranks_per_node}",
-                "--kill-on-bad-exit=1",
-                "--export=ALL",
-                "bash",
-                "-c",
-                _SLURM_RANK.replace("{", "{{").replace("}", "}}"),
-                "tula",
-            ),
+            (*_SLURM.split(), _SLURM_RANK.replace("{", "{{").replace("}", "}}"), "tula"),
             ("scancel", "--name=tula-{launch_id}"),
         ),
         Launcher(
             "ray",
             "a Ray job whose script starts {world_size} workers itself, for example with TorchTrainer",
-            (
-                "ray",
-                "job",
-                "submit",
-                "--submission-id=tula-{launch_id}",
-                "--runtime-env={env_file}",
-                "--",
-                "python",
-            ),
+            tuple(_RAY.split()),
             ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
         ),
     )

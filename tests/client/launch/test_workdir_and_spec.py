@@ -10,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tula_client._errors import LaunchError, UsageError
-from tula_client._faults import faults
-from tula_client.launch.spec import load_spec
+from tula_client.launch.spec import faults, load_spec
 from tula_client.launch.workdir import WorkDir
 from tula_service.api.errors import field_errors
 from tula_wire import JobSpec
