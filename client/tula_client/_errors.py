@@ -93,6 +93,10 @@ class ProblemError(TulaError):
 
     type: ClassVar[str] = ""
 
+    def __init_subclass__(cls, *, type: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        cls.type, cls.exit_code = type, exit_code
+        _BY_TYPE[type] = cls
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(_sentence(problem))
         self.problem = problem
@@ -108,88 +112,47 @@ class ProblemError(TulaError):
         return self.problem.field
 
 
-class InvalidInputError(ProblemError):
+_BY_TYPE: dict[str, type[ProblemError]] = {}
+
+
+class InvalidInputError(ProblemError, type=ProblemType.INVALID, exit_code=ExitCode.USAGE):
     """A field is missing, unknown or out of range."""
 
-    type = ProblemType.INVALID
-    exit_code = ExitCode.USAGE
 
-
-class NotFoundError(ProblemError):
+class NotFoundError(ProblemError, type=ProblemType.NOT_FOUND, exit_code=ExitCode.NOT_FOUND):
     """No such job, run, chart or token, or it belongs to another project."""
 
-    type = ProblemType.NOT_FOUND
-    exit_code = ExitCode.NOT_FOUND
 
-
-class ConflictError(ProblemError):
+class ConflictError(ProblemError, type=ProblemType.CONFLICT):
     """The state or the holder of the resource does not allow the request."""
 
-    type = ProblemType.CONFLICT
 
-
-class UnauthenticatedError(ProblemError):
+class UnauthenticatedError(ProblemError, type=ProblemType.UNAUTHENTICATED, exit_code=ExitCode.DENIED):
     """The request has no token, or one that is unknown, expired or revoked."""
 
-    type = ProblemType.UNAUTHENTICATED
-    exit_code = ExitCode.DENIED
 
-
-class ForbiddenError(ProblemError):
+class ForbiddenError(ProblemError, type=ProblemType.FORBIDDEN, exit_code=ExitCode.DENIED):
     """The token is valid but does not permit the request."""
 
-    type = ProblemType.FORBIDDEN
-    exit_code = ExitCode.DENIED
 
-
-class TooLargeError(ProblemError):
+class TooLargeError(ProblemError, type=ProblemType.TOO_LARGE, exit_code=ExitCode.USAGE):
     """The body is larger than the service accepts."""
 
-    type = ProblemType.TOO_LARGE
-    exit_code = ExitCode.USAGE
 
-
-class UnsupportedMediaError(ProblemError):
+class UnsupportedMediaError(ProblemError, type=ProblemType.UNSUPPORTED_MEDIA):
     """The service does not read the type or encoding of the body."""
 
-    type = ProblemType.UNSUPPORTED_MEDIA
 
-
-class TooManyRequestsError(ProblemError):
+class TooManyRequestsError(ProblemError, type=ProblemType.TOO_MANY_REQUESTS, exit_code=ExitCode.UNREACHABLE):
     """The rate limit was exceeded, even after the retries."""
 
-    type = ProblemType.TOO_MANY_REQUESTS
-    exit_code = ExitCode.UNREACHABLE
 
-
-class ServiceUnavailableError(ProblemError):
+class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_code=ExitCode.UNREACHABLE):
     """The service cannot serve at present, even after the retries."""
 
-    type = ProblemType.UNAVAILABLE
-    exit_code = ExitCode.UNREACHABLE
 
-
-class InternalServiceError(ProblemError):
+class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
     """The service failed; its log holds the request id."""
-
-    type = ProblemType.INTERNAL
-
-
-_BY_TYPE: dict[str, type[ProblemError]] = {
-    error.type: error
-    for error in (
-        InvalidInputError,
-        NotFoundError,
-        ConflictError,
-        UnauthenticatedError,
-        ForbiddenError,
-        TooLargeError,
-        UnsupportedMediaError,
-        TooManyRequestsError,
-        ServiceUnavailableError,
-        InternalServiceError,
-    )
-}
 
 
 def from_problem(problem: Problem) -> ProblemError:

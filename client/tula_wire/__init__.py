@@ -28,6 +28,7 @@ from tula_wire.jobs import (
     Search,
     SpotPrice,
 )
+from tula_wire.memory import MemoryBreakdown
 from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.recommendations import (
     Basis,
@@ -52,9 +53,18 @@ from tula_wire.runs import (
     RunPatch,
     RunState,
 )
-from tula_wire.samples import MAX_STEPS, MemoryBreakdown, SampleBatch, SamplePage, SamplesAccepted, StepSample
+from tula_wire.samples import (
+    COLUMNS,
+    MAX_STEPS,
+    SampleBatch,
+    SamplePage,
+    SamplesAccepted,
+    StepSample,
+    TelemetryAccepted,
+    TelemetryChunk,
+    TelemetrySeries,
+)
 from tula_wire.scaling import ScalingPatch, ScalingThresholds
-from tula_wire.telemetry import COLUMNS, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 
 __all__ = [
     "COLUMNS",

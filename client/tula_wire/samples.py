@@ -1,19 +1,19 @@
-"""Samples of steps, as columns, and memory readings."""
+"""What a run measures, as columns: samples of steps, and series of any numbers by step (telemetry)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from tula_wire._base import Bytes, Count, Name, WireModel
 from tula_wire.fabrics import AllReduces
+from tula_wire.memory import MemoryBreakdown
 
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 
 TimingMethod = Literal["wall", "ddp_logger", "cuda_events"]
-MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 StepTime = Annotated[float, Field(gt=0, le=1e6)]
@@ -24,21 +24,6 @@ T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
 """One entry per step. Validation stops at the first error: reporting all would take hundreds of times the memory of the
 body."""
-
-
-class MemoryBreakdown(WireModel):
-    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read."""
-
-    method: MemoryMethod = Field(description="How memory was read.")
-    peak_bytes: Bytes = Field(description="Largest number of bytes in use at one time.")
-    parameter_bytes: Bytes | None = Field(None, description="Bytes of parameters.")
-    gradient_bytes: Bytes | None = Field(None, description="Bytes of gradients.")
-    optimizer_bytes: Bytes | None = Field(None, description="Bytes of optimizer state.")
-    activation_bytes: Bytes | None = Field(None, description="Bytes of activations.")
-    batch_bytes: Bytes | None = Field(None, description="Bytes of the input batch.")
-    reserved_bytes: Bytes | None = Field(None, description="Bytes that the allocator reserved.")
-    context_bytes: Bytes | None = Field(None, description="Bytes of the device's context.")
-    capacity_bytes: Bytes | None = Field(None, description="Bytes of the device.")
 
 
 class BucketTimeline(WireModel):
@@ -140,3 +125,58 @@ class SamplePage(WireModel):
 
     samples: list[StepSample] = Field(description="The samples, ordered by process, then by sequence.")
     next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
+
+
+ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+
+COLUMNS = (
+    "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
+    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "tokens_per_example",
+)  # fmt: skip
+"""Columns that the service interprets; it stores and charts any other column too."""
+
+
+class ChunkIdentity(WireModel):
+    """Which chunk of which process: a chunk with an identity that is stored already counts as a resend."""
+
+    rank: Rank = Field(0, description="Global rank of the process.")
+    boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
+    sequence: Number = Field(description="Number of the chunk of this process; identifies it when resent.")
+
+
+class TelemetryChunk(ChunkIdentity):
+    """Steps and named float columns of one rank; a missing value is null."""
+
+    steps: Annotated[Column[Number], Field(min_length=1)] = Field(description="Optimizer step of each row.")
+    columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)] = Field(
+        description="Values by name of the metric, one per step; units are in the names."
+    )
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        for name, column in self.columns.items():
+            if len(column) != len(self.steps):
+                raise ValueError(
+                    f"columns.{name} has {len(column)} values but steps has {len(self.steps)}: send one value per step"
+                )
+        return self
+
+
+class TelemetryAccepted(WireModel):
+    """Step values stored (one number of one column of one step), or 0 for a resend."""
+
+    stored: int = Field(description="Number of step values stored.")
+    duplicate: bool = Field(False, description="True: the chunk was stored before.")
+
+
+class TelemetrySeries(WireModel):
+    """One column, down-sampled if it is longer than requested."""
+
+    run_id: str = Field(description="The run.")
+    column: str = Field(description="Name of the metric.")
+    rank: int = Field(description="Global rank of the process.")
+    steps: list[int] = Field(description="Optimizer step of each point.")
+    values: list[float | None] = Field(description="Value of each point, in the unit of the column's name.")
+    total_points: int = Field(description="Number of points before downsampling.")
+    downsampled: bool = Field(description="True: points were left out.")
+    available: list[str] = Field([], description="Names of all metrics of the run.")

@@ -14,11 +14,7 @@ Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
 Granularity = Literal["tensor", "element"]
 
 
-class ScalingThresholds(WireModel):
-    """How the optimizer wrapper scales; the training script decides what is null here or what it passed explicitly."""
-
-    version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
-    policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
+class _Numbers(WireModel):
     granularity: Granularity | None = Field(None, description="Of `ags`: one factor per `element` or per `tensor`.")
     delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
     small_batch_size: Count | None = Field(None, description="b_small, in examples.")
@@ -26,6 +22,13 @@ class ScalingThresholds(WireModel):
     s_min: Factor | None = Field(None, description="Smallest factor.")
     s_max: Factor | None = Field(None, description="Largest factor.")
     refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")
+
+
+class ScalingThresholds(_Numbers):
+    """How the optimizer wrapper scales; the training script decides what is null here or what it passed explicitly."""
+
+    version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
+    policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
     gradient_noise_scale: float | None = Field(None, description="Estimated gradient noise scale, in examples.")
     gradient_noise_scale_error: float | None = Field(None, description="Standard error of it, in examples.")
     critical_batch_size: float | None = Field(
@@ -34,7 +37,7 @@ class ScalingThresholds(WireModel):
     reason: str = Field("", description="Why the values are what they are, in one sentence.")
 
 
-class ScalingPatch(WireModel):
+class ScalingPatch(_Numbers):
     """A user's change to a job's scaling; omitted fields stay, null returns a field to tuning and the script.
 
     Agents apply what their scripts did not pass explicitly. `policy` is the job's; the other fields belong to one
@@ -42,10 +45,3 @@ class ScalingPatch(WireModel):
     """
 
     policy: ScalingPolicy | None = Field(None, description="The job's policy.")
-    granularity: Granularity | None = Field(None, description="Of `ags`: one factor per `element` or per `tensor`.")
-    delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
-    small_batch_size: Count | None = Field(None, description="b_small, in examples.")
-    static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
-    s_min: Factor | None = Field(None, description="Smallest factor.")
-    s_max: Factor | None = Field(None, description="Largest factor.")
-    refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")

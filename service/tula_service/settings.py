@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tula_wire.remedies import remedy
+from tula_wire.problems import remedy
 
 PREFIX: Final = "TULA_"
 _SECRETS: Final = Path("/run/secrets")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from tula_client._errors import UsageError
 from tula_wire import JobSpec
-from tula_wire.remedies import UNKNOWN_FIELD, remedy
+from tula_wire.problems import UNKNOWN_FIELD, remedy
 
 
 def read_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:

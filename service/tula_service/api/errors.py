@@ -17,7 +17,7 @@ from tula_service import errors
 from tula_service.dashboard.session import error_page
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
-from tula_wire.remedies import remedy
+from tula_wire.problems import remedy
 
 _LOG = logging.getLogger("tula.service")
 _CHALLENGE: Final = 'Bearer realm="tula", Basic realm="tula", charset="UTF-8"'

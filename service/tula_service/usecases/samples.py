@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
-from tula_service.domain import BucketTimeline, MemoryReading, RunKind, RunState
+from tula_service.domain import BucketTimeline, RunKind, RunState
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
@@ -145,7 +145,7 @@ def samples_from_wire(batch: SampleBatch) -> NewSamples:
         local_batch_size=batch.local_batch_size,
         grad_accum_steps=batch.grad_accum_steps,
         timing_method=batch.timing_method,
-        memory=None if batch.memory is None else MemoryReading(**batch.memory.model_dump()),
+        memory=batch.memory,
         timeline=None if batch.timeline is None else _timeline(batch.timeline),
         epochs_before=batch.epochs_before,
     )

@@ -26,7 +26,7 @@ from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.access import KnownRuns, Principal, visible_job, visible_run
 from tula_wire import MAX_STEPS, Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
-from tula_wire.telemetry import ChunkIdentity, ColumnName
+from tula_wire.samples import ChunkIdentity, ColumnName
 
 _STEP_TIME = "step_time_s"
 _MOST_SAMPLES = 200_000
