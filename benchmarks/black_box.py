@@ -28,9 +28,8 @@ from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, print_table, write_json
 from tula_service.domain import Objective
-from tula_service.perfmodel.choice import Limits
+from tula_service.perfmodel.choice import Goal, Limits
 from tula_service.perfmodel.pricing import Offer, Training
-from tula_service.perfmodel.recommend import Goal
 
 GOALS = ("time", "cost", "deadline")
 SEARCHES = ("random", "bayes", "tula")

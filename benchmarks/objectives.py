@@ -34,9 +34,9 @@ from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, percentile, print_table, write_json
 from tula_service.domain import Objective
+from tula_service.perfmodel.choice import Goal, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Offer, Training, price
-from tula_service.perfmodel.recommend import Goal, tradeoff_curve
 from tula_service.perfmodel.step_time_model import fit_step_time
 
 OBJECTIVES = ("balanced", "time", "cost", "knee", "kneedle")
@@ -86,12 +86,13 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
-    batches, times = tradeoff_curve(seen.candidates, model, goal_for(Objective.KNEE))
+    predicted = model.predict(seen.candidates).mean_s
+    total = {c: float(t) / c.global_batch_size for c, t in zip(seen.candidates, predicted, strict=True)}
+    batches = sorted({c.global_batch_size for c in seen.candidates})
+    times = [min(t for c, t in total.items() if c.global_batch_size == batch) for batch in batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = KneeLocator(np.log2(batches), np.log2(times), curve="convex", direction="decreasing").knee
-    predicted = model.predict(seen.candidates).mean_s
-    total = {c: float(t) / c.global_batch_size for c, t in zip(seen.candidates, predicted, strict=True)}
     if found is None:
         return min(total, key=lambda c: (total[c], c))
     return min(total, key=lambda c: (round(abs(np.log2(c.global_batch_size) - found), 6), total[c], c))
@@ -133,7 +134,7 @@ def known(workload: Workload) -> Placement:
     """What the rule of `balanced` recommends where every step time of the table is known."""
     goal = goal_for(Objective.BALANCED)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
-    choice = goal.choose([price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
+    choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
     assert choice.chosen is not None  # there are no limits
     return choice.chosen.configuration  # type: ignore[return-value]
 

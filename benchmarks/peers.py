@@ -46,8 +46,8 @@ from benchmarks.support.report import mean, print_table, write_json
 from examples.demo import SPEC
 from tula_client import Client
 from tula_service.domain import Objective
+from tula_service.perfmodel.choice import Goal
 from tula_service.perfmodel.pricing import Offer, Training
-from tula_service.perfmodel.recommend import Goal
 
 GOALS = ("time", "cost")
 RUNS, NOISE, ROUNDS = 6, 0.03, 2

@@ -31,13 +31,11 @@ import numpy as np
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
 from tula_service.domain import Objective, Search, StepTimeForm
-from tula_service.perfmodel.choice import Choice, Limits
-from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
-from tula_service.perfmodel.optimal_design import corner_design
-from tula_service.perfmodel.planner import PlanBudget, design, plan
+from tula_service.perfmodel.candidates import Column, column_of, columns_of
+from tula_service.perfmodel.choice import Choice, Goal, Limits, recommend
+from tula_service.perfmodel.planner import PlanBudget, corner_design, design, first_columns, plan
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
-from tula_service.perfmodel.recommend import Goal, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
 
@@ -116,13 +114,12 @@ def profile(
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
     """The most informative configurations about all others, of which the planner's first four are those of no goal."""
-    candidates = workload.candidates
-    return [candidates[row] for row in design(candidates, Priors(), runs)]
+    return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
 def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
     """What the searches `partial` and, with `two`, `paper` profile."""
-    return [workload.candidates[row] for row in corner_design(workload.candidates, two=two)]
+    return corner_design(workload.candidates, two=two)  # type: ignore[return-value]
 
 
 def held_out(

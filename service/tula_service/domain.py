@@ -38,7 +38,7 @@ class Objective(str, Enum):
 class Measure(Enum):
     """What an objective ranks candidates by.
 
-    COMPROMISE is of time and cost (see `perfmodel.choice.Preference`); CURVE is no property of one candidate but of
+    COMPROMISE is of time and cost (see `perfmodel.choice.Goal`); CURVE is no property of one candidate but of
     time over global batch.
     """
 

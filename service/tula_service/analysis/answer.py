@@ -15,14 +15,13 @@ from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_p
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import lessons_of, prior_of
 from tula_service.domain import Objective, StepTimeForm
-from tula_service.perfmodel.choice import Choice, Limits
+from tula_service.perfmodel.choice import Choice, Goal, Limits, Recommendation, choose, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
 from tula_service.perfmodel.noise_scale import learning_rate_factor, max_sensible_batch_size, statistical_efficiency
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Training
 from tula_service.perfmodel.priors import Priors
-from tula_service.perfmodel.recommend import Goal, Recommendation, price_candidates, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
@@ -100,7 +99,7 @@ class Answer:
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
         estimates = self.estimate(configurations)
-        choice = self.goal.choose(estimates)
+        choice = choose(self.goal, estimates)
         recommendation = replace(self.recommendation, estimates=estimates, choice=choice, ineligible=frozenset())
         return replace(self, recommendation=recommendation, efficiency=None, doubtful=frozenset())
 

@@ -118,14 +118,14 @@ def why(answer: Answer) -> str:
         parts.append(f"{_named(chosen)}{on_demand}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
-        if choice.objective in (Objective.BALANCED, Objective.KNEE) and choice.within_limits_is_likely:
+        if answer.objective in (Objective.BALANCED, Objective.KNEE) and choice.within_limits_is_likely:
             parts.append(_smaller_batch(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
     parts += _nearest_misses(choice)
-    if choice.objective is Objective.TIME_TO_QUALITY:
+    if answer.objective is Objective.TIME_TO_QUALITY:
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
             f"{answer.efficiency.noise_scale:.3g} examples"

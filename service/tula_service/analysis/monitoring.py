@@ -19,9 +19,8 @@ from tula_service.analysis import job_data
 from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
 from tula_service.domain import Measure
-from tula_service.perfmodel.change_detector import DriftState, watch_drift
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.step_summary import known_mean, robust_mean
+from tula_service.perfmodel.step_summary import DriftState, known_mean, robust_mean, watch_drift
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
 from tula_wire.format import percent

@@ -1,10 +1,11 @@
-"""The candidates on one instance type: powers of two in nodes and in batch, within memory."""
+"""The candidates on one instance type, and the columns of those that one launch can measure together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
@@ -28,6 +29,26 @@ class SearchSpace:
     instance_type: str = DEFAULT_INSTANCE_TYPE
 
 
+class Column(NamedTuple):
+    """What configurations that differ in the local batch alone have in common."""
+
+    instance_type: str
+    num_nodes: int
+    world_size: int
+    grad_accum_steps: int
+
+
+def column_of(configuration: Configuration) -> Column:
+    """The column that a configuration belongs to."""
+    c = configuration
+    return Column(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
+
+
+def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
+    """The columns of all these configurations."""
+    return frozenset(column_of(c) for c in configurations)
+
+
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""
     values = []
@@ -39,19 +60,29 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def enumerate_candidates(space: SearchSpace) -> tuple[Configuration, ...]:
-    """Every candidate, sorted; always with the largest cluster and the largest batch that fits.
+    """Every candidate, sorted: powers of two in nodes and in batch, within memory, the largest of both included.
 
     Raises ObservationError when there is none.
     """
     found: list[Configuration] = []
     for nodes in powers_of_two(space.min_num_nodes, space.max_num_nodes):
         if space.global_batch_size is not None:
-            found += _at_global_batch(space, nodes, space.global_batch_size)
+            shapes = _at_global_batch(space, nodes, space.global_batch_size)
         else:
             batches = powers_of_two(space.min_local_batch_size, space.max_local_batch_size)
-            found += [_configuration(space, nodes, batch) for batch in batches]
+            shapes = [(batch, 1) for batch in batches]
             steps = powers_of_two(2, space.max_grad_accum_steps) if batches else ()
-            found += [_configuration(space, nodes, batches[-1], number) for number in steps]
+            shapes += [(batches[-1], number) for number in steps]
+        found += [
+            Configuration(
+                num_nodes=nodes,
+                ranks_per_node=space.ranks_per_node,
+                local_batch_size=batch,
+                grad_accum_steps=number,
+                instance_type=space.instance_type,
+            )
+            for batch, number in shapes
+        ]
     if not found:
         raise ObservationError(
             "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
@@ -59,27 +90,17 @@ def enumerate_candidates(space: SearchSpace) -> tuple[Configuration, ...]:
     return tuple(sorted(found))
 
 
-def _divisors(number: int) -> list[int]:
-    """All divisors, ascending; in the square root of the number, since a user may ask for any global batch."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor != number)]
-
-
-def _at_global_batch(space: SearchSpace, nodes: int, wanted: int) -> Sequence[Configuration]:
+def _at_global_batch(space: SearchSpace, nodes: int, wanted: int) -> Sequence[tuple[int, int]]:
     """Up to three local batches that make exactly the wanted global batch, the one with least accumulation first."""
     if wanted % (nodes * space.ranks_per_node):
         return ()
     per_rank = wanted // (nodes * space.ranks_per_node)
     steps = [number for number in _divisors(per_rank) if per_rank // number <= space.max_local_batch_size]
     kept = [number for number in steps if number == steps[0] or per_rank // number >= space.min_local_batch_size]
-    return [_configuration(space, nodes, per_rank // number, number) for number in kept[:3]]
+    return [(per_rank // number, number) for number in kept[:3]]
 
 
-def _configuration(space: SearchSpace, nodes: int, local_batch_size: int, grad_accum_steps: int = 1) -> Configuration:
-    return Configuration(
-        num_nodes=nodes,
-        ranks_per_node=space.ranks_per_node,
-        local_batch_size=local_batch_size,
-        grad_accum_steps=grad_accum_steps,
-        instance_type=space.instance_type,
-    )
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending; in the square root of the number, since a user may ask for any global batch."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor != number)]

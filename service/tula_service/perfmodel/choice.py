@@ -1,36 +1,28 @@
-"""Which candidate to recommend inside the limits, and why; the Pareto frontier of time and cost."""
+"""From a fitted model to a recommendation: predict, price, find the knee, choose inside the limits, give reasons."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from tula_service.domain import Measure, Objective
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.knee import KneeFinding
-from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate
+from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
+from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Offer, Training, price
+from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_wire.configurations import Configuration
 
 _NEARLY_BEST = 1.1
 """A compromise gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
+_LEAST_SAVING = 0.10
+"""Share of the time that a doubling of the batch must save to be worth it."""
+_LEAST_RANGE = 4.0
 OF_TOTALS = ("deadline_s", "budget_usd")
 """Limits that a larger number would let candidates keep; no deadline lets in a batch that is too large."""
-
-
-def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
-    """Row numbers of the undominated rows (smaller is better in both), ordered by the first measure.
-
-    A row is dominated when another is no worse in both and better in one; of equal rows the first one stays.
-    """
-    order = sorted(range(len(first)), key=lambda row: (first[row], second[row], row))
-    frontier: list[int] = []
-    best = float("inf")
-    for row in order:
-        if second[row] < best:
-            frontier.append(row)
-            best = second[row]
-    return tuple(frontier)
 
 
 @dataclass(frozen=True)
@@ -43,14 +35,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Preference:
-    """What makes one candidate better than another.
+class Goal:
+    """What is to be chosen: for which training, at which prices, within which limits, and by how many steps.
 
-    `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is what an hour of the training's
-    duration costs its owner.
+    `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
+    instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
+    quality, 1 where it is not given. `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is
+    what an hour of the training's duration costs its owner.
     """
 
     objective: Objective
+    training: Training
+    offers: Mapping[str, Offer]
+    limits: Limits = field(default_factory=Limits)
+    spot_offers: Mapping[str, Offer] = field(default_factory=dict)
+    steps_factor: Mapping[Configuration, float] = field(default_factory=dict)
     priced: bool = True
     usd_per_hour_of_waiting: float | None = None
 
@@ -66,6 +65,14 @@ class Preference:
                 return estimate.cost_usd.plus(waiting)
             return estimate.time_s.times(estimate.cost_usd)
         return estimate.time_s
+
+
+@dataclass(frozen=True)
+class KneeFinding:
+    """The global batch at the knee of a curve, or None with the reason why it has none."""
+
+    global_batch_size: float | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -90,48 +97,159 @@ class Choice:
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     """
 
-    preference: Preference
-    chosen: Estimate | None
-    runner_up: Estimate | None
-    least_time: Estimate | None
-    least_cost: Estimate | None
-    balanced: Estimate | None
-    knee: Estimate | None
-    knee_finding: KneeFinding
-    frontier: tuple[Estimate, ...]
-    excluded: tuple[Exclusion, ...]
-    within_limits_is_likely: bool
+    goal: Goal
     reason: str
-
-    @property
-    def objective(self) -> Objective:
-        """What was optimised."""
-        return self.preference.objective
+    knee_finding: KneeFinding
+    excluded: tuple[Exclusion, ...]
+    within_limits_is_likely: bool = False
+    chosen: Estimate | None = None
+    runner_up: Estimate | None = None
+    least_time: Estimate | None = None
+    least_cost: Estimate | None = None
+    balanced: Estimate | None = None
+    knee: Estimate | None = None
+    frontier: tuple[Estimate, ...] = ()
 
     def nearest_miss(self, limit: str) -> Exclusion | None:
         """Of the candidates that break a limit, the one that does by least, and of equals the best; None without one.
 
         Candidates that no deadline or budget lets in come last: those are no near miss of either.
         """
-        barred = {found.estimate.key for found in self.excluded if found.limit not in OF_TOTALS}
+        barred = barred_by(self.excluded)
         missed = (each for each in self.excluded if each.limit == limit and each.estimate is not self.chosen)
         return min(
             missed,
-            key=lambda each: (each.estimate.key in barred, each.share, self.preference.value(each.estimate).mean),
+            key=lambda each: (each.estimate.key in barred, each.share, self.goal.value(each.estimate).mean),
             default=None,
         )
 
 
-def choose(
-    objective: Objective,
-    estimates: Sequence[Estimate],
+@dataclass(frozen=True)
+class Recommendation:
+    """The estimates (on demand in the order of the candidates, then on spot), and the choice with reasons.
+
+    `ineligible` candidates have estimates but could not be chosen.
+    """
+
+    estimates: tuple[Estimate, ...]
+    choice: Choice
+    ineligible: frozenset[Configuration] = frozenset()
+
+
+def recommend(
+    candidates: Sequence[Configuration],
+    model: StepTimeModel,
+    goal: Goal,
     *,
-    limits: Limits | None = None,
-    knee: KneeFinding | None = None,
-    priced: bool = True,
-    usd_per_hour_of_waiting: float | None = None,
-) -> Choice:
-    """The best candidate for the objective inside the limits; see `Preference` for the last two arguments.
+    memory: Mapping[str, MemoryModel] | None = None,
+    unavailable: Collection[Configuration] = (),
+    doubtful: Collection[Configuration] = (),
+) -> Recommendation:
+    """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
+
+    `memory` is by instance type and is needed under per-GB prices. `unavailable` candidates failed to run and
+    `doubtful` ones may not fit into memory: the choice takes a doubtful one only where nothing else is left, and an
+    unavailable one only where everything is. Raises ObservationError when a price is missing.
+    """
+    estimates = price_candidates(candidates, model, goal, memory=memory)
+    ineligible: frozenset[Configuration] = frozenset()
+    for left_out in (frozenset(unavailable), frozenset((*unavailable, *doubtful))):
+        if any(c not in left_out for c in candidates):
+            ineligible = left_out
+    eligible = [estimate for estimate in estimates if estimate.configuration not in ineligible]
+    possible = [e for e in estimates if math.isfinite(e.time_s.mean)]
+    knee = find_knee([e.configuration.global_batch_size for e in possible], [e.time_s.mean for e in possible])
+    return Recommendation(estimates, choose(goal, eligible, knee), ineligible)
+
+
+def price_candidates(
+    candidates: Sequence[Configuration],
+    model: StepTimeModel,
+    goal: Goal,
+    *,
+    memory: Mapping[str, MemoryModel] | None = None,
+    assumed_peak: Interval | None = None,
+) -> tuple[Estimate, ...]:
+    """Time and cost of every candidate, on demand and then on interruptible capacity; arguments as in `recommend`.
+
+    `assumed_peak` bytes count where no memory model is.
+    """
+    if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
+        raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
+    predicted, peaks = model.predict(candidates), predict_peaks(memory or {}, candidates)
+    intervals, terms = predicted.intervals(), predicted.terms()
+    return tuple(
+        price(
+            c,
+            intervals[row],
+            goal.training,
+            offers[c.instance_type],
+            peak_bytes=peaks[row] or assumed_peak,
+            extrapolated=bool(predicted.extrapolated[row]),
+            measured=bool(predicted.measured[row]),
+            terms=terms[row],
+            steps_factor=goal.steps_factor.get(c, 1.0),
+        )
+        for offers in (goal.offers, goal.spot_offers)
+        for row, c in enumerate(candidates)
+        if c.instance_type in offers
+    )
+
+
+def find_knee(global_batch_size: Sequence[float] | FloatArray, time_s: Sequence[float] | FloatArray) -> KneeFinding:
+    """The least batch of the curve `time_s` over global batch, both of shape (n,), whose doubling saves less than 10 %.
+
+    The curve is the lower convex hull of log time over log batch. Unlike Kneedle's, its slope is in the curve's own
+    units: neither end of the range moves the knee, and a curve that falls steeply to its end has none. Raises
+    ObservationError on NaN, infinity or values that are not positive.
+    """
+    x = np.log2(column("global_batch_size", global_batch_size, above=0.0))
+    y = np.log2(column("time_s", time_s, x.size, above=0.0))
+    if not x.size or np.ptp(x) < math.log2(_LEAST_RANGE):
+        return KneeFinding(None, "no knee: the candidates span less than a factor of four in global batch.")
+    x, y = _lower_hull(x, y)
+    saving = 1.0 - np.exp2(np.diff(y) / np.diff(x))  # by a doubling, on each edge of the hull
+    enough = np.flatnonzero(saving >= _LEAST_SAVING)
+    at = int(enough[-1]) + 1 if enough.size else 0
+    if at == x.size - 1:
+        return KneeFinding(None, "no knee: every doubling of the batch saves 10 % of the time or more.")
+    batch = float(2.0 ** x[at])
+    return KneeFinding(
+        batch, f"from a global batch of about {batch:.0f} on, a doubling saves less than 10 % of the time."
+    )
+
+
+def _lower_hull(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The corners of the largest convex curve below y: where one cluster takes over from the next, y has kinks."""
+    kept: list[int] = []
+    for row in np.lexsort((y, x)).tolist():
+        if kept and x[row] == x[kept[-1]]:
+            continue
+        while len(kept) > 1:
+            start, middle = kept[-2], kept[-1]
+            rise = (y[middle] - y[start]) * (x[row] - x[start])
+            if rise < (y[row] - y[start]) * (x[middle] - x[start]):
+                break
+            kept.pop()
+        kept.append(row)
+    return x[kept], y[kept]
+
+
+def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
+    """Row numbers of the undominated rows (smaller is better in both), ordered by the first measure.
+
+    A row is dominated when another is no worse in both and better in one; of equal rows the first one stays.
+    """
+    order = sorted(range(len(first)), key=lambda row: (first[row], second[row], row))
+    frontier: list[int] = []
+    for row in order:
+        if not frontier or second[row] < second[frontier[-1]]:
+            frontier.append(row)
+    return tuple(frontier)
+
+
+def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None = None) -> Choice:
+    """The best candidate for the goal's objective inside its limits.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
@@ -140,103 +258,107 @@ def choose(
     """
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")
-    limits = limits or Limits()
-    preference = Preference(objective, priced, usd_per_hour_of_waiting)
-    finding = knee or KneeFinding(None, "no knee: no trade-off curve was given.")
+    limits, finding = goal.limits, knee or KneeFinding(None, "no knee: no trade-off curve was given.")
     excluded = tuple(found for estimate in estimates for found in _breaches(estimate, limits))
     out = {found.estimate.key for found in excluded}
     allowed = [estimate for estimate in estimates if estimate.key not in out]
     likely = bool(allowed)
-    if not allowed:
+    if not likely:
         hopeless = {found.estimate.key for found in excluded if found.certain}
         hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
         allowed = sorted(hopeful, key=lambda e: (-_margin(e, limits), _order(e)))[:1]
     if not allowed:
-        reason = _none_fits(estimates, excluded)
-        return Choice(preference, None, None, None, None, None, None, finding, (), excluded, False, reason)
-    by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
-    by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
-    rows = pareto_frontier([e.time_s.mean for e in allowed], [e.cost_usd.mean for e in allowed])
-    frontier = tuple(allowed[row] for row in rows)
-    at_knee = _nearest(finding, by_time)
-    compromises, reason = _balanced(replace(preference, objective=Objective.BALANCED), frontier)
-    ranked = compromises
-    if objective.measure is not Measure.COMPROMISE:
-        ranked, reason = _ranked(objective, by_time, by_cost, at_knee, finding)
+        return Choice(goal, _none_fits(estimates, excluded), finding, excluded)
+    ranked, reason = _ranked(goal, allowed, finding)
     if not likely:
         reason = (
             f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits) * 100:.0f} %; "
             f"none of the candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
         )
     elif limits.deadline_s is not None or limits.budget_usd is not None:
-        rest = Limits(max_global_batch_size=limits.max_global_batch_size)
-        free = choose(
-            objective, estimates, limits=rest, knee=knee, priced=priced, usd_per_hour_of_waiting=usd_per_hour_of_waiting
-        )
-        if free.chosen is not None and free.chosen.key in out:
+        barred = barred_by(excluded)
+        free, _ = _ranked(goal, [estimate for estimate in estimates if estimate.key not in barred], finding)
+        if free[0].key in out:
             reason += f" Without deadline and budget, {_least(estimates, excluded)}."
+    # By cost, the next best is the next that is not cheaper at its predicted value, which is printed beside it: the
+    # rank is by expected cost, where a cheaper but less sure one may come after the chosen one.
+    cheapest = ranked[0].cost_usd.mean if goal.objective.measure is Measure.COST else 0.0
+    least_time, least_cost, balanced = (
+        _ranked(replace(goal, objective=each), allowed, finding)[0][0]
+        for each in (Objective.TIME, Objective.COST, Objective.BALANCED)
+    )
     return Choice(
-        preference=preference,
-        chosen=ranked[0],
-        runner_up=_runner_up(objective, ranked),
-        least_time=by_time[0],
-        least_cost=by_cost[0],
-        balanced=compromises[0],
-        knee=at_knee,
+        goal=goal,
+        reason=reason,
         knee_finding=finding,
-        frontier=frontier,
         excluded=excluded,
         within_limits_is_likely=likely,
-        reason=reason,
+        chosen=ranked[0],
+        runner_up=next((each for each in ranked[1:] if each.cost_usd.mean >= cheapest), None),
+        least_time=least_time,
+        least_cost=least_cost,
+        balanced=balanced,
+        knee=_nearest(finding, allowed),
+        frontier=_frontier(allowed),
     )
 
 
-def _balanced(preference: Preference, frontier: Sequence[Estimate]) -> tuple[list[Estimate], str]:
+def barred_by(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
+    """The keys of estimates that no deadline or budget lets in."""
+    return {found.estimate.key for found in excluded if found.limit not in OF_TOTALS}
+
+
+def _frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    rows = pareto_frontier([e.time_s.mean for e in estimates], [e.cost_usd.mean for e in estimates])
+    return tuple(estimates[row] for row in rows)
+
+
+def _ranked(goal: Goal, allowed: Sequence[Estimate], finding: KneeFinding) -> tuple[list[Estimate], str]:
+    """The estimates, of a compromise those of the frontier, from the best on, and why the first one is."""
+    measure = goal.objective.measure
+    if measure is Measure.COMPROMISE:
+        return _balanced(goal, _frontier(allowed))
+    if measure is Measure.COST:
+        by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
+        return by_cost, "It is expected to be the cheapest of the candidates within the limits."
+    by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
+    reason = "It is expected to be the fastest of the candidates within the limits."
+    if measure is Measure.CURVE:
+        knee = _nearest(finding, allowed)
+        if knee is None:
+            return by_time, f"{reason[:-1]}; {finding.reason}"
+        rest = [estimate for estimate in by_time if estimate is not knee]
+        return [knee, *rest], f"It is the candidate nearest the knee: {finding.reason}"
+    return by_time, reason
+
+
+def _balanced(goal: Goal, frontier: Sequence[Estimate]) -> tuple[list[Estimate], str]:
     """The frontier by the value of the compromise, the chosen candidate first, and the reason."""
-    ranked = sorted(frontier, key=lambda e: (preference.value(e).expected, _order(e)))
-    if preference.priced and preference.usd_per_hour_of_waiting is not None:
+    ranked = sorted(frontier, key=lambda e: (goal.value(e).expected, _order(e)))
+    if goal.priced and goal.usd_per_hour_of_waiting is not None:
         return ranked, "It has the least expected cost with waiting counted in."
-    best = preference.value(ranked[0]).expected
-    near = [e for e in ranked if preference.value(e).expected <= _NEARLY_BEST * best]
+    best = goal.value(ranked[0]).expected
+    near = [e for e in ranked if goal.value(e).expected <= _NEARLY_BEST * best]
     chosen = min(near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e)))
     reason = "It is expected to be the fastest of the candidates within the limits."
-    if preference.priced:
+    if goal.priced:
         reason = "It is the best compromise: its time multiplied by its cost is the smallest of all candidates."
     if chosen is not ranked[0]:
-        what = "time multiplied by cost is" if preference.priced else "time is"
+        what = "time multiplied by cost is" if goal.priced else "time is"
         reason = f"It has the smallest batch of the candidates whose {what} within 10 % of the smallest."
     return [chosen, *(e for e in ranked if e is not chosen)], reason
 
 
-def _ranked(
-    objective: Objective, by_time: list[Estimate], by_cost: list[Estimate], knee: Estimate | None, found: KneeFinding
-) -> tuple[list[Estimate], str]:
-    if objective.measure is Measure.COST:
-        return by_cost, "It is expected to be the cheapest of the candidates within the limits."
-    if objective.measure is Measure.CURVE and knee is not None:
-        rest = [estimate for estimate in by_time if estimate is not knee]
-        return [knee, *rest], f"It is the candidate nearest the knee: {found.reason}"
-    if objective.measure is Measure.CURVE:
-        return by_time, f"It is expected to be the fastest of the candidates within the limits; {found.reason}"
-    return by_time, "It is expected to be the fastest of the candidates within the limits."
-
-
-def _runner_up(objective: Objective, ranked: list[Estimate]) -> Estimate | None:
-    """The next best; of least cost, the next that is not cheaper at its predicted value, which is printed beside it.
-
-    The rank is by expected cost: a candidate that is predicted cheaper but less surely may come after the chosen one.
-    """
-    cheapest = ranked[0].cost_usd.mean if objective.measure is Measure.COST else 0.0
-    return next((each for each in ranked[1:] if each.cost_usd.mean >= cheapest), None)
-
-
-def _nearest(finding: KneeFinding, by_time: list[Estimate]) -> Estimate | None:
+def _nearest(finding: KneeFinding, allowed: Sequence[Estimate]) -> Estimate | None:
     """The candidate whose global batch is nearest the knee in log, the fastest of equals."""
     if finding.global_batch_size is None:
         return None
     target = math.log(finding.global_batch_size)
-    near: Callable[[Estimate], float] = lambda e: round(abs(math.log(e.configuration.global_batch_size) - target), 9)  # noqa: E731
-    return min(by_time, key=lambda e: (near(e), e.time_s.mean, _order(e)))
+
+    def order(e: Estimate) -> tuple[float, float, tuple[int, int, str, int, int]]:
+        return round(abs(math.log(e.configuration.global_batch_size) - target), 9), e.time_s.mean, _order(e)
+
+    return min(allowed, key=order)
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
@@ -300,7 +422,7 @@ def _least(estimates: Sequence[Estimate], excluded: Sequence[Exclusion]) -> str:
 
     Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
     """
-    barred = {found.estimate.key for found in excluded if found.limit not in OF_TOTALS}
+    barred = barred_by(excluded)
     near = [each for each in estimates if each.key not in barred]
     if not near:
         return ""

@@ -17,14 +17,18 @@ from scipy.linalg.lapack import dposv, dtrtri
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
-from tula_service.perfmodel.residual_gp import (
+from tula_service.perfmodel.step_time_form import (
+    COLLECTIVES,
+    LogStepTimes,
     ResidualScales,
     hypotheses,
+    jacobian,
+    log_terms,
     residual_covariance,
     residual_variance,
     same_points,
+    to_seconds,
 )
-from tula_service.perfmodel.step_time_form import COLLECTIVES, LogStepTimes, jacobian, log_terms, to_seconds
 
 _MOST_EVALUATIONS = 60
 _LEAST_GAIN = 1e-5  # of half the squared misfit: a shift of predictions far below their intervals

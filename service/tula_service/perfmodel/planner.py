@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import special
 
 from tula_service.domain import Measure, Search
-from tula_service.perfmodel.acquisition import expected_gain, log_value, most_promising
-from tula_service.perfmodel.choice import Choice
-from tula_service.perfmodel.columns import Column, column_of, columns_of, first_columns
-from tula_service.perfmodel.optimal_design import corner_design, greedy_design, uncertainty
-from tula_service.perfmodel.points import FloatArray, ObservationError
+from tula_service.perfmodel.candidates import Column, column_of, columns_of
+from tula_service.perfmodel.choice import Goal, Recommendation, barred_by, price_candidates, recommend
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.points import FloatArray, ObservationError, Points
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
-from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
+from tula_service.perfmodel.step_time_form import jacobian, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire.configurations import Configuration
 
@@ -26,6 +27,10 @@ _BATCHES_PER_LAUNCH = 3
 _APART = 4
 _WORTH_A_LAUNCH = 0.0125  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
+_BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
+_MOST_JUDGED = 256  # candidates whose variance a design looks at: so thousands need 100 ms and 50 MiB
+_ONE_GB = Interval(1e9, 1e9, 1e9)
+_FORBIDDEN = 1e3
 
 
 @dataclass(frozen=True)
@@ -65,21 +70,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class _State:
-    """What planning decides from. Rows are positions in `candidates`; `model` is None before the first measurement."""
+    """What planning decides from; `model` is None before the first measurement.
+
+    `used` were measured or are pending, `unused` are neither, and of those the budget pays for the `affordable`.
+    """
 
     candidates: tuple[Configuration, ...]
     priors: Priors
     model: StepTimeModel | None
-    measured: frozenset[Configuration]
-    pending: frozenset[Configuration]
-    open_rows: tuple[int, ...]
-    affordable: frozenset[int]
+    pending: bool
+    used: frozenset[Configuration]
+    unused: tuple[Configuration, ...]
+    affordable: frozenset[Configuration]
     runs_left: int
-
-    @property
-    def num_runs(self) -> int:
-        """Runs that were measured or are pending."""
-        return len(self.measured) + len(self.pending)
 
 
 def plan(
@@ -116,7 +119,7 @@ def plan(
     if (stop_reason := _exhausted(state, budget)) is not None:
         return Plan((), None if state.pending else stop_reason)
     if search is Search.FULL:
-        runs = [PlannedRun(left[row], "Full search: every candidate is profiled.") for row in state.open_rows]
+        runs = [PlannedRun(c, "Full search: every candidate is profiled.") for c in state.unused]
         return Plan(tuple(runs[: state.runs_left]), None)
     if search in (Search.PARTIAL, Search.PAPER):
         return _corners(state, two=search is Search.PAPER)
@@ -126,8 +129,7 @@ def plan(
     assert state.model is not None
     if recommendation is None:
         recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
-    least_gain = _WORTH_A_LAUNCH if budget.by_column else 0.0
-    found = _refine_choice(state, goal, recommendation, least_gain)
+    found = _refine_choice(state, recommendation, _WORTH_A_LAUNCH if budget.by_column else 0.0)
     return _with_column(state, found) if budget.by_column else found
 
 
@@ -138,59 +140,47 @@ def _state_of(
     budget: PlanBudget,
     pending: frozenset[Configuration],
 ) -> _State:
-    """Which candidates are open, and which of them the budget pays for."""
+    """Which candidates are left, and which of them the budget pays for."""
     priors = Priors() if model is None else model.priors
     if model is not None and model.observations is None:
         model = None
-    measured: frozenset[Configuration] = frozenset()
+    used = pending
     if model is not None:
         rows = model.predict(candidates).measured
-        measured = frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
-    open_rows = tuple(row for row, c in enumerate(candidates) if c not in measured and c not in pending)
+        used |= frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
+    unused = tuple(c for c in candidates if c not in used)
     # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
-    used = measured | pending
     limit = budget.max_runs if search is Search.ADAPTIVE and budget.max_runs is not None else len(candidates) + 1
-    return _State(
-        candidates=candidates,
-        priors=priors,
-        model=model,
-        measured=measured,
-        pending=pending,
-        open_rows=open_rows,
-        affordable=_affordable(candidates, open_rows, model, budget),
-        runs_left=limit - (_launches(used) if budget.by_column else len(used)),
-    )
-
-
-def _launches(used: Collection[Configuration]) -> int:
-    """How many launches measure these configurations, each as many batches of a column as `_batches` gives it."""
-    batches = Counter(column_of(c) for c in used)
-    return sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in batches.values())
+    spent = len(used)
+    if budget.by_column:
+        spent = sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in Counter(map(column_of, used)).values())
+    affordable = _affordable(unused, model, budget)
+    return _State(candidates, priors, model, bool(pending), used, unused, affordable, limit - spent)
 
 
 def _affordable(
-    candidates: Sequence[Configuration], open_rows: Sequence[int], model: StepTimeModel | None, budget: PlanBudget
-) -> frozenset[int]:
-    """The open rows whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
-    if budget.max_gpu_seconds is None or not open_rows:
-        return frozenset(open_rows)
+    unused: Sequence[Configuration], model: StepTimeModel | None, budget: PlanBudget
+) -> frozenset[Configuration]:
+    """Those whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
+    if budget.max_gpu_seconds is None or not unused:
+        return frozenset(unused)
     left = budget.max_gpu_seconds - budget.spent_gpu_seconds
     if left <= 0 or model is None:
-        return frozenset() if left <= 0 else frozenset(open_rows)
-    expected = model.predict(candidates).mean_s * budget.steps_per_run
-    needed: dict[object, float] = {}
+        return frozenset() if left <= 0 else frozenset(unused)
+    ascending = sorted(unused, key=lambda c: c.local_batch_size)
+    needed: defaultdict[object, float] = defaultdict(float)
     affordable = []
-    for row in sorted(open_rows, key=lambda row: candidates[row].local_batch_size):
-        launch = column_of(candidates[row]) if budget.by_column else row
-        needed[launch] = needed.get(launch, 0.0) + float(expected[row]) * candidates[row].world_size
+    for c, step_time_s in zip(ascending, model.predict(ascending).mean_s.tolist(), strict=True):
+        launch = column_of(c) if budget.by_column else c
+        needed[launch] += step_time_s * budget.steps_per_run * c.world_size
         if needed[launch] <= left:
-            affordable.append(row)
+            affordable.append(c)
     return frozenset(affordable)
 
 
 def _exhausted(state: _State, budget: PlanBudget) -> str | None:
     """Why no further run is possible, None if one is."""
-    if not state.open_rows:
+    if not state.unused:
         return "Every candidate has been profiled."
     if state.runs_left <= 0:
         which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
@@ -206,23 +196,53 @@ def _exhausted(state: _State, budget: PlanBudget) -> str | None:
 def _corners(state: _State, *, two: bool) -> Plan:
     name = "The paper's search" if two else "Partial search"
     purpose = f"{name}: a corner of the space: extreme batch and cluster size."
-    rows = [row for row in dict.fromkeys(corner_design(state.candidates, two=two)) if row in state.affordable]
-    if not rows:
-        return Plan((), None if state.pending else f"{name}: its corners have been profiled.")
-    return Plan(tuple(PlannedRun(state.candidates[row], purpose) for row in rows), None)
+    runs = [PlannedRun(c, purpose) for c in corner_design(state.candidates, two=two) if c in state.affordable]
+    return Plan(tuple(runs), None if runs or state.pending else f"{name}: its corners have been profiled.")
+
+
+def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
+    """Smallest and largest batch on the largest and the smallest cluster of each type.
+
+    `two`: as the paper has it (IV-B), the largest batch on the largest and the smallest on the smallest cluster.
+    """
+    found: list[Configuration] = []
+    for name in sorted({c.instance_type for c in candidates}):
+        of_type = [c for c in candidates if c.instance_type == name]
+        sizes = [c.world_size for c in of_type]
+        for size in (max(sizes), min(sizes)):
+            cluster = [c for c in of_type if c.world_size == size]
+            cluster.sort(key=lambda c: (c.local_batch_size, c))
+            ends = [cluster[-1], cluster[0]]
+            found += ends if not two else ends[:1] if size == max(sizes) else ends[1:]
+    return list(dict.fromkeys(found))
+
+
+def first_columns(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Column]:
+    """Of each instance type the largest and the smallest cluster; of those in `probed` the smallest alone.
+
+    The links between nodes of the latter are known. Of several columns of one cluster, the one with the least
+    accumulation counts as the largest.
+    """
+    chosen: list[Column] = []
+    for name in sorted({c.instance_type for c in candidates}):
+        columns = sorted(
+            columns_of(c for c in candidates if c.instance_type == name),
+            key=lambda column: (column.world_size, -column.grad_accum_steps, column),
+        )
+        chosen += [columns[0]] if name in probed else dict.fromkeys((columns[-1], columns[0]))
+    return chosen
 
 
 def _first_columns(state: _State) -> Plan | None:
     """The rest of the columns that every search begins with, or the wait for those that are pending; None once done."""
-    used = state.measured | state.pending
     first = first_columns(state.candidates, probed=state.priors.probed)
-    begun, missing = ([one for one in first if (one in columns_of(used)) is known] for known in (True, False))
+    begun, missing = ([one for one in first if (one in columns_of(state.used)) is known] for known in (True, False))
     sizes = [c.world_size for c in state.candidates]
     runs = [
         PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch.")
         for column in (*begun, *missing[: state.runs_left])
-        for c in _batches([*used, *_open_in(state, column)], column)
-        if c not in used
+        for c in _batches([*state.used, *state.affordable], column)
+        if c not in state.used
     ]
     return Plan(tuple(runs), None) if runs or state.pending or state.model is None else None
 
@@ -231,8 +251,7 @@ def _with_column(state: _State, found: Plan) -> Plan:
     """The plan with further batches of the clusters that it asks for, which the same launches measure."""
     planned: dict[Configuration, PlannedRun] = {}
     for run in found.runs:
-        column = column_of(run.configuration)
-        for c in _batches(_open_in(state, column), column, run.configuration):
+        for c in _batches(state.affordable, column_of(run.configuration), run.configuration):
             planned.setdefault(c, PlannedRun(c, run.purpose))
     return Plan(tuple(planned.values()), found.stop_reason)
 
@@ -244,20 +263,13 @@ def _batches(among: Iterable[Configuration], column: Column, asked: Configuratio
     return sorted([c for c in dict.fromkeys(wanted) if c is not None][:_BATCHES_PER_LAUNCH])
 
 
-def _open_in(state: _State, column: Column) -> list[Configuration]:
-    """The affordable open candidates of a column."""
-    return [state.candidates[row] for row in state.affordable if column_of(state.candidates[row]) == column]
-
-
 def _next_design_runs(state: _State, goal: Goal) -> Plan | None:
     """The runs of the design that are still to be planned, or the wait for those that are pending; None once done."""
     num_types = len({c.instance_type for c in state.candidates})
     wanted = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
-    missing = min(wanted - state.num_runs, state.runs_left)
+    missing = min(wanted - len(state.used), state.runs_left)
     if missing > 0:
-        used = state.measured | state.pending
-        rows = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
-        chosen = [state.candidates[row] for row in rows]
+        chosen = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=state.used)
         # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
         chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
         return Plan(tuple(PlannedRun(c, _purpose(c, state.candidates)) for c in chosen), None)
@@ -270,92 +282,6 @@ def _far_apart(one: Configuration, other: Configuration) -> bool:
     return one.instance_type == other.instance_type and batches[1] >= _APART * batches[0]
 
 
-def _refine_choice(state: _State, goal: Goal, recommendation: Recommendation, least_gain: float) -> Plan:
-    """The next run that may change or verify the choice, or why there is none. In this order:
-
-    1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
-
-    2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
-    """
-    choice = recommendation.choice
-    chosen = choice.chosen
-    runnable = {state.candidates[row] for row in state.affordable}
-    if chosen is not None and not chosen.measured and chosen.configuration in runnable:
-        purpose = "Verification: it would be recommended, so it is measured itself."
-        return Plan((PlannedRun(chosen.configuration, purpose),), None)
-    if _ranks_candidates(goal) and expected_gain(recommendation, runnable) >= least_gain:
-        best = most_promising(recommendation, goal.limits, runnable)
-        if best is not None and not best.measured and best.configuration in runnable:
-            purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
-            return Plan((PlannedRun(best.configuration, purpose),), None)
-    return Plan((), _stop_reason(choice))
-
-
-def _stop_reason(choice: Choice) -> str:
-    if choice.chosen is None:
-        return f"No further run helps: {choice.reason}"
-    if not choice.chosen.measured:
-        return "The rest of the budget pays for no run of the choice: it stays a prediction."
-    if choice.objective.measure is Measure.CURVE and choice.knee is None:
-        return f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}"
-    return "The choice is stable: it has been measured, and no further run is likely to better it."
-
-
-def _ranks_candidates(goal: Goal) -> bool:
-    """True if single candidates are better or worse for the goal; a knee is a property of the whole curve."""
-    return goal.objective.measure is not Measure.CURVE
-
-
-def design(
-    candidates: Sequence[Configuration],
-    priors: Priors,
-    wanted: int,
-    *,
-    goal: Goal | None = None,
-    allowed: Collection[int] | None = None,
-    used: Collection[Configuration] = (),
-) -> list[int]:
-    """Row numbers of the most informative candidates; the largest cluster of a type comes before anything else of it.
-
-    With a goal that ranks candidates, that cluster runs its would-be best batch, and what matters is the variance of
-    candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
-    `allowed` are the rows to choose from (all); `used` configurations have been measured or will be.
-    """
-    generic = generic_prior()
-    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
-    # every run, and all of its runs may go in parallel.
-    model = unmeasured_model(replace(priors, anywhere=priors.anywhere or generic), candidates)
-    value = log_value(model, candidates, goal) if goal is not None and _ranks_candidates(goal) else None
-    allowed = range(len(candidates)) if allowed is None else allowed
-    return greedy_design(
-        uncertainty(model, candidates),
-        generic.scales.noise**2,
-        wanted,
-        allowed=allowed,
-        known=[row for row, c in enumerate(candidates) if c in used],
-        first=_largest_clusters(candidates, allowed, used, value),
-        weights=None if value is None else np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT,
-    )
-
-
-def _largest_clusters(
-    candidates: Sequence[Configuration],
-    allowed: Collection[int],
-    used: Collection[Configuration],
-    value: FloatArray | None,
-) -> list[list[int]]:
-    """For each type whose largest cluster has no run yet: what may be run on it, or what would be chosen there."""
-    groups = []
-    for name in sorted({c.instance_type for c in candidates}):
-        largest = max(c.world_size for c in candidates if c.instance_type == name)
-        group = [row for row, c in enumerate(candidates) if (c.instance_type, c.world_size) == (name, largest)]
-        if not any(candidates[row] in used for row in group):
-            possible = [row for row in group if row in allowed]
-            groups.append(possible if value is None else sorted(possible, key=lambda row: value[row])[:1])
-    return groups
-
-
 def _purpose(chosen: Configuration, candidates: Sequence[Configuration]) -> str:
     same = [c for c in candidates if c.instance_type == chosen.instance_type]
     cluster = _place(chosen.world_size, [c.world_size for c in same])
@@ -366,3 +292,191 @@ def _purpose(chosen: Configuration, candidates: Sequence[Configuration]) -> str:
 
 def _place(value: int, among: Sequence[int]) -> str:
     return "largest" if value == max(among) else "smallest" if value == min(among) else "middle"
+
+
+def design(
+    candidates: Sequence[Configuration],
+    priors: Priors,
+    wanted: int,
+    *,
+    goal: Goal | None = None,
+    allowed: Collection[Configuration] | None = None,
+    used: Collection[Configuration] = (),
+) -> list[Configuration]:
+    """The most informative candidates; the largest cluster of a type comes before anything else of it.
+
+    With a goal that ranks candidates, that cluster runs its would-be best batch, and what matters is the variance of
+    candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
+    `allowed` are those to choose from (all); `used` configurations have been measured or will be.
+    """
+    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
+    # every run, and all of its runs may go in parallel.
+    model = unmeasured_model(replace(priors, anywhere=priors.anywhere or generic_prior()), candidates)
+    value, weights = None, np.ones(len(candidates))
+    if goal is not None and goal.objective.measure is not Measure.CURVE:
+        value = log_value(model, candidates, goal)
+        weights = np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT
+    rows = [row for row, c in enumerate(candidates) if allowed is None or c in allowed]
+    first = []
+    for name in sorted({c.instance_type for c in candidates}):
+        largest = max(c.world_size for c in candidates if c.instance_type == name)
+        if not any((c.instance_type, c.world_size) == (name, largest) for c in used):
+            at = [row for row in rows if (candidates[row].instance_type, candidates[row].world_size) == (name, largest)]
+            first.append(at if value is None else sorted(at, key=value.__getitem__)[:1])
+    known = [row for row, c in enumerate(candidates) if c in used]
+    return [candidates[row] for row in greedy_design(model, candidates, wanted, rows, known, first, weights)]
+
+
+def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
+    """log of what the goal wants small, shape (n,), at each candidate's best offer; 1000 where the goal forbids it.
+
+    Memory is not known yet, so a price per GB-hour counts as if every rank held one GB.
+    """
+    largest = goal.limits.max_global_batch_size or math.inf
+    best = dict.fromkeys(candidates, _FORBIDDEN)
+    for estimate in price_candidates(candidates, model, goal, assumed_peak=_ONE_GB):
+        if estimate.configuration.global_batch_size <= largest:
+            value = math.log(max(goal.value(estimate).mean, 1e-300))
+            best[estimate.configuration] = min(value, best[estimate.configuration])
+    return np.array([best[c] for c in candidates])
+
+
+def greedy_design(
+    model: StepTimeModel,
+    candidates: Sequence[Configuration],
+    wanted: int,
+    allowed: Iterable[int],
+    known: Iterable[int],
+    first: Iterable[Sequence[int]],
+    weights: FloatArray,
+) -> list[int]:
+    """Row numbers of up to `wanted` runs, in order, that leave the least weighted variance; deterministic.
+
+    Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
+    rows, or over 256 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `known`
+    rows will be measured anyway; one row of each group in `first` comes before all others (the largest cluster of each
+    instance type). `weights`, shape (n,), say how much the variance of each row matters.
+    """
+    points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
+    judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
+    covariance, variance = prior_covariance(model, points.take(judged), points), np.zeros(len(points))
+    for name in set(points.instance_type):
+        at = points.rows_of(name)
+        variance[at] = model.posterior_for(name).predict(points.take(at))[1]
+    opening, left, due = [list(group) for group in first if group], sorted(set(allowed)), list(known)
+    removed = np.zeros((len(points), 0))
+    chosen: list[int] = []
+    while due or (len(chosen) < wanted and left):
+        if due:
+            row = due.pop()
+        else:
+            pool = np.array(opening.pop(0) if opening else left)
+            gain = weights[judged] @ covariance[:, pool] ** 2 / (variance[pool] + noise)
+            row = int(pool[int(np.argmax(np.round(gain / max(float(gain.max()), 1e-300), 9)))])
+            chosen.append(row)
+            left.remove(row)
+        column = prior_covariance(model, points, points.take([row]))[:, 0] - removed @ removed[row]
+        step = column / np.sqrt(variance[row] + noise)
+        covariance -= np.outer(step[judged], step)
+        variance -= step**2
+        removed = np.column_stack([removed, step])
+    return chosen
+
+
+def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
+    """Covariance of log step time, shape (len(first), len(second)), under a model without measurements: that of its
+    parameters and of the residual. Instance types count as independent."""
+    found = np.zeros((len(first), len(second)))
+    for name in set(first.instance_type) & set(second.instance_type):
+        rows, columns = first.rows_of(name), second.rows_of(name)
+        one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(name)
+        member = posterior.leading
+        slopes, others = (jacobian(member.theta, each, posterior.reference_batch_size)[1] for each in (one, other))
+        residual = residual_covariance(one, other, member.scales) + member.scales.own**2 * same_points(one, other)
+        found[np.ix_(rows, columns)] = residual + slopes @ member.covariance @ others.T
+    return found
+
+
+def _refine_choice(state: _State, recommendation: Recommendation, least_gain: float) -> Plan:
+    """The next run that may change or verify the choice, or why there is none. In this order:
+
+    1. Verification: the choice itself, if it was not measured.
+    2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
+
+    2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
+    """
+    choice = recommendation.choice
+    chosen, measure = choice.chosen, choice.goal.objective.measure
+    if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
+        purpose = "Verification: it would be recommended, so it is measured itself."
+        return Plan((PlannedRun(chosen.configuration, purpose),), None)
+    if measure is not Measure.CURVE and expected_gain(recommendation, state.affordable) >= least_gain:
+        best = most_promising(recommendation, state.affordable)
+        if best is not None and not best.measured and best.configuration in state.affordable:
+            purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
+            return Plan((PlannedRun(best.configuration, purpose),), None)
+    if chosen is None:
+        return Plan((), f"No further run helps: {choice.reason}")
+    if not chosen.measured:
+        return Plan((), "The rest of the budget pays for no run of the choice: it stays a prediction.")
+    if measure is Measure.CURVE and choice.knee is None:
+        return Plan((), f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}")
+    return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
+
+
+def most_promising(recommendation: Recommendation, runnable: Collection[Configuration]) -> Estimate | None:
+    """The estimate with the lowest confidence bound (Cox and John 1992) of what is to be small; None without one.
+
+    Of the unmeasured estimates only `runnable` ones count. Their bound is two standard deviations of the logarithm
+    below the mean; a measured one and the choice count with their means. Deadline and budget come before the value: the
+    least excess over the limits wins, by the same bounds. A candidate that may not fit into memory is among them, since
+    its run answers whether it does.
+    """
+    choice = recommendation.choice
+    barred, limits = barred_by(choice.excluded), choice.goal.limits
+    known = {e.key for e in recommendation.estimates if e.measured or e is choice.chosen}
+
+    def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
+        sds = 0.0 if estimate.key in known else _BOUND_SDS
+        limited = ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
+        excess = (_bound(value, sds) - math.log(limit) for value, limit in limited if limit is not None)
+        bound = _bound(choice.goal.value(estimate), sds)
+        # Among equals the smaller cluster: its run costs less.
+        c = estimate.configuration
+        return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
+
+    possible = [
+        estimate
+        for estimate in recommendation.estimates
+        if estimate.key not in barred and (estimate.key in known or estimate.configuration in runnable)
+    ]
+    return min(possible, key=rank, default=None)
+
+
+def expected_gain(recommendation: Recommendation, runnable: Collection[Configuration]) -> float:
+    """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
+
+    It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a column,
+    each at its better offer, since one run measures it for both. The improvement of the best batch is no larger, nor is
+    that of the few which one launch measures. Infinite while the choice may break a limit.
+    """
+    choice = recommendation.choice
+    if choice.chosen is None or not choice.within_limits_is_likely:
+        return math.inf
+    best, barred = choice.goal.value(choice.chosen), barred_by(choice.excluded)
+    gains: defaultdict[Column, dict[Configuration, float]] = defaultdict(dict)
+    for estimate in recommendation.estimates:
+        if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:
+            value = choice.goal.value(estimate)
+            sd = max(value.log_sd, 1e-9)
+            ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
+            density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
+            gain = sd * (ahead * float(special.ndtr(ahead)) + density)
+            of_column = gains[column_of(estimate.configuration)]
+            of_column[estimate.configuration] = max(gain, of_column.get(estimate.configuration, 0.0))
+    return max((sum(of_column.values()) for of_column in gains.values()), default=0.0)
+
+
+def _bound(value: Interval, sds: float) -> float:
+    """log of a value so many standard deviations below its mean; a large negative number if the value is 0."""
+    return math.log(max(value.mean, 1e-300)) - sds * value.log_sd

@@ -133,6 +133,10 @@ class Points:
         columns = (self.num_nodes, self.world_size, self.local_batch_size, self.grad_accum_steps)
         return list(zip(self.instance_type, *(values.tolist() for values in columns), strict=True))
 
+    def rows_of(self, instance_type: str) -> npt.NDArray[np.intp]:
+        """Row numbers of the points on an instance type."""
+        return np.flatnonzero([name == instance_type for name in self.instance_type])
+
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """The points at these row numbers, or where this mask is true."""
         index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)

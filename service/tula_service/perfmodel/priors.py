@@ -10,9 +10,8 @@ import numpy as np
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
-from tula_service.perfmodel.residual_gp import ResidualScales
 from tula_service.perfmodel.roofline import log_per_sample, log_per_step
-from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, to_seconds
+from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, ResidualScales, to_seconds
 
 _UNKNOWN_SCALE_SD = 5.0
 ROOFLINE_SD = 0.35

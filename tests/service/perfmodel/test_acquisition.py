@@ -9,13 +9,11 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import expected_gain, most_promising
-from tula_service.perfmodel.choice import Limits, choose
+from tula_service.perfmodel.choice import Goal, Limits, Recommendation, choose, recommend
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.planner import PlanBudget, plan
+from tula_service.perfmodel.planner import PlanBudget, expected_gain, most_promising, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Estimate, Offer, Training
-from tula_service.perfmodel.recommend import Goal, Recommendation, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 
@@ -81,14 +79,14 @@ def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) 
         time = Interval(mean, mean / factor, mean * factor)
         c = make_configuration(1, 1, place + 1)
         found.append(Estimate(c, time, time, free, time, None, False, measured, {}))
-    return Recommendation(tuple(found), choose(Objective.TIME, found, limits=limits))
+    return Recommendation(tuple(found), choose(replace(TIME, limits=limits or Limits()), found))
 
 
-def place_of_most_promising(recommendation: Recommendation, limits: Limits | None = None, open_places=None) -> int:
+def place_of_most_promising(recommendation: Recommendation, open_places=None) -> int:
     runnable = [e.configuration for e in recommendation.estimates]
     if open_places is not None:
         runnable = [runnable[place] for place in open_places]
-    best = most_promising(recommendation, limits or Limits(), runnable)
+    best = most_promising(recommendation, runnable)
     assert best is not None
     return best.configuration.local_batch_size - 1
 
@@ -107,7 +105,7 @@ def test_a_measured_candidate_counts_with_its_mean_however_wide_its_interval():
 def test_limits_come_before_the_value():
     limits = Limits(deadline_s=0.9)
     promising = estimates((1.0, 1.04, True), (2.0, 1.2, False), (1.1, 1.5, False), limits=limits)
-    assert place_of_most_promising(promising, limits) == 2, "it alone may keep the deadline"
+    assert place_of_most_promising(promising) == 2, "it alone may keep the deadline"
 
 
 def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_batches():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,20 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective
-from tula_service.perfmodel.choice import Limits, choose, pareto_frontier
+from tula_service.perfmodel import choice as perfmodel_choice
+from tula_service.perfmodel.choice import Choice, Goal, Limits, pareto_frontier
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Offer, Spot, Training, price, spot_slowdown
+from tula_service.perfmodel.pricing import Estimate, Offer, Spot, Training, price, spot_slowdown
 
 SPREAD = 1.2
+
+
+def choose(objective: Objective, found: list[Estimate], **goal: Any) -> Choice:
+    """The choice for a goal of these limits and prices; its training and offers are in the estimates."""
+    return perfmodel_choice.choose(Goal(objective, Training(1000, 2), {}, **goal), found)
+
+
 PEAK = Interval(8e9, 7e9, 9e9)
 
 
@@ -282,7 +291,7 @@ TABLES = st.lists(
 def test_a_compromise_is_never_dominated_and_gives_up_at_most_a_tenth_for_a_smaller_batch(rows, priced, waiting):
     found = estimates(rows)
     choice = choose(Objective.BALANCED, found, priced=priced, usd_per_hour_of_waiting=waiting)
-    chosen, value = choice.chosen, choice.preference.value
+    chosen, value = choice.chosen, choice.goal.value
     assert chosen in choice.frontier
     fastest = choose(Objective.TIME, found, priced=priced, usd_per_hour_of_waiting=waiting)
     assert fastest.balanced.configuration == chosen.configuration, "every choice names the compromise"
@@ -299,7 +308,7 @@ def test_the_product_of_time_and_cost_knows_no_unit(rows, slower, dearer):
     plain = choose(Objective.BALANCED, estimates(rows))
     scaled = estimates([(n, b, t * slower) for n, b, t in rows], Offer(usd_per_node_hour=3.6 * dearer))
     other = choose(Objective.BALANCED, scaled)
-    products = sorted(plain.preference.value(e).expected for e in plain.frontier)
+    products = sorted(plain.goal.value(e).expected for e in plain.frontier)
     clear = all(abs(p / (1.1 * products[0]) - 1.0) > 1e-6 for p in products) and len(set(products)) == len(products)
     if clear:  # else rounding decides
         assert other.chosen.configuration == plain.chosen.configuration

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.knee import find_knee
+from tula_service.perfmodel.choice import find_knee
 from tula_service.perfmodel.points import ObservationError
 
 BATCHES = np.geomspace(32, 2**20, 16 * 8 + 1)

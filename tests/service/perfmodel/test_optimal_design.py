@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.optimal_design import Uncertainty, greedy_design, uncertainty
-from tula_service.perfmodel.planner import plan
+from tula_service.perfmodel.choice import Goal
+from tula_service.perfmodel.planner import greedy_design, plan, prior_covariance
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
-from tula_service.perfmodel.recommend import Goal
-from tula_service.perfmodel.residual_gp import residual_covariance
-from tula_service.perfmodel.step_time_form import jacobian
+from tula_service.perfmodel.step_time_form import jacobian, residual_covariance
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire import Configuration
 
-NOISE = 0.015**2
+NOISE = generic_prior().scales.noise ** 2
 
 
 def model_of(candidates: list[Configuration]) -> StepTimeModel:
@@ -84,24 +82,18 @@ def test_a_design_is_that_of_the_whole_matrix(cells: set[tuple[int, int, int, in
     model = model_of(candidates)
     weights = np.random.default_rng(seed).uniform(0.01, 1.0, len(candidates))
     whole = matrix(model, candidates)
-    gains = np.zeros(len(candidates))
-    for part in uncertainty(model, candidates):
-        gains[part.rows] = part.gains(weights[part.rows], NOISE)
-    assert gains == pytest.approx(weights @ whole**2 / (np.diag(whole) + NOISE), rel=1e-9)
+    points = Points.of(candidates)
+    assert prior_covariance(model, points, points) == pytest.approx(whole, rel=1e-9)
     open_rows = [row for row in range(len(candidates)) if row != 1]
-    design = greedy_design(uncertainty(model, candidates), NOISE, 4, allowed=open_rows, known=[1], weights=weights)
+    design = greedy_design(model, candidates, 4, allowed=open_rows, known=[1], first=[], weights=weights)
     assert design == picked(whole, 4, [1], weights)
 
 
-def independent(*variances: float) -> list[Uncertainty]:
-    """Candidates that say nothing about one another."""
-    rows, none = np.arange(len(variances)), np.zeros((len(variances), 0))
-    return [Uncertainty(rows, rows, 0 * rows, [(np.diag(variances), np.ones((1, 1)))], none, np.zeros(0))]
-
-
 def test_a_design_spends_its_runs_where_variance_matters() -> None:
+    candidates = [replace(make_configuration(1, 1, 32), instance_type=name) for name in ("a", "b", "c")]
     weights = np.array([0.1, 1.0, 0.5])
-    assert greedy_design(independent(1.0, 1.0, 1.0), 0.01, 2, allowed=[0, 1, 2], weights=weights) == [1, 2]
+    design = greedy_design(model_of(candidates), candidates, 2, allowed=[0, 1, 2], known=[], first=[], weights=weights)
+    assert design == [1, 2]
 
 
 def test_the_first_plan_of_thousands_of_candidates_needs_little_memory() -> None:

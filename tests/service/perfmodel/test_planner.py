@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.domain import Objective, Search
-from tula_service.perfmodel.acquisition import log_value
-from tula_service.perfmodel.choice import Limits
-from tula_service.perfmodel.planner import PlanBudget, plan
+from tula_service.perfmodel.choice import Goal, Limits, recommend
+from tula_service.perfmodel.planner import PlanBudget, log_value, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
-from tula_service.perfmodel.recommend import Goal, recommend
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
 
@@ -141,7 +139,7 @@ def test_the_design_aims_at_what_the_choice_wants_small(goal):
     """Before any run each candidate is as dear as the choice will find it, but for a common factor."""
     model = unmeasured_model(generic_prior(), GRID)
     result = recommend(GRID, model, goal)
-    wanted = np.log([result.choice.preference.value(estimate).mean for estimate in result.estimates])
+    wanted = np.log([goal.value(estimate).mean for estimate in result.estimates])
     assert np.ptp(log_value(model, GRID, goal) - wanted) == pytest.approx(0.0, abs=1e-9)
 
 

@@ -12,8 +12,7 @@ from sklearn.gaussian_process.kernels import ConstantKernel, Kernel, Matern
 from tula_service.perfmodel.map_fit import Member, Targets, fit_posterior
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import generic_prior
-from tula_service.perfmodel.residual_gp import ResidualScales
-from tula_service.perfmodel.step_time_form import log_terms
+from tula_service.perfmodel.step_time_form import ResidualScales, log_terms
 
 SEEN = Points.columns(
     num_nodes=[1, 1, 2, 4, 8, 8], world_size=[4, 4, 8, 16, 32, 32], local_batch_size=[32, 256, 64, 256, 32, 128]
