@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from scipy.linalg import cholesky
-from scipy.linalg.lapack import dposv, dtrtri
+from scipy.linalg.lapack import dtrtri
 
 from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
@@ -30,9 +30,7 @@ from tula_service.perfmodel.step_time_form import (
     to_seconds,
 )
 
-_MOST_EVALUATIONS = 60
-_LEAST_GAIN = 1e-5  # of half the squared misfit: a shift of predictions far below their intervals
-_LONGEST_STEP = 2.0
+_TOLERANCE = 1e-5  # of the squared misfit and of theta: a shift of predictions far below their intervals
 _OUTLIER_SDS = 3.0
 _POINTS_FOR_A_CASE = 10  # of fewer, replays get worse: an outlier cannot be distinguished from a job that strays
 _PRIOR_DOF = 6.0
@@ -223,20 +221,19 @@ def _fit_member(
     targets: Targets,
     reference: float,
 ) -> Member:
-    """Levenberg-Marquardt on whitened log residuals.
+    """The Laplace approximation around the maximum a posteriori, which is searched from `theta` on.
 
     A point further than three deviations from what the others predict for it is treated as a separate case, the worst
     one first, at most one in ten: its own prediction keeps it, and it influences no other.
     """
-    shared = residual_covariance(targets.points, targets.points, scales)
     measured = targets.log_step.size
-    own = np.full(measured, scales.own**2)
+    shared, own = residual_covariance(targets.points, targets.points, scales), np.full(measured, scales.own**2)
     for cases_left in reversed(range(measured // _POINTS_FOR_A_CASE + 1)):
         lower = cholesky(shared + np.diag(own + targets.noise_variance), lower=True)
         # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
-        theta, residuals, slopes, precision, cost = _levenberg_marquardt(theta, prior, targets, whitener, reference)
-        weights = whitener.T @ residuals[:measured]
+        theta, missed, whitened = _levenberg_marquardt(theta, prior, targets, whitener, reference)
+        weights = -whitener.T @ missed[:measured]
         # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
         surprise = np.abs(weights) / np.sqrt(point_precision)
@@ -244,6 +241,10 @@ def _fit_member(
         if surprise[worst] <= _OUTLIER_SDS or not cases_left:
             break
         own[worst] += surprise[worst] ** 2 / point_precision[worst]
+    squares, precision = float(missed @ missed), whitened.T @ whitened
+    # Laplace's log evidence up to a constant, the overall scale integrated out (Student's t with 6 degrees).
+    volume = float(np.linalg.slogdet(precision * np.outer(prior.sd, prior.sd))[1])
+    misfit = (_PRIOR_DOF + measured) * math.log1p(squares / _PRIOR_DOF)
     return Member(
         theta=theta,
         covariance=np.asarray(np.linalg.inv(precision), dtype=np.float64),
@@ -251,18 +252,10 @@ def _fit_member(
         own_variance=own,
         weights=weights,
         whitener=whitener,
-        whitened_slopes=slopes[:measured],
-        variance_factor=(_PRIOR_DOF + 2.0 * cost) / (_PRIOR_DOF + measured),
-        log_evidence=_log_evidence(cost, precision, prior.sd, lower),
+        whitened_slopes=whitened[:measured],
+        variance_factor=(_PRIOR_DOF + squares) / (_PRIOR_DOF + measured),
+        log_evidence=-0.5 * (misfit + volume) - float(np.log(np.diag(lower)).sum()),
     )
-
-
-def _log_evidence(cost: float, precision: FloatArray, sd: FloatArray, lower: FloatArray) -> float:
-    """Laplace's log evidence up to a constant, the overall scale integrated out (Student's t with 6 degrees)."""
-    volume = float(np.linalg.slogdet(precision * np.outer(sd, sd))[1])
-    misfit = (_PRIOR_DOF + int(lower.shape[0])) * math.log1p(2.0 * cost / _PRIOR_DOF)
-    height = float(np.log(np.diag(lower)).sum())
-    return -0.5 * (misfit + volume) - height
 
 
 def _levenberg_marquardt(
@@ -271,46 +264,24 @@ def _levenberg_marquardt(
     targets: Targets,
     whitener: FloatArray,
     reference: float,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, float]:
-    """theta at the maximum, residuals and slopes there (whitened), posterior precision, and half the squared misfit.
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """theta at the maximum, and there the whitened log residuals of steps, compute readings and the prior, and their
+    slopes in theta."""
+    from scipy.optimize import leastsq  # imported on use: it slows the start of the service
 
-    Levenberg-Marquardt with Nielsen's damping (1999): it falls where a step gains what its linear model promised, so
-    that steps across a curved valley do not alternate from side to side.
-    """
-    known = np.flatnonzero(np.isfinite(targets.log_compute))
-    centre, penalty = prior.mean, prior.precision
+    known, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
 
-    def linearised(at: FloatArray) -> tuple[FloatArray, FloatArray, float]:
-        terms, step, compute = jacobian(at, targets.points, reference)
-        values = whitener @ (targets.log_step - terms.step)
-        slopes = whitener @ step
-        if known.size:
-            missed = (targets.log_compute[known] - terms.compute[known]) / _COMPUTE_NOISE
-            values = np.concatenate([values, missed])
-            slopes = np.concatenate([slopes, compute[known] / _COMPUTE_NOISE])
-        return values, slopes, 0.5 * (float(values @ values) + float((at - centre) @ penalty @ (at - centre)))
+    def residuals(at: FloatArray) -> FloatArray:
+        terms = log_terms(at, targets.points, reference)
+        compute = (terms.compute - targets.log_compute)[known] / _COMPUTE_NOISE
+        return np.concatenate([whitener @ (terms.step - targets.log_step), compute, root @ (at - prior.mean)])
 
-    damping, grown = 1e-3, 2.0
-    values, slopes, cost = linearised(theta)
-    precision = slopes.T @ slopes + penalty
-    for _ in range(_MOST_EVALUATIONS):
-        gradient = slopes.T @ values - penalty @ (theta - centre)
-        damped = precision.copy()
-        damped.flat[:: theta.size + 1] *= 1.0 + damping
-        step = np.asarray(dposv(damped, gradient)[1])
-        step *= min(1.0, _LONGEST_STEP / max(float(np.abs(step).max()), 1e-12))
-        promised = float(step @ gradient - 0.5 * step @ precision @ step)
-        if promised < _LEAST_GAIN:
-            break
-        trial = linearised(theta + step)
-        gained = cost - trial[2]
-        if gained > 0.0:
-            theta, (values, slopes, cost) = theta + step, trial
-            precision = slopes.T @ slopes + penalty
-            damping, grown = damping * max(1.0 / 3.0, 1.0 - (2.0 * gained / promised - 1.0) ** 3), 2.0
-        else:
-            damping, grown = damping * grown, 2.0 * grown
-    return theta, values, slopes, precision, cost
+    def slopes(at: FloatArray) -> FloatArray:
+        _, step, compute = jacobian(at, targets.points, reference)
+        return np.concatenate([whitener @ step, compute[known] / _COMPUTE_NOISE, root])
+
+    found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
+    return found[0], found[2]["fvec"], slopes(found[0])
 
 
 _CONTRADICTION = 1.25
