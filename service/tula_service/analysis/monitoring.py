@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 import tula_wire as wire
 from tula_service.analysis import job_data
@@ -41,8 +42,7 @@ class Alarm:
 
     `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the robust mean of
     the newest step times, `compute_s` and `input_s` those of their compute and of their waits for data if the agent
-    reports them. `examples_left` is None if it is unknown. After the diagnosis was announced (`explained`), only the
-    advice is due.
+    reports them. `examples_left` is None if it is unknown.
     """
 
     kind: str
@@ -52,7 +52,6 @@ class Alarm:
     level_s: float
     compute_s: float | None
     examples_left: float | None
-    explained: bool = False
     input_s: float | None = None
 
 
@@ -89,11 +88,8 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """The inverse of `to_json`; other names, which a replica of an earlier snapshot has stored, are left out."""
-        detector, alarm = state.get("detector"), state.get("alarm")
-        parts = {"detector": detector and DriftState(**detector), "alarm": alarm and Alarm(**alarm)}
-        known = {each.name: state[each.name] for each in fields(cls) if each.name in state}
-        return cls(**{**known, **parts})
+        """The inverse of `to_json`; other names, which a replica of another version has stored, are left out."""
+        return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
         """What the run stores."""
@@ -155,6 +151,9 @@ class Monitor:
             "expected_low_s": self.low_s,
             "expected_high_s": self.high_s,
         }
+
+
+_MONITOR = TypeAdapter(Monitor)
 
 
 def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.planning import replan
-from tula_service.usecases.recommendations import spec_of
+from tula_service.usecases.recommendations import replan, spec_of
 
 _ADDED = ("precision", "batch_normalization")
 _MAX_KEY_LENGTH = 200

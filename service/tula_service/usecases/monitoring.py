@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis import monitoring
@@ -119,44 +118,34 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, l
 
 
 def diagnose(store: Store, run_id: str) -> None:
-    """Announce what changed, then whether another configuration pays.
+    """Announce what changed, and whether another configuration pays.
 
-    Computes on read-only snapshots, so that no writer waits for a fit. The alarm is stored until both were announced,
-    so that a call after a failure resumes; an alarm that was replaced meanwhile is left to the next call. Raises
-    NotFound, Busy, StoreUnavailable.
+    Computes on a read-only snapshot, so that no writer waits for a fit. The alarm is stored until then, so that a call
+    after a failure repeats it; an alarm that was replaced meanwhile is left to the next call. Raises NotFound, Busy,
+    StoreUnavailable.
     """
-    _announce(store, run_id, explained=False)
-    _announce(store, run_id, explained=True)
-
-
-def _announce(store: Store, run_id: str, *, explained: bool) -> None:
-    """Announce the cause of an alarm, or, of one that was `explained`, the advice; nothing if the other is due."""
     with store.compute_slot():
         with store.reading() as tx:
             run = tx.runs.get(run_id)
             monitor = Monitor.read(run.drift_state or {})
             alarm = monitor.alarm
-            if alarm is None or alarm.explained is not explained:
+            if alarm is None:
                 return
             data = load_job_data(tx, tx.jobs.get(run.job_id))
-        found: dict[str, Any] | None = None
-        if not explained:
-            found = monitoring.diagnose(analyse(data.ignoring(run_id)), run.configuration, monitor, alarm)
-        elif alarm.examples_left is not None:
+        found = monitoring.diagnose(analyse(data.ignoring(run_id)), run.configuration, monitor, alarm)
+        advice = None
+        if alarm.examples_left is not None:
             present = data.since(run_id, alarm.level_s, alarm.compute_s)
-            found = monitoring.reconfigure(analyse(present), run.configuration, monitor, alarm)
+            advice = monitoring.reconfigure(analyse(present), run.configuration, monitor, alarm)
     with store.transaction() as tx:
         tx.jobs.lock(run.job_id)  # keeps samples out
         current = Monitor.read(tx.runs.get(run_id).drift_state or {})
         if current.alarm != alarm:
             return
-        if explained or found is None:
-            tx.runs.update(run_id, drift_state=replace(current, alarm=None).to_json())
-            if found is not None:
-                tx.events.append(run.job_id, "advice", run_id=run_id, data=found)
-            return
-        state = replace(current, alarm=replace(alarm, explained=True)).to_json()
+        state = replace(current, alarm=None).to_json()
         tx.runs.update(run_id, drifted=True, drift_sentence=found["sentence"], drift_state=state, bump=True)
         event = current.event(alarm.kind, step=alarm.step, after_steps=alarm.after_steps, level_s=alarm.level_s)
         sentence = f"{found['sentence']}."
         tx.events.append(run.job_id, "drift", run_id=run_id, data=event | found | {"sentence": sentence})
+        if advice is not None:
+            tx.events.append(run.job_id, "advice", run_id=run_id, data=advice)

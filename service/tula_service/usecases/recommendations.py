@@ -1,6 +1,10 @@
-"""Recommendations: loaded, computed and cached once per version of a job's data, and entered in the ledger.
+"""Recommendations and plans: after a change, a job's answer is computed once, and what follows from it is stored.
 
-`load_job_data` alone reads what an analysis of a job needs; planning, predictions and monitoring use it too.
+`load_job_data` alone reads what an analysis of a job needs; predictions and monitoring use it too. A fit runs on a
+read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, it is computed
+again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the job (`PlanState`),
+in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are cached once per
+version of a job's data, and entered in the ledger.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,10 +22,11 @@ import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
-from tula_service.domain import Objective, RunKind
+from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
+from tula_service.domain import Objective, PlanState, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import EarlierLessons, JobRecord, RunRecord, Store, Transaction
+from tula_service.store import EarlierLessons, JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.store.records import FloatArray
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
@@ -29,6 +34,8 @@ from tula_wire import Configuration
 
 M = TypeVar("M", bound=BaseModel)
 _BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
+ATTEMPTS = 4
+_STATES_KEPT = ("archived", "training")
 _MAX_RUNS = 10_000
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
@@ -106,46 +113,82 @@ def get(
     """
     with store.reading() as tx:
         job = visible_job(tx, principal, job_id)
-        body = cached(tx, job, _known_objective(job, objective))
+        wanted = _known_objective(job, objective)
+        body = _cached(tx, job_id, wanted, job.data_version)
     if body is not None:
         return body
     on_miss()
     with store.job_lock(job_id):
-        while True:
-            # No transaction is open during the fit, so that no writer waits for it.
-            with store.compute_slot():
-                with store.reading() as tx:
-                    job = visible_job(tx, principal, job_id)
-                    wanted = _known_objective(job, objective)
-                    body = cached(tx, job, wanted)
-                    if body is not None:  # the thread before this one in the queue computed it
-                        return body
-                    data = load_job_data(tx, job)
-                analysis = analyse(data, wanted)
-            with store.transaction() as tx:
-                now = tx.jobs.lock(job_id)
-                if now.spec == job.spec or cached(tx, job, wanted, or_newer=True) is not None:
-                    return store_answer(tx, now, analysis, job.data_version)
-            # Prices or limits changed meanwhile: this answers another question.
+        with store.reading() as tx:  # the thread before this one in the queue may have computed it
+            body = _cached(tx, job_id, wanted, tx.jobs.get(job_id).data_version)
+        return body or _compute(store, job_id, wanted, plan=False)
 
 
-def cached(tx: Transaction, job: JobRecord, objective: str, *, or_newer: bool = False) -> str | None:
-    """The cached recommendation for exactly the job's data version, or, with `or_newer`, for any since then."""
-    read = tx.answers.get_fresh if or_newer else tx.answers.get
-    return read(job.id, _name(objective), data_version=job.data_version, model_version=MODEL_VERSION)
+def replan(store: Store, job_id: str) -> str:
+    """Bring a job's plan and recommendation up to date; returns the recommendation as JSON.
 
-
-def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int) -> str:
-    """Render, cache and enter an answer that holds for this data version; returns the recommendation as JSON.
-
-    If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock.
+    Threads of one process that replan the same job queue up, and those that waited return what the first one stored.
+    Raises NotFound when the job is gone, Busy when too many computations are queued.
     """
-    objective = analysis.objective.value
-    if data_version < job.data_version:
-        newer = cached(tx, replace(job, data_version=data_version), objective, or_newer=True)
-        if newer is not None:
-            return newer
-    entry = ledger.enter(tx, job, analysis, data_version)
+    with store.reading() as tx:
+        asked = tx.jobs.get(job_id)
+    with store.job_lock(job_id):
+        with store.reading() as tx:
+            job, body = tx.jobs.get(job_id), None
+            if job.plan_state is PlanState.CURRENT:
+                body = _cached(tx, job_id, job.objective, asked.data_version, or_newer=True)
+        return body or _compute(store, job_id, None, plan=True)
+
+
+def _compute(store: Store, job_id: str, objective: str | None, *, plan: bool) -> str:
+    """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON."""
+    for _ in range(ATTEMPTS):
+        with store.compute_slot():
+            with store.reading() as tx:
+                job = tx.jobs.get(job_id)
+                facts, data = _facts(tx, job, plan), load_job_data(tx, job)
+            analysis = analyse(data, objective)
+            decision = plan_of(analysis) if plan else None
+        with store.transaction() as tx:
+            now = tx.jobs.lock(job_id)
+            if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
+                return store_answer(tx, now, analysis, decision)
+    with store.transaction() as tx:
+        job = tx.jobs.lock(job_id)
+        analysis = analyse(load_job_data(tx, job), objective)
+        return store_answer(tx, job, analysis, plan_of(analysis) if plan else None)
+
+
+def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
+    """Everything besides measurements that an answer rests on, or an answer with its plan."""
+    runs = tx.runs.list(job.id, limit=_MAX_RUNS) if plan else ()
+    states = [(run.id, run.state, run.failed_local_batch_size, run.drifted) for run in runs]
+    return job.spec, job.retried_up_to_key if plan else None, states
+
+
+def _cached(tx: Transaction, job_id: str, objective: str, data_version: int, *, or_newer: bool = False) -> str | None:
+    """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
+    read = tx.answers.get_fresh if or_newer else tx.answers.get
+    return read(job_id, _name(objective), data_version=data_version, model_version=MODEL_VERSION)
+
+
+def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision | None = None) -> str:
+    """Store the plan, then render, cache and enter the answer; returns the recommendation as JSON.
+
+    If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock and
+    has compared the facts.
+    """
+    # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
+    # meanwhile do: then it is stored under the version that it was computed from.
+    version, objective = analysis.data.data_version, analysis.objective.value
+    is_newest = job.data_version == version
+    if decision is not None:
+        job = _store_plan(tx, job, analysis, decision)
+    if is_newest:
+        version = job.data_version
+    elif (newer := _cached(tx, job.id, objective, version, or_newer=True)) is not None:
+        return newer
+    entry = ledger.enter(tx, job, analysis, version)
     fields: dict[str, object] = {"id": entry.id, "job_id": job.id, "created_at": entry.created_at or tx.now()}
     if isinstance(analysis, Answer):
         validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
@@ -155,10 +198,44 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, data_versi
         fields |= explanation.infeasible_fields(analysis)
     recommendation = wire.Recommendation.model_validate(fields)
     body = recommendation.model_dump_json()
-    tx.answers.put(job.id, _name(objective), data_version=data_version, model_version=MODEL_VERSION, body=body)
+    tx.answers.put(job.id, _name(objective), data_version=version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:
         _update_job(tx, job, recommendation)
     return body
+
+
+def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision) -> JobRecord:
+    tx.runs.cancel_pending(job.id, decision.cancelled)
+    for run_id, step_time_s in decision.predicted_step_time_s.items():
+        tx.runs.update(run_id, predicted_step_time_s=step_time_s)
+    for new in decision.new:
+        run = tx.runs.create(
+            job.id,
+            NewRun(
+                RunKind.PROFILE,
+                new.configuration,
+                purpose=new.purpose,
+                instruction=instruction_of(spec_of(job)),
+                position=new.position,
+                predicted_step_time_s=new.predicted_step_time_s,
+            ),
+        )
+        tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
+    if decision.posteriors is not None:
+        tx.lessons.put_posteriors(job.id, decision.posteriors)
+    if isinstance(analysis, Answer) and decision.cross_validated_error is not None:
+        tx.jobs.update(
+            job.id,
+            cross_validated_error=decision.cross_validated_error,
+            cross_validated_runs=list(analysis.evidence.run_ids),
+            cross_validated_model=MODEL_VERSION,
+        )
+    state, reason = "planning" if decision.active else "ready", decision.reason
+    if job.state in _STATES_KEPT or (state == "ready" and job.state == "finished"):
+        state = job.state
+    if (state, reason) != (job.state, job.plan_reason):
+        tx.events.append(job.id, "job", data={"state": state, "plan_reason": reason})
+    return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state=PlanState.CURRENT.value)
 
 
 @dataclass(frozen=True)

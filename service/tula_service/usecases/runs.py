@@ -14,8 +14,7 @@ from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
-from tula_service.usecases.planning import replan
-from tula_service.usecases.recommendations import spec_of
+from tula_service.usecases.recommendations import replan, spec_of
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.text import printable_lines
 

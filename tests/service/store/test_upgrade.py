@@ -233,7 +233,8 @@ def test_facts_in_the_state_of_a_monitor_move_to_columns_of_the_run(tmp_path: Pa
     alarm = Alarm("slower", 40, 9, from_start=False, level_s=0.2, compute_s=None, examples_left=None)
     stored = Monitor(alarm=alarm, spent_s=3.0).to_json() | {"sentence": "Slower", "said": ["deadline"]}
     stored |= {"ratios": {"run": 2.0}, "time_limit_s": 60.0}
-    del stored["alarm"]["explained"], stored["announced"], stored["changed"]
+    stored["alarm"]["explained"] = False
+    del stored["announced"], stored["changed"]
     with engine.begin() as opened:
         ((kept, job_id),) = opened.exec_driver_sql("SELECT id, job_id FROM runs").all()
         opened.exec_driver_sql("UPDATE runs SET drift_state = ?, drifted = 1", (json.dumps(stored),))

@@ -227,7 +227,7 @@ def test_a_diagnosis_that_fails_harms_no_sample_and_is_retried(
 
 
 @pytest.mark.parametrize("error", [Busy("full", retry_after_s=5.0), RuntimeError("a bug")])
-def test_advice_that_failed_after_its_diagnosis_is_retried_with_the_next_samples(
+def test_advice_that_failed_is_retried_with_its_diagnosis_at_the_next_samples(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     job_id = cluster.register(spec(objective="cost", epochs=100)).job.id
@@ -238,7 +238,7 @@ def test_advice_that_failed_after_its_diagnosis_is_retried_with_the_next_samples
     with monkeypatch.context() as failing:
         failing.setattr(pure, "reconfigure", Mock(side_effect=error))
         feed(cluster, run, 50)
-    assert (len(cluster.events(job_id, "drift")), cluster.events(job_id, "advice")) == (1, [])
+    assert (cluster.events(job_id, "drift"), cluster.events(job_id, "advice")) == ([], [])
     feed(cluster, run, 30)
     assert len(cluster.events(job_id, "drift")) == 1
     assert [each["kind"] for each in cluster.events(job_id, "advice")] == ["reconfigure"]

@@ -30,7 +30,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = recommendations.store_answer(tx, job, analyse(load_job_data(tx, job), "time"), job.data_version)
+        second = recommendations.store_answer(tx, job, analyse(load_job_data(tx, job), "time"))
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 

@@ -19,7 +19,7 @@ from tula_service.analysis import scaling as analysis_scaling
 from tula_service.analysis.answer import Analysis
 from tula_service.analysis.job_data import JobData
 from tula_service.store import Store, Transaction
-from tula_service.usecases import jobs, ledger, planning, recommendations, runs, scaling
+from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
 
 OPEN = ("pending", "claimed", "running")
@@ -169,17 +169,17 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse = planning.analyse
+    analyse = recommendations.analyse
     raced: list[int] = []
 
-    def beaten(data: JobData) -> Analysis:
-        found = analyse(data)
+    def beaten(data: JobData, objective: str | None) -> Analysis:
+        found = analyse(data, objective)
         if len(raced) < 2:
             raced.append(data.data_version)
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return found
 
-    monkeypatch.setattr(planning, "analyse", beaten)
+    monkeypatch.setattr(recommendations, "analyse", beaten)
     cluster.work(job_id)
     assert len(raced) == 2
     assert cluster.job(job_id).state == "ready"
@@ -192,16 +192,16 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    analyse, fitted = planning.analyse, []
+    analyse, fitted = recommendations.analyse, []
 
-    def overtaken(data: JobData) -> Analysis:
+    def overtaken(data: JobData, objective: str | None) -> Analysis:
         assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
         fitted.append(data.data_version)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
-        return analyse(data)
+        return analyse(data, objective)
 
-    monkeypatch.setattr(planning, "analyse", overtaken)
+    monkeypatch.setattr(recommendations, "analyse", overtaken)
     done = cluster.work(job_id)
     assert len(done) >= 3
     assert len(fitted) == len(done), "once for each run that ended"
@@ -213,19 +213,19 @@ def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse, raced = planning.analyse, []
+    analyse, raced = recommendations.analyse, []
 
-    def beaten(data: JobData) -> Analysis:
+    def beaten(data: JobData, objective: str | None) -> Analysis:
         raced.append(data.data_version)
-        if len(raced) <= planning.ATTEMPTS:
+        if len(raced) <= recommendations.ATTEMPTS:
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
-        return analyse(data)
+        return analyse(data, objective)
 
-    monkeypatch.setattr(planning, "analyse", beaten)
+    monkeypatch.setattr(recommendations, "analyse", beaten)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
-    body = planning.replan(cluster.store, job_id)
-    assert len(raced) == planning.ATTEMPTS + 1
+    body = recommendations.replan(cluster.store, job_id)
+    assert len(raced) == recommendations.ATTEMPTS + 1
     assert wire.read(wire.Recommendation, body).job_id == job_id
 
 
@@ -251,18 +251,18 @@ def test_runs_that_end_at_once_are_planned_for_once(store: Store) -> None:
 
 def test_threads_that_wait_for_a_replan_return_its_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
-    analyse, computed, released = planning.analyse, [], threading.Event()
+    analyse, computed, released = recommendations.analyse, [], threading.Event()
 
-    def held(data: JobData) -> Analysis:
+    def held(data: JobData, objective: str | None) -> Analysis:
         computed.append(data.data_version)
         released.wait()
-        return analyse(data)
+        return analyse(data, objective)
 
-    monkeypatch.setattr(planning, "analyse", held)
+    monkeypatch.setattr(recommendations, "analyse", held)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     with ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(planning.replan, cluster.store, job_id) for _ in range(6)]
+        asked = [threads.submit(recommendations.replan, cluster.store, job_id) for _ in range(6)]
         while not computed:
             time.sleep(0.001)
         released.set()
