@@ -17,6 +17,9 @@ from types import TracebackType
 
 _CLONE_NEWNET = 0x40000000
 _BURST_KB = 32
+_SEGMENTS = ("gso_max_size", "16384")
+"""tbf cuts what exceeds its burst into packets, on the cores: eight nodes then share those instead of their links, and
+reduce 512 KiB at 400 Mbit/s in 33 ms instead of 19.5 ms."""
 
 
 def why_not() -> str | None:
@@ -133,6 +136,8 @@ class Cluster:
             _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", self.interface)
             _ip("-n", space, "link", "set", self.interface, "up")
             _ip("-n", space, "link", "set", "lo", "up")
+            _ip("link", "set", outer, *_SEGMENTS)
+            _ip("-n", space, "link", "set", self.interface, *_SEGMENTS)
             self._queue(node, "add", "root", "handle", "1:", "tbf", *_rate(self.mbit_per_s))
             if self.delay_ms:
                 self._queue(node, "add", "parent", "1:1", "handle", "10:", "netem", "delay", f"{self.delay_ms:g}ms")

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ def fork_ranks(
 ) -> None:
     """Run `rank_main` as each rank, in forks of this process, which has imported what they need; raises if one fails.
 
-    The ranks are on this machine, or each on a separate node: then rank i enters the network namespace `namespaces`i.
+    The ranks are on this machine, or each on a separate node: then rank i enters the network namespace `namespaces`i,
+    and runs before other programs (SCHED_RR), since on a node of its own it would not wait for a core. Without that,
+    eight ranks take ten times as long for a small all-reduce while two cores are busy.
     """
     variables = {
         "WORLD_SIZE": str(world_size),
@@ -41,6 +44,8 @@ def fork_ranks(
 def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str], namespaces: str) -> None:
     if namespaces:
         enter(f"{namespaces}{rank}")
+        with suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
     torch.set_num_threads(1)
     rank_main()
