@@ -1,13 +1,12 @@
-"""What frameworks and Weights & Biases are given to log, by telemetry column."""
+"""Numbers that frameworks log, by telemetry column, and what `Run.log` gives to Weights & Biases."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _KNOWN = {
@@ -21,7 +20,6 @@ _KNOWN = {
     "eval_accuracy": "validation_accuracy",
     "learning_rate": "lr",
 }
-
 
 _WITH_AXIS: weakref.WeakSet[Any] = weakref.WeakSet()
 """wandb's runs that know the axis of what the agent logs."""
@@ -41,27 +39,6 @@ def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def copy_wandb_logs(keep: Callable[[Mapping[str, Any]], None]) -> None:
-    """Hand `keep` what the script gives to `wandb.log` from now on, if it has a wandb run; wandb gets it unchanged."""
-    wandb = sys.modules.get("wandb")
-    run = getattr(wandb, "run", None)
-    if run is None:
-        return
-    log = getattr(run.log, "_copy_of", run.log)  # `keep` replaces that of an earlier loop
-
-    @functools.wraps(log)
-    def copied(*args: Any, **kwargs: Any) -> Any:
-        data = args[0] if args else kwargs.get("data")
-        if isinstance(data, Mapping):
-            keep(data)
-        return log(*args, **kwargs)
-
-    copied._copy_of = log  # type: ignore[attr-defined]
-    if getattr(wandb, "log", None) in (log, run.log):
-        wandb.log = copied  # type: ignore[union-attr]
-    run.log = copied
-
-
 def log_to_wandb(values: Mapping[str, Any], step: int) -> None:
     """Log `values` of the agent's `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
 
@@ -72,5 +49,4 @@ def log_to_wandb(values: Mapping[str, Any], step: int) -> None:
         if run not in _WITH_AXIS:
             _WITH_AXIS.add(run)
             run.define_metric("tula/*", step_metric="tula/step")
-        log = getattr(run.log, "_copy_of", run.log)  # what the script logs is copied, what the agent logs is not
-        log({f"tula/{name}": value for name, value in values.items() if value is not None} | {"tula/step": step})
+        run.log({f"tula/{name}": value for name, value in values.items() if value is not None} | {"tula/step": step})

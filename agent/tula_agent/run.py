@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard
-from tula_agent.other_loggers import columns, copy_wandb_logs, log_to_wandb
+from tula_agent.other_loggers import log_to_wandb
 from tula_agent.process_exit import on_exit, on_failure
 
 if TYPE_CHECKING:
@@ -179,9 +178,6 @@ class Run:
     def _start_measuring(self, recorder: Recorder, loader: Any) -> None:
         with self.guard("starting to measure"):
             recorder.begin_epoch(loader)
-        if recorder.leads:
-            with self.guard("copying what wandb is given"):
-                copy_wandb_logs(partial(self._log_copied, recorder))
         with self.guard("watching for out of memory"):
             self._start_oom_watch(recorder)
 
@@ -297,10 +293,6 @@ class Run:
                 step = self.recorder.log(values)
                 if self.log_to_wandb and step is not None:
                     log_to_wandb(values, step)
-
-    def _log_copied(self, recorder: Recorder, metrics: Mapping[str, Any]) -> None:
-        with self.guard("copying what wandb is given"):
-            recorder.log(columns(metrics))
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
         """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.

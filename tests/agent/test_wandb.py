@@ -1,4 +1,4 @@
-"""What a script gives to a real wandb, offline, is on the service's charts too, and the reverse if asked for."""
+"""What a script gives to `run.log` is in its real wandb run too, offline, if asked for."""
 
 from __future__ import annotations
 
@@ -17,24 +17,10 @@ from tests.agent.sink import Sink
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
-def test_numbers_given_to_wandb_are_telemetry_and_wandb_gets_all_of_them(
+def test_numbers_logged_to_the_run_are_in_its_wandb_run_at_their_own_steps(
     sink: Sink, launch: Launch, tmp_path: Path
 ) -> None:
     done = launch("with_wandb.py", WANDB_DIR=str(tmp_path), **QUIET)
-    assert not sink.invalid
-    assert list(sink.column("loss")) == list(range(16))
-    assert set(sink.column("tokens_per_s").values()) == {5.0}
-    assert sink.column("validation_accuracy") == {7: 0.5, 15: 1.5}
-    assert done.printed("known") == ["known ['Tokens per s', 'note', 'train/loss', 'val/acc']"]
-    assert int(done.printed("steps")[0].split()[1]) >= 21
-    assert "wandb is given failed" not in done.stderr
-    assert not any(name.startswith("tula/") for row in rows(tmp_path) for name in row)
-
-
-def test_numbers_logged_to_the_run_are_in_its_wandb_run_at_their_own_steps_and_are_not_sent_twice(
-    sink: Sink, launch: Launch, tmp_path: Path
-) -> None:
-    done = launch("with_wandb.py", "both", WANDB_DIR=str(tmp_path), **QUIET)
     found = rows(tmp_path)
     ours = [row for row in found if "tula/step" in row]
     assert [row["tula/step"] for row in ours] == list(range(16))
@@ -46,7 +32,7 @@ def test_numbers_logged_to_the_run_are_in_its_wandb_run_at_their_own_steps_and_a
     axes = [each.metric for each in records(tmp_path) if each.WhichOneof("record_type") == "metric"]
     assert [(each.glob_name, each.step_metric) for each in axes] == [("tula/*", "tula/step")]
     assert not sink.invalid
-    assert {name for body in sink.telemetry for name in body["columns"] if "tula" in name} == set()
+    assert sink.column("loss") == {}
     assert "logging values failed" not in done.stderr
 
 

@@ -1,6 +1,4 @@
-"""Trains for two epochs and logs to wandb, by both of its names, and to the run; offline, in the folder WANDB_DIR."""
-
-import sys
+"""Trains for two epochs and logs to wandb and to the run; offline, in the folder WANDB_DIR."""
 
 import torch
 import wandb
@@ -8,7 +6,7 @@ import wandb
 import tula_agent
 
 theirs = wandb.init(project="none", mode="offline")
-run = tula_agent.init(log_to_wandb="both" in sys.argv)
+run = tula_agent.init(log_to_wandb=True)
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 run.watch(model, optimizer)
@@ -22,11 +20,5 @@ for epoch in range(2):
         run.log(grad_norm=loss + 1, absent=None)
         wandb.log({"train/loss": loss, "note": "text", "Tokens per s": 5})
     theirs.log(data={"val/acc": 0.5 + epoch}, step=20 + epoch)
-print("steps", theirs.step)
-print("known", sorted(key for key in theirs.summary.keys() if not key.startswith("_")))  # noqa: SIM118
 run.finish()
-try:
-    theirs.log({"loss": 1.0}, step="none")
-except Exception as error:
-    print("refused", type(error).__name__)
 wandb.finish()
