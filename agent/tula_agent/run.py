@@ -15,8 +15,8 @@ from tula_agent.other_loggers import log_to_wandb
 from tula_agent.process_exit import on_exit, on_failure
 
 if TYPE_CHECKING:
-    from tula_agent.checkpoint.position import Position
     from tula_agent.oom_watch import OomWatch
+    from tula_agent.position import Position
     from tula_agent.recorder import Recorder
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Run:
     def position(self) -> Position:
         """Where the training is in its data; `checkpoint` and `resume` write and read it."""
         if self._position is None:
-            from tula_agent.checkpoint.position import Position
+            from tula_agent.position import Position
 
             self._position = Position()
         return self._position

@@ -12,7 +12,7 @@ import torch
 
 from tula_agent import init
 from tula_agent.checkpoint import CheckpointError
-from tula_agent.checkpoint.position import capture_randomness, restore_randomness
+from tula_agent.position import capture_randomness, restore_randomness
 from tula_agent.scaling import TulaOptimizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
