@@ -133,10 +133,11 @@ class Readings:
     """Bounded queues that the training thread only appends to and the shipping thread only takes from.
 
     `deque.append` and `popleft` are atomic, so the training thread takes no lock. Over `limit` entries a new one is
-    dropped and counted. `memory` is the newest breakdown by local batch, `timelines` what `measure/bucket_timer.py`
-    found for it, `all_reduces` what a probe found, `ended` the runs of a launch's smaller batches that were measured,
-    with their batch; `epochs_before` the epochs that earlier processes of this training completed (None: unknown),
-    `expects_comm` is True where every rank reports `CommTiming`s.
+    dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
+    are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
+    newest breakdown by local batch; `timelines`: what `measure/ddp.py` found for it; `all_reduces`: what a probe found;
+    `ended`: the runs of a launch's smaller batches that were measured, with their batch; `epochs_before`: the epochs
+    that earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
@@ -148,17 +149,17 @@ class Readings:
         self.epochs_before: float | None = None
         self.expects_comm = False
         self._limit = limit
-        self._steps: deque[tuple[StepTiming, bool, bool]] = deque()
+        self.steps: deque[tuple[StepTiming, bool, bool]] = deque()
         self._values: deque[tuple[int, str, float | PendingScalar]] = deque()
-        self._comm: deque[CommTiming] = deque(maxlen=limit)
-        self._device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
+        self.comm: deque[CommTiming] = deque(maxlen=limit)
+        self.device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
 
     def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
         """A step has ended; only a sampled one becomes a sample, every one a point of the step-time series."""
-        if len(self._steps) >= self._limit:
+        if len(self.steps) >= self._limit:
             self.dropped += 1
         else:
-            self._steps.append((timing, warmup, sampled))
+            self.steps.append((timing, warmup, sampled))
 
     def add_value(self, step: int, name: str, value: float | PendingScalar) -> None:
         """A named number of a step."""
@@ -167,27 +168,15 @@ class Readings:
         else:
             self._values.append((step, name, value))
 
-    def add_comm(self, timing: CommTiming) -> None:
-        """DDP's times of an earlier step; over the bound the oldest is dropped, since the step itself is kept."""
-        self._comm.append(timing)
-
-    def add_device(self, step: int, timing: Interval) -> None:
-        """The device will time `step`; call it before `add_step`."""
-        self._device.append((step, timing))
-
     @property
     def empty(self) -> bool:
         """True when the shipping thread has taken everything."""
-        return not (self._steps or self._values or self._comm or self._device)
-
-    def take_steps(self) -> list[tuple[StepTiming, bool, bool]]:
-        """All steps so far, oldest first: timing, warm-up, sampled."""
-        return _take(self._steps)
+        return not (self.steps or self._values or self.comm or self.device)
 
     def take_values(self) -> list[tuple[int, str, float]]:
         """All numbers that have arrived; those still on a device stay."""
         arrived: list[tuple[int, str, float]] = []
-        for step, name, value in _take(self._values):
+        for step, name, value in take(self._values):
             number = value if isinstance(value, (int, float)) else value.poll()
             if number is None:
                 self._values.append((step, name, value))
@@ -195,18 +184,7 @@ class Readings:
                 arrived.append((step, name, number))
         return arrived
 
-    def take_comm(self) -> list[CommTiming]:
-        """All of DDP's times so far, oldest first."""
-        return _take(self._comm)
 
-    def take_device(self) -> list[tuple[int, Interval]]:
-        """All steps that the device times, by step."""
-        return _take(self._device)
-
-    def take_ended(self) -> list[tuple[int, str]]:
-        """The smaller batches that were measured, with their runs."""
-        return _take(self.ended)
-
-
-def _take(queue: deque[T]) -> list[T]:
+def take(queue: deque[T]) -> list[T]:
+    """All that `queue` holds, oldest first; it is empty then."""
     return [queue.popleft() for _ in range(len(queue))]

@@ -15,13 +15,11 @@ from tula_agent.batch_cut import first_examples
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
 from tula_agent.launch_batches import LaunchBatches
-from tula_agent.measure.bucket_timer import BucketTimer
-from tula_agent.measure.comm_split import CommSplit
+from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of
-from tula_agent.measure.optimizer_calls import OptimizerCalls
-from tula_agent.measure.step_timer import StepTimer, batch_size_of, sequence_length_of
+from tula_agent.measure.step_timer import OptimizerCalls, StepTimer, batch_size_of, sequence_length_of
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number
@@ -62,12 +60,10 @@ class Recorder:
         self,
         config: AgentConfig,
         guard: Guard,
-        dataset_size: int | None = None,
         grad_accum_steps: int | None = None,
         model_parallel_size: int = 1,
     ) -> None:
         self.config = config = with_group_place(config)
-        self.dataset_size = dataset_size
         self.model_parallel_size = max(1, model_parallel_size)
         self.guard = guard
         self.leads = config.rank == 0  # the rank that reports for the run
@@ -215,7 +211,7 @@ class Recorder:
         if self._begun and models and self._rendezvous is not None:
             self._start_comm_split(tracked)
 
-    def begin_epoch(self, loader: Any) -> None:
+    def begin_epoch(self) -> None:
         """The script begins to iterate over its loader."""
         self._check_group()
         if not self._begun:
@@ -223,8 +219,6 @@ class Recorder:
             self._begin_in_group()
             if self.leads and self.timer.step == 0 and not self.timer.watched:
                 self._optimizer_calls = OptimizerCalls()
-            if self.leads:
-                warn_if_unsharded_loader(loader, self.dataset_size, self.world_size // self.model_parallel_size)
         for optimizer in self.objects.optimizers:
             if hasattr(optimizer, "next_epoch"):
                 optimizer.next_epoch()
@@ -243,7 +237,7 @@ class Recorder:
             with self.guard("DDP's clock"):
                 comm = self._comm_split.at_boundary(step, timing)
                 if comm is not None:
-                    self.readings.add_comm(comm)
+                    self.readings.comm.append(comm)
         if timing is not None:
             self._last_step_s = timing.step_time_s
             if self._step_ended(timing, interval):
@@ -453,7 +447,7 @@ class Recorder:
         usual = as_planned and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
         if interval is not None:
-            self.readings.add_device(step, interval) if sampled else interval.release()
+            self.readings.device.append((step, interval)) if sampled else interval.release()
         self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
         if self.leads and self.objects.telemetry_sources.references:
             for name, value in self.objects.changed_values():
@@ -611,20 +605,6 @@ class Recorder:
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("stop") is True:
             self.profiling.stop_soon(request.path.split("/")[3])
-
-
-def warn_if_unsharded_loader(loader: Any, dataset_size: int | None, world_size: int) -> None:
-    """Warn when an epoch of all ranks reads far more than `dataset_size` examples; silent where that is unknown."""
-    size = getattr(loader, "batch_size", None)
-    if world_size < 2 or not dataset_size or not isinstance(size, int) or not hasattr(loader, "__len__"):
-        return
-    seen = len(loader) * size * world_size
-    if seen > 1.5 * dataset_size + size * world_size:
-        logger.warning(
-            "an epoch reads %d examples of %d: give the loader a DistributedSampler, or every rank reads all",
-            seen,
-            dataset_size,
-        )
 
 
 def _finish_in_children(recorder: Recorder) -> None:

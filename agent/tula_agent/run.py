@@ -57,7 +57,6 @@ def init(
     _current = Run(
         config,
         guard,
-        dataset_size=dataset_size,
         grad_accum_steps=grad_accum_steps,
         model_parallel_size=model_parallel_size,
         log_to_wandb=log_to_wandb,
@@ -76,7 +75,6 @@ class Run:
         config: AgentConfig | None,
         guard: Guard | None = None,
         *,
-        dataset_size: int | None = None,
         grad_accum_steps: int | None = None,
         model_parallel_size: int = 1,
         log_to_wandb: bool = False,
@@ -93,7 +91,7 @@ class Run:
         with self.guard("starting"):
             from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
 
-            self.recorder = Recorder(config, self.guard, dataset_size, grad_accum_steps, model_parallel_size)
+            self.recorder = Recorder(config, self.guard, grad_accum_steps, model_parallel_size)
             self.config = self.recorder.config
 
     @property
@@ -127,7 +125,7 @@ class Run:
         position = self.position
         self._exit_status = None  # an earlier `sys.exit` was caught
         if recorder is not None:
-            self._start_measuring(recorder, loader)
+            self._start_measuring(recorder)
         try:
             repeat = True
             while repeat:
@@ -175,9 +173,9 @@ class Run:
         position.advance()
         return [batch]
 
-    def _start_measuring(self, recorder: Recorder, loader: Any) -> None:
+    def _start_measuring(self, recorder: Recorder) -> None:
         with self.guard("starting to measure"):
-            recorder.begin_epoch(loader)
+            recorder.begin_epoch()
         with self.guard("watching for out of memory"):
             self._start_oom_watch(recorder)
 
@@ -229,14 +227,14 @@ class Run:
             self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
             self.position.known = True
 
-    def begin_loop(self, loader: Any = None, *, cuts: bool = False) -> None:
-        """For a loop that a framework runs: it is about to iterate over `loader`. cuts: `cut` sees each batch first."""
+    def begin_loop(self, *, cuts: bool = False) -> None:
+        """For a loop that a framework runs: it is about to iterate. cuts: `cut` sees each batch first."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
             if not cuts:
                 recorder.measure_whole_batches("the framework hands the script its batches")
-            self._start_measuring(recorder, loader)
+            self._start_measuring(recorder)
             with self.guard("timing"):
                 recorder.want_batch()
 

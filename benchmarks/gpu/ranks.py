@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.gpu.store import Results, Row
 from benchmarks.support.gloo import free_port, leave_group
 from benchmarks.support.resnet import resnet
-from tula_agent.measure.comm_split import CommSplit
+from tula_agent.measure.ddp import CommSplit
 from tula_agent.measure.step_timer import StepTimer
 from tula_agent.scaling import TulaOptimizer
 from tula_agent.torch_private import ddp_statistics

@@ -136,7 +136,7 @@ def test_a_full_queue_drops_the_newest_rows_and_says_how_many() -> None:
     readings = Readings(limit=10)
     for step in range(25):
         readings.add_step(StepTiming(step, 0.1, 0.0, 1, 8, False), warmup=False)
-    assert [timing.step for timing, _, _ in readings.take_steps()] == list(range(10))
+    assert [timing.step for timing, _, _ in readings.steps] == list(range(10))
     assert readings.dropped == 15
 
 

@@ -54,11 +54,11 @@ class TulaCallback(Callback):
             self.run.watch(model, list(trainer.optimizers))
             self._cut_batches(trainer, self.run)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
         if self.run is not None:
             pulls = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
-            self.run.begin_loop(trainer.train_dataloader, cuts=not pulls)  # a module that pulls moves them itself
+            self.run.begin_loop(cuts=not pulls)  # a module that pulls moves them itself
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step begins."""

@@ -32,12 +32,10 @@ class TulaTrainerCallback(TrainerCallback):
     def __init__(self, dataset_size: int | None = None) -> None:
         self.run: Run | None = None
         self._dataset_size = dataset_size
-        self._loader: Any = None
         self._pause = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Start the agent's run; watch the trainer's model and optimizer."""
-        self._loader = others.get("train_dataloader")
         self.run = init(dataset_size=self._dataset_size, grad_accum_steps=args.gradient_accumulation_steps)
         self.run.begin_at(state.epoch or 0.0)
         optimizer = others.get("optimizer")
@@ -49,7 +47,7 @@ class TulaTrainerCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
         if self.run is not None:
-            self.run.begin_loop(self._loader)
+            self.run.begin_loop()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""

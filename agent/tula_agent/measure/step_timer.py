@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tula_agent.readings import StepTiming
 
@@ -126,6 +129,25 @@ class StepTimer:
         """Begin the next step now, so that the agent's own work since the boundary does not count."""
         if self._started is not None and not self._sizes:
             self._started = self._wanted = self._clock()
+
+
+class OptimizerCalls:
+    """How often any optimizer of this process has stepped, until `stop`, where the script gives none to watch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        counted = weakref.ref(self)
+
+        def step(*_: Any) -> None:
+            calls = counted()
+            if calls is not None:
+                calls.count += 1
+
+        self._hook = register_optimizer_step_post_hook(step)
+
+    def stop(self) -> None:
+        """Count no more. Not to be called by an optimizer's hook: torch iterates over them."""
+        self._hook.remove()
 
 
 def median_relative_error(times_s: Sequence[float]) -> float:

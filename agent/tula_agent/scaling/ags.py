@@ -180,14 +180,14 @@ class AgsPolicy:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Inverse of `state`, also for checkpoints of older versions."""
+        """Inverse of `state`."""
         self._arrival, self._factors = None, saved["factors"]
         self._found_for = self._meter.parameters()
         if self._factors is not None:
             pairs = zip(self._factors, self._found_for, strict=True)
             self._factors = [f if f is None else f.to(p.device) for f, p in pairs]
         self._gate.previous = saved["previous"]
-        self._due, self._epochs_reported = bool(saved["due"]), bool(saved.get("epochs_reported", False))
+        self._due, self._epochs_reported = bool(saved["due"]), bool(saved["epochs_reported"])
         self._known, self._mean_factor = list(saved["known"]), float(saved["mean_factor"])
         self._scaled, self._counted = saved["scaled"]
 

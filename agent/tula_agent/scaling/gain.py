@@ -1,8 +1,7 @@
 """The `gain` policy: the learning rate times a noise gain, measured at one step and used from the next.
 
 With the policy `measure` the same measurement runs at the first 128 steps and at every eighth after them, and the
-factor is 1. `SpikeClip` clips
-gradients that are suddenly much longer than those before them.
+factor is 1. `SpikeClip` clips gradients that are suddenly much longer than those before them.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class GainPolicy:
     def reset(self) -> None:
         """The policy comes into force: drop what was measured before."""
         if self._clip is not None:
-            self._clip.load(None)
+            self._clip.usual = None
         self._state = GainState(NoiseAverage())
         self._arrival: Arrival | None = None
         self._sent_at = -2
@@ -129,9 +128,8 @@ class GainPolicy:
         """Take up the reading that was sent at an earlier step."""
         if self._arrival is None:
             return
-        reading, self._arrival = Reading.of_list(self._arrival.values()), None
-        if reading is None:
-            return
+        values, self._arrival = self._arrival.values(), None
+        reading = Reading(torch.tensor(values, dtype=torch.float64))
         if reading.disturbed:
             self._meter.warn(DISTURBED)
             return
@@ -173,36 +171,35 @@ class GainPolicy:
         """For a checkpoint: averages, and the measurement in flight (waited for here)."""
         state = self._state
         return {
-            "noise": state.noise.state(),
+            "noise": dict(vars(state.noise)),
             "samples": state.samples,
             "arrival": None if self._arrival is None else self._arrival.values(),
             "norm": state.norm,
             "measured_at": [state.measured_at, self._sent_at],
             "variability": state.variability,
             "factor": state.factor,
-            "usual_norm": None if self._clip is None else self._clip.state(),
+            "usual_norm": None if self._clip is None else self._clip.usual,
             "batch_size": self._meter.batch_size,
             "last_count": self._meter.last_count,
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Inverse of `state`, also for checkpoints of older versions."""
-        state = self._state = GainState(NoiseAverage())
-        state.noise.load(saved["noise"])
+        """Inverse of `state`."""
+        state = self._state = GainState(NoiseAverage(**saved["noise"]))
         before, now = saved["batch_size"], self._meter.batch_size
         if now is None:
             self._meter.counted_batch_size = before
-            self._meter.last_count = int(saved.get("last_count", 0))
+            self._meter.last_count = int(saved["last_count"])
         elif before:  # S/B is kept per batch: a job resumed with another batch keeps its S
             state.noise.change_batch(now / before)
         state.samples, state.factor = float(saved["samples"]), float(saved["factor"])
-        arrival, last = saved["arrival"], saved.get("last")
+        arrival = saved["arrival"]
         self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
-        state.norm = float(saved.get("norm", last[3] if last else math.nan))
-        state.measured_at, self._sent_at = saved.get("measured_at", [-2, -2])
+        state.norm = float(saved["norm"])
+        state.measured_at, self._sent_at = saved["measured_at"]
         state.variability = float(saved["variability"])
         if self._clip is not None:
-            self._clip.load(saved.get("usual_norm"))
+            self._clip.usual = saved["usual_norm"]
 
 
 class SpikeClip:
@@ -218,7 +215,7 @@ class SpikeClip:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._usual: torch.Tensor | None = None
+        self.usual: torch.Tensor | None = None
 
     def __call__(self, gradients: Sequence[torch.Tensor | None], *, clip: bool) -> None:
         """Update the average norm and, with `clip`, clip in place; sparse gradients are neither read nor clipped."""
@@ -226,13 +223,13 @@ class SpikeClip:
         if not dense:
             return
         norm = norm_squared([_part_read(g) for g in dense]).sqrt()
-        usual = torch.zeros_like(norm) if self._usual is None else self._usual.to(norm.device)
+        usual = torch.zeros_like(norm) if self.usual is None else self.usual.to(norm.device)
         finite, known = torch.isfinite(norm), usual > 0.0
         counts = finite & (norm > 0.0)  # steps of zeros would drive the average to 0 and freeze the steps after them
         allowed = torch.where(known, self._limit * usual, norm) if clip else norm
         taken = torch.minimum(norm, allowed)
         blended = torch.where(known, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
-        self._usual = torch.where(counts, blended, usual)
+        self.usual = torch.where(counts, blended, usual)
         too_long = finite & (norm > allowed)
         if not clip or (norm.is_cpu and not bool(too_long)):
             return  # on the CPU reading the flag is free, multiplying by 1 is not
@@ -242,14 +239,6 @@ class SpikeClip:
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, group in by_device.items():
             foreach_mul_(group, factor.to(device, torch.float32))
-
-    def state(self) -> torch.Tensor | None:
-        """For a checkpoint."""
-        return self._usual
-
-    def load(self, usual: torch.Tensor | None) -> None:
-        """Inverse of `state`."""
-        self._usual = usual
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:

@@ -134,14 +134,3 @@ class NoiseAverage:
         if not self.count:
             return math.nan
         return max(self.noise, 0.0) / self.signal if self.signal > 0.0 else math.inf
-
-    def state(self) -> dict[str, float]:
-        """For a checkpoint."""
-        return dict(vars(self))
-
-    def load(self, state: dict[str, float]) -> None:
-        """Inverse of `state`; a state from before shares were averaged is discarded."""
-        if "slow" not in state:
-            state = vars(NoiseAverage())
-        for name, value in state.items():
-            setattr(self, name, int(value) if name == "count" else float(value))

@@ -59,13 +59,6 @@ class Reading:
         self.norm_sq = vector[2]
         self.norm_sq_before_clip = self.norm_sq / self._factor.square()
 
-    @classmethod
-    def of_list(cls, values: Sequence[float]) -> Reading | None:
-        """None for numbers of an older checkpoint."""
-        if len(values) != _HEAD + 2 * _CALIBRATORS:
-            return None
-        return cls(torch.tensor(values, dtype=torch.float64))
-
     def moments(self) -> tuple[float, float, float]:
         """Mean |g_i|^2 over the parts and |mean of g_i|^2, both in the unit of backward, and the number of parts B / b.
 

@@ -285,7 +285,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         own = state_dict.get(_STATE_KEY)
         if own is not None:
             self._steps = int(own["steps"])
-            self._progress = float(own.get("progress", self._steps))
+            self._progress = float(own["progress"])
             self._thresholds = ScalingThresholds.from_vector(own["thresholds"])
             self._synced.load(own["agreement"])
             self._gain.load(own["gain"])

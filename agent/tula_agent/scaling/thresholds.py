@@ -10,19 +10,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Arrival, Ranks
-from tula_agent.ship.answers import thresholds_of
-from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS
+from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS, ScalingPolicy
 
 if TYPE_CHECKING:
     from tula_agent.ship.transport import Transport
 
-PolicyName = Literal["gain", "ags", "static", "none", "measure"]
+PolicyName = ScalingPolicy
 Granularity = Literal["element", "tensor"]
 
 AGREE_EVERY = 16
@@ -63,15 +62,15 @@ class ScalingThresholds:
 
     def __post_init__(self) -> None:
         if self.policy not in _POLICIES:
-            raise ValueError(f"policy is {self.policy!r}: choose one of {', '.join(_POLICIES)}")
+            raise ValueError(f"policy is {self.policy!r:.40}: choose one of {', '.join(_POLICIES)}")
         if self.granularity not in _GRANULARITIES:
-            raise ValueError(f"granularity is {self.granularity!r}: choose one of {', '.join(_GRANULARITIES)}")
+            raise ValueError(f"granularity is {self.granularity!r:.40}: choose one of {', '.join(_GRANULARITIES)}")
         for name, (least, most) in THRESHOLDS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if not least <= value <= most:
-                raise ValueError(f"{name} is {value:g}: give a number from {least:g} to {most:g}")
+                raise ValueError(f"{name} is {value!r:.40}: give a number from {least:g} to {most:g}")
             if name in WHOLE_THRESHOLDS and value != int(value):
                 raise ValueError(f"{name} is {value}: give a whole number")
         if self.policy == "static" and self.static_scale is None:
@@ -80,13 +79,15 @@ class ScalingThresholds:
             raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min}: give s_max >= s_min")
 
     def updated(
-        self, served: Mapping[str, Any], *, scripted: Collection[str], warn: Callable[[str], None]
+        self, answer: Mapping[str, Any], *, scripted: Collection[str], warn: Callable[[str], None]
     ) -> ScalingThresholds:
-        """These with the values that were `served` (`thresholds_of` an answer), except those named by `scripted`.
+        """These with the values in the service's `answer`, except those named by `scripted`.
 
         A served bound that crosses a scripted one is left out too, with a call of `warn`: the service sets bounds
-        without the script's. An answer for another policy than the scripted one changes the version only.
+        without the script's. An answer for another policy than the scripted one changes the version only. Raises
+        ValueError naming a field of a wrong type or out of its range. Fields of a newer service are ignored.
         """
+        served = _typed(answer)
         known = {field.name for field in fields(self)} - set(scripted)
         if "policy" in scripted and served.get("policy", self.policy) != self.policy:
             known = {"version"}
@@ -95,8 +96,8 @@ class ScalingThresholds:
         if s_max is not None and s_max < s_min:
             for name, other in (("s_min", "s_max"), ("s_max", "s_min")):
                 if name in values and other in scripted:
-                    crossed = f"{other} = {getattr(self, other):g}"
-                    warn(f"the service's {name} = {values.pop(name):g} is ignored: it crosses the script's {crossed}")
+                    left_out, crossed = f"{values.pop(name)!r:.40}", f"{other} = {getattr(self, other):g}"
+                    warn(f"the service's {name} = {left_out} is ignored: it crosses the script's {crossed}")
         return replace(self, **values)
 
     def to_vector(self) -> list[float]:
@@ -110,13 +111,25 @@ class ScalingThresholds:
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
-        """Inverse of `to_vector`; a vector from another version's checkpoint may lack the last slots or have more."""
+        """Inverse of `to_vector`. Raises LookupError, ValueError or OverflowError for other numbers."""
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
         values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
         values["policy"] = dict(enumerate(_POLICIES))[values["policy"]]
         values["granularity"] = "element" if values["granularity"] == _GRANULARITIES["element"] else "tensor"
         return cls(**values)
+
+
+def _typed(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The thresholds in an answer, without those that are null or absent. Raises ValueError for a wrong type."""
+    names = [field.name for field in fields(ScalingThresholds)]
+    found = {name: answer[name] for name in names if answer.get(name) is not None}
+    for name, value in found.items():
+        kinds = (int,) if name in WHOLE_THRESHOLDS else (int, float) if name in THRESHOLDS else (str,)
+        if type(value) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{name} must be of type {expected}, not {value!r:.40}")
+    return found
 
 
 VECTOR_LENGTH = len(fields(ScalingThresholds))
@@ -185,25 +198,13 @@ def _received(slots: Sequence[float]) -> ScalingThresholds | None:
         return None
 
 
-class Scaled(Protocol):
-    """What a poller needs of an optimizer."""
-
-    @property
-    def scripted_thresholds(self) -> ScalingThresholds:
-        """By the script's arguments."""
-
-    @property
-    def scripted_names(self) -> Collection[str]:
-        """Which of them the script passed explicitly."""
-
-    def apply_thresholds(self, thresholds: ScalingThresholds) -> None:
-        """Ask for new thresholds on all ranks."""
-
-
 class ThresholdPoller:
-    """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header."""
+    """Pulls a job's thresholds on the shipping thread of the first rank; an unchanged answer costs a header.
 
-    def __init__(self, path: str, optimizer: Scaled, *, every_s: float | None = None) -> None:
+    optimizer: a `TulaOptimizer`, held weakly.
+    """
+
+    def __init__(self, path: str, optimizer: Any, *, every_s: float | None = None) -> None:
         self._path = path
         self._start, self._scripted = optimizer.scripted_thresholds, optimizer.scripted_names
         self._apply = weakref.WeakMethod(optimizer.apply_thresholds)
@@ -227,8 +228,7 @@ class ThresholdPoller:
         if reply.verdict != "delivered" or reply.body is None:
             return
         try:
-            served = thresholds_of(reply.body)
-            thresholds = self._start.updated(served, scripted=self._scripted, warn=self._warn)
+            thresholds = self._start.updated(reply.body, scripted=self._scripted, warn=self._warn)
         except ValueError as error:
             self._warn(f"the service's thresholds of gradient scaling are ignored: {error}")
             return

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tula_agent.guard import Guard
 from tula_agent.launch_batches import LaunchBatches
 from tula_agent.rank_channel import Channel
-from tula_agent.readings import CommTiming, Interval, Readings, StepTiming
+from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_wire import routes
 
@@ -130,9 +130,9 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
-        self._ended += self._readings.take_ended()  # before their last steps
-        taken = self._readings.take_steps()
-        self._device.update(self._readings.take_device())
+        self._ended += take(self._readings.ended)  # before their last steps
+        taken = take(self._readings.steps)
+        self._device.update(take(self._readings.device))
         for name, value in self._device_use().items() if taken else ():
             self._readings.add_value(taken[-1][0].step, name, value)
         channel = self._connected()
@@ -146,7 +146,7 @@ class RequestBuilder:
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None, last: bool
     ) -> list[SpooledRequest]:
         now = time.monotonic()
-        own = self._readings.take_comm()
+        own = take(self._readings.comm)
         is_training = self._is_training()
         for timing, warmup, sampled in taken:
             if is_training:
@@ -189,7 +189,7 @@ class RequestBuilder:
         return None
 
     def _send_to_first(self, channel: Channel) -> None:
-        timings = self._readings.take_comm()
+        timings = take(self._readings.comm)
         if timings:
             with self._guard("sending times to the first rank"):
                 channel.post([list(timing) for timing in timings])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any, Literal
 
 import httpx
 
-from tula_agent.ship.answers import etag_of
 from tula_agent.ship.spool import SpooledRequest
 from tula_wire.retry import retry_after_s
 from tula_wire.text import printable
@@ -23,6 +23,7 @@ MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
 """A longer answer is not read to its end: no Tula service gives an agent one."""
 _PIECE_BYTES = 2**16
+_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3: only such a one is sent back
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Transport:
         if 200 <= status < 300:
             if parsed is None:  # a captive portal or a proxy's page
                 return Reply("retry", status, detail="the answer is not a JSON object")
-            return Reply("delivered", status, parsed, etag=etag_of(response.headers.get("etag")))
+            etag = response.headers.get("etag", "")
+            return Reply("delivered", status, parsed, etag=etag if _ETAG.fullmatch(etag) else None)
         detail = printable(str((parsed or {}).get("detail", ""))[:500])
         verdict: Verdict = "refused" if 400 <= status < 500 and status not in _RETRIED else "retry"
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)

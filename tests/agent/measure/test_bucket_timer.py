@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_agent.measure import bucket_timer
-from tula_agent.measure.bucket_timer import TIMED_STEPS, BucketTimer
+from tula_agent.measure import ddp
+from tula_agent.measure.ddp import TIMED_STEPS, BucketTimer
 
 
 class Slow(torch.autograd.Function):
@@ -64,7 +64,7 @@ def test_a_model_that_skips_parameters_has_no_timeline(gloo: None) -> None:  # n
     network = Network()
     network.unused = nn.Linear(3, 3)
     model = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
-    assert timed(model, bucket_timer.MOST_STEPS) == {}
+    assert timed(model, ddp.MOST_STEPS) == {}
 
 
 def test_the_first_rank_sends_the_timeline_once(sink: Sink, launch: Launch) -> None:

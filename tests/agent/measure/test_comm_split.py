@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_agent.measure.comm_split import CUDA_TRAIN_INTERVAL, sample_interval
+from tula_agent.measure.ddp import CUDA_TRAIN_INTERVAL, sample_interval
 from tula_agent.readings import CommTiming
 from tula_agent.ship.request_builder import split_over_ranks
 

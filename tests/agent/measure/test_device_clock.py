@@ -171,7 +171,7 @@ def test_a_sample_waits_for_the_device_and_names_its_clock(rank: Rank) -> None:
     for step in range(3):
         interval = mark(clock, device, 5, 90, 5)
         assert interval is not None
-        rank.readings.add_device(step, interval)
+        rank.readings.device.append((step, interval))
         rank.readings.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)  # the host saw something else
     assert rank.samples() == []
     device.run_until(250)
@@ -193,7 +193,7 @@ def test_samples_have_wall_time_after_a_device_failed_and_one_warning(
     for step in range(3):
         interval = mark(clock, device, 5, 90, 5)
         assert interval is not None
-        rank.readings.add_device(step, interval)
+        rank.readings.device.append((step, interval))
         rank.readings.add_step(StepTiming(step, 0.5, 0.4, 1, 8, False), warmup=False)
     device.broken = True
     [body] = rank.samples()

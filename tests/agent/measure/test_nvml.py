@@ -12,7 +12,7 @@ import torch
 
 from tula_agent.guard import Guard
 from tula_agent.launch_batches import LaunchBatches
-from tula_agent.measure.nvml import context_bytes, device_use
+from tula_agent.measure.memory import context_bytes, device_use
 from tula_agent.readings import Readings, StepTiming
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 

@@ -82,7 +82,7 @@ def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
     for step, size in enumerate((8, 5)):
         readings.add_step(StepTiming(step, 0.1, 0.0, 1, size, size != 8), warmup=False, sampled=False)
     for step in (0, 1):  # DDP publishes the times of a step when the next ones have ended
-        readings.add_comm(CommTiming(step, 0.1, 0.0, 0.05, 0.01))
+        readings.comm.append(CommTiming(step, 0.1, 0.0, 0.05, 0.01))
     sent = [json.loads(each.body) for each in builder.collect(last=True) if each.path.endswith("/samples")]
     assert [(body["local_batch_size"], body["step"]) for body in sent] == [(8, [0])]
 
