@@ -7,10 +7,8 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +18,6 @@ import typer
 from tula_wire import routes
 
 State = Literal["ok", "warning", "wrong"]
-MAX_CLOCK_SKEW_S = 5.0
 MIN_FREE_BYTES = 256 * 2**20
 
 
@@ -41,9 +38,8 @@ def _check(name: str, passed: bool, found: str, remedy: str, otherwise: State = 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
     """Every finding, in the order in which a job would fail at it; `origin` gave the URL. Never raises."""
-    findings: list[Finding] = []
+    findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("python", _python),
         ("torch", _torch),
         ("cuda", _cuda),
         ("ranks", lambda: _ranks(environ)),
@@ -56,10 +52,6 @@ def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TUL
         except Exception as error:
             findings.append(Finding(name, "wrong", f"the check failed: {error!r}", "report this"))
     return findings
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def _torch() -> Iterator[Finding]:
@@ -125,24 +117,16 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
     url = environ.get("TULA_URL") or "http://127.0.0.1:8321"
     if environ.get("TULA_DISABLED", "") not in ("", "0"):
         yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
-    before = time.time()
+    named = f"{url} (by {origin})"
     try:
-        health = client.get(url + routes.HEALTH)
+        status = client.get(url + routes.HEALTH).status_code
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        yield Finding(
-            "service", "wrong", f"{url} (by {origin}) does not answer ({error})", "start `tula serve`, or set TULA_URL"
-        )
+        yield Finding("service", "wrong", f"{named} does not answer ({error})", "start `tula serve`, or set TULA_URL")
         return
-    if health.status_code != 200:
-        yield Finding(
-            "service",
-            "wrong",
-            f"{url} (by {origin}) answers {health.status_code}",
-            "check TULA_URL: is this the service?",
-        )
+    if status != 200:
+        yield Finding("service", "wrong", f"{named} answers {status}", "check TULA_URL: is this the service?")
         return
-    yield Finding("service", "ok", f"{url} (by {origin})")
-    yield from _clock(health.headers.get("date"), before, time.time())
+    yield Finding("service", "ok", named)
     ready = client.get(url + routes.READY)
     found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
     remedy = "see the service's log; a new version needs `tula migrate`"
@@ -157,16 +141,6 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         yield Finding("token", "ok", "accepted" if token else "none is set, and none is needed")
     else:
         yield Finding("token", "warning", _detail(answer), "see the service's log")
-
-
-def _clock(date: str | None, before: float, after: float) -> Iterator[Finding]:
-    if date is None:
-        return
-    skew = parsedate_to_datetime(date).timestamp() + 0.5 - (before + after) / 2  # the header has whole seconds
-    agrees = abs(skew) <= MAX_CLOCK_SKEW_S
-    apart = f"the service is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine"
-    remedy = "start a time service (chrony); measuring itself does not need it"
-    yield _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
 
 
 def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:

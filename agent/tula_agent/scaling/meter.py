@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tula_agent.measure.step_timer import map_tensors
+from tula_agent.measure.step_timer import batch_size_of, map_tensors
 from tula_agent.scaling.math import MAX_RESIDUAL, common_factor, squares
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.torch_private import norm_squared
@@ -141,7 +141,7 @@ class Meter:
         Once the script gives a size, batches without one (those that the agent observes) are not counted.
         """
         self._batch = batch
-        length = float(batch_length(batch))
+        length = float(batch_size_of(batch) or 0)
         if size is not None:
             if not self._sized:
                 self._sized, self._observed, self._longest = True, 0.0, 0.0
@@ -222,7 +222,7 @@ class Meter:
         """
         if self._model is None or self._loss is None:
             return None
-        rows, wanted = batch_length(self._batch), small_batch_size
+        rows, wanted = batch_size_of(self._batch) or 0, small_batch_size
         size = rows // 8 if wanted is None else math.ceil(wanted / self.ranks.size / self._per_row)
         size = max(1, size)
         examples, sizes, too_short = self._over_ranks([self.examples, size * self._per_row, size >= rows])
@@ -369,17 +369,6 @@ class _Calibrator:
             self._signs = self._signs.to(gradient.device)
         part = gradient if gradient.ndim == 0 else gradient[: self._rows]
         return torch.dot(part.reshape(-1).float(), self._signs)
-
-
-def batch_length(batch: Any) -> int:
-    """Examples in `batch`: the length of its first tensor; 0 when it holds none."""
-    if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.ndim else 0
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return next((n for n in map(batch_length, batch) if n), 0)
-    return 0
 
 
 def probe_gradients(

@@ -45,6 +45,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     `next_epoch`, or every 200.
     model, loss: of `ags`, to sample b_small by a probe (`loss(module, batch)` is the mean loss); `observe_batch` must
     then get each batch. Without them, ranks and micro-steps serve as small batches.
+    `scripted_thresholds` are those by the arguments, `scripted_names` the ones that were passed.
     rule: constants of `gain`. `GainRule(spike_limit=None)` turns clipping off; experiments vary the others.
 
     Every rank must construct it with the same arguments and step as often (a few numbers are reduced over
@@ -87,8 +88,8 @@ class TulaOptimizer(torch.optim.Optimizer):
             "s_max": s_max,
         }
         self._scripted: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        self._start = ScalingThresholds(**self._scripted)
-        self._thresholds = self._start
+        self.scripted_names = frozenset(self._scripted)
+        self.scripted_thresholds = self._thresholds = ScalingThresholds(**self._scripted)
         ranks = Ranks(process_group)
         self._meter = Meter(optimizer, ranks, global_batch_size=global_batch_size, model=model, loss=loss)
         self._synced = SyncedThresholds(ranks)
@@ -112,16 +113,6 @@ class TulaOptimizer(torch.optim.Optimizer):
     def thresholds(self) -> ScalingThresholds:
         """The thresholds in force on all ranks."""
         return self._thresholds
-
-    @property
-    def scripted_thresholds(self) -> ScalingThresholds:
-        """The thresholds by the arguments, which hold for every value that the service leaves null."""
-        return self._start
-
-    @property
-    def scripted_names(self) -> frozenset[str]:
-        """The thresholds that were passed explicitly: the service never changes them."""
-        return frozenset(self._scripted)
 
     @property
     def progress(self) -> float:

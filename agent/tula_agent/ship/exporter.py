@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_agent.guard import Guard, logger
+from tula_agent.readings import take
 from tula_agent.ship.spool import REJECTED, Spool, SpooledRequest
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
@@ -61,7 +62,7 @@ class Exporter:
         self._rejected = Spool(spool_path.with_suffix(REJECTED), REJECTED_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._final_requests: list[SpooledRequest] = []
+        self._final_requests: deque[SpooledRequest] = deque()
         self._closing = False
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -74,17 +75,7 @@ class Exporter:
     def start(self) -> None:
         """Start the thread unless it is running."""
         if self._thread is None and not self._closing:
-            thread = threading.Thread(target=self._run, name="tula-agent", daemon=True)
-            if self._started(thread):
-                self._thread = thread
-
-    def _started(self, thread: threading.Thread) -> bool:
-        """False where Python starts no more threads: too many, or version 3.12 while it exits."""
-        try:
-            thread.start()
-        except RuntimeError:
-            return False
-        return True
+            self._thread = _started(self._run, "tula-agent")
 
     def put(self, request: SpooledRequest) -> None:
         """Queue a request, from any thread; over the bound the oldest go to disk, or are counted as dropped."""
@@ -107,15 +98,15 @@ class Exporter:
         """Deliver the rest and `final_requests`, write what remains to disk, and return: all within `deadline_s`."""
         ends = time.monotonic() + deadline_s
         self.start()
-        self._final_requests = final_requests
+        self._final_requests.extend(final_requests)
         self._closing = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline_s * (1 - SAVING_SHARE)))
         if self._thread is None or self._thread.is_alive():
             self._abandoned = True  # stuck in a request: leave it, and save what it has not sent
-            saver = threading.Thread(target=self._save, name="tula-agent-saving", daemon=True)
-            if not self._started(saver):
+            saver = _started(self._save, "tula-agent-saving")
+            if saver is None:
                 self._save()
                 return
             saver.join(max(0.0, ends - time.monotonic()))
@@ -125,7 +116,7 @@ class Exporter:
     def _save(self) -> None:
         """On another thread, since a disk can hang like a network."""
         with self._guard("collecting at exit"):
-            for request in [*self._collect(False), *self._take_final_requests()]:
+            for request in [*self._collect(False), *take(self._final_requests)]:
                 self.put(request)
         self._spool_all()
 
@@ -160,7 +151,7 @@ class Exporter:
                 for request in self._collect(last):
                     self.put(request)
             with self._guard("shipping"):
-                for request in self._take_final_requests() if last else []:
+                for request in take(self._final_requests) if last else []:
                     self.put(request)
                 if self._ready is None or self._ready(last):
                     self.deliver(last)
@@ -172,10 +163,6 @@ class Exporter:
         if transport is not None:
             with self._guard("disconnecting"):
                 transport.close()
-
-    def _take_final_requests(self) -> list[SpooledRequest]:
-        requests, self._final_requests = self._final_requests, []
-        return requests
 
     def deliver(self, last: bool = False) -> None:
         """One delivery, as the thread does: what waits on disk first, then the queue; `last` ignores pauses."""
@@ -217,13 +204,8 @@ class Exporter:
                 self._count_outcome(request, reply)
                 return True
             self._failures += 1
-            pause = backoff_s(
-                self._failures,
-                random.random(),
-                base_s=FIRST_PAUSE_S,
-                cap_s=LONGEST_PAUSE_S,
-                asked_s=reply.retry_after_s,
-            )
+            bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
+            pause = backoff_s(self._failures, random.random(), **bounds, asked_s=reply.retry_after_s)
             self._not_before = self._clock() + pause
             if self._failures == TRIES_BEFORE_OPEN:
                 logger.warning("the service does not take measurements (%s); they wait on disk", _reason(reply))
@@ -261,6 +243,16 @@ class Exporter:
             kept = self._spool.append(request)
         if not kept:
             self.dropped += request.values
+
+
+def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
+    """A new daemon thread; None where Python starts no more: too many, or version 3.12 while it exits."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def _reason(reply: Reply) -> str:

@@ -7,7 +7,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 from urllib.parse import urlencode
 
 from tula_agent.config import UNKNOWN_RUN, AgentConfig, WantedJob, is_id
@@ -49,20 +49,12 @@ class Process(Protocol):
         """Called when the run is known."""
 
 
-class _Away(Exception):
-    """The service did not answer."""
+class _NoRun(Exception):
+    """Why there is no run; the service's `reply`, if that is the reason."""
 
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(reply.detail)
-        self.reply = reply
-
-
-class _Refused(Exception):
-    """There will be no run. `status`: of the answer, 0 without one."""
-
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, reply: Reply | None = None) -> None:
         super().__init__(reason)
-        self.status = status
+        self.reply = reply
 
 
 class Joining:
@@ -114,11 +106,12 @@ class Joining:
         if self.run_id is None and not self._refused:
             try:
                 self._make()
-            except _Away as away:
-                return away.reply
-            except (_Refused, LookupError, TypeError, ValueError) as error:
+            except (_NoRun, LookupError, TypeError, ValueError) as error:
+                reply = getattr(error, "reply", None)
+                if reply is not None and reply.verdict == "retry":
+                    return cast("Reply", reply)
                 self._refused = True
-                reason = str(error) if isinstance(error, _Refused) else "its answer makes no sense"
+                reason = str(error) if isinstance(error, _NoRun) else "its answer makes no sense"
                 text = "no run of job %r could be made (%s): nothing is measured, training continues"
                 logger.warning(text, self._wanted.name, reason)
             self._publish()
@@ -166,28 +159,29 @@ class Joining:
                 self._mark.write_text(self.run_id)
 
     def _make(self) -> None:
-        config = self._process.config
-        service = _Service(Transport(config.url, config.token, TIMEOUT_S))
+        config, seen = self._process.config, self._process.seen_configuration()
+        assert seen is not None  # `ready` has checked it
+        service = Transport(config.url, config.token, TIMEOUT_S)
         try:
             num_nodes, ranks_per_node = self._nodes()
-            job_id = self._job(service, num_nodes, ranks_per_node)
+            job_id = self._job(service, num_nodes, ranks_per_node, seen[0])
             body = {
                 "kind": "train" if config.plan is None else "profile",
                 "configuration": {
                     "num_nodes": num_nodes,
                     "ranks_per_node": ranks_per_node,
-                    "local_batch_size": self._batch()[0],
-                    "grad_accum_steps": self._batch()[1],
+                    "local_batch_size": seen[0],
+                    "grad_accum_steps": seen[1],
                 },
                 "holder": f"agent-{self._process.boot_id}",
                 "lease_s": LEASE_S,
             }
-            run = service.ask("POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service, job_id))
+            run = _ask(service, "POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service, job_id))
             self.job_id, self.run_id = job_id, _checked(run["id"])
         finally:
-            service.transport.close()
+            service.close()
 
-    def _continued(self, service: _Service, job_id: str) -> dict[str, Any]:
+    def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
         """The training run before a restart by torchrun, if the service still has it.
 
         One that another run continued is older: this machine had no part in the start before.
@@ -198,14 +192,9 @@ class Joining:
                 before = _checked(self._mark.read_text())
         if not before or self._process.config.plan is not None:
             return {}
-        found = service.find(routes.RUN.format(run_id=before))
+        found = _find(service, routes.RUN.format(run_id=before))
         latest = found is not None and found["job_id"] == job_id and found.get("end_cause") != "superseded"
         return {"continues": before} if latest else {}
-
-    def _batch(self) -> tuple[int, int]:
-        seen = self._process.seen_configuration()
-        assert seen is not None  # `ready` has checked it
-        return seen
 
     def _nodes(self) -> tuple[int, int]:
         """Nodes and ranks per node; a rank is a replica of the model. By host names, or else by the launcher's."""
@@ -219,52 +208,46 @@ class Joining:
         ranks_per_node = min(ranks, max(1, processes // per_replica))
         return max(1, ranks // ranks_per_node), ranks_per_node
 
-    def _job(self, service: _Service, num_nodes: int, ranks_per_node: int) -> str:
+    def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
         """The id of the job: found by that, found by its name, or registered."""
         name = self._wanted.name
-        if is_id(name) and service.find(f"{routes.JOB_RUNS.format(job_id=name)}?limit=1"):
+        if is_id(name) and _find(service, f"{routes.JOB_RUNS.format(job_id=name)}?limit=1"):
             return name
-        page = service.ask("GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': _JOBS_READ})}")
+        page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': _JOBS_READ})}")
         ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
         if len(ids) > 1:
-            raise _Refused(f"{len(ids)} jobs have this name: give the id of one")
+            raise _NoRun(f"{len(ids)} jobs have this name: give the id of one")
         if ids:
             return ids[0]
         if self._wanted.dataset_size is None:
-            raise _Refused("there is no such job: give tula_agent.init dataset_size and epochs to register it")
+            raise _NoRun("there is no such job: give tula_agent.init dataset_size and epochs to register it")
         body = {
             "name": name,
             "model": {"name": name},
             "dataset": {"size": self._wanted.dataset_size},
             "epochs": self._wanted.epochs or 1.0,
             "cluster": {"max_nodes": num_nodes, "ranks_per_node": ranks_per_node},
-            "batch": {"min_local_batch_size": min(32, self._batch()[0])},
+            "batch": {"min_local_batch_size": min(32, local_batch_size)},
         }
-        return _checked(service.ask("POST", routes.JOBS, body)["job"]["id"])
+        return _checked(_ask(service, "POST", routes.JOBS, body)["job"]["id"])
 
 
-class _Service:
-    """Requests whose answer is needed at once. Raises _Away and _Refused."""
+def _ask(service: Transport, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer to a request whose answer is needed at once. Raises _NoRun."""
+    reply = service.exchange(method, path, None if body is None else encode(body))
+    if reply.verdict != "delivered" or reply.body is None:
+        raise _NoRun(f"{reply.status} {reply.detail}".strip(), reply)
+    return reply.body
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        reply = self.transport.exchange(method, path, None if body is None else encode(body))
-        if reply.verdict == "retry":
-            raise _Away(reply)
-        if reply.verdict == "refused" or reply.body is None:
-            raise _Refused(f"{reply.status} {reply.detail}".strip(), reply.status)
-        return reply.body
-
-    def find(self, path: str) -> dict[str, Any] | None:
-        """The resource, None where there is none."""
-        try:
-            return self.ask("GET", path)
-        except _Refused as refused:
-            if refused.status == 404:
-                return None
-            raise
+def _find(service: Transport, path: str) -> dict[str, Any] | None:
+    """The resource, None where there is none. Raises _NoRun."""
+    try:
+        return _ask(service, "GET", path)
+    except _NoRun as error:
+        if error.reply is not None and error.reply.status == 404:
+            return None
+        raise
 
 
 class _JoiningTransport(Transport):
