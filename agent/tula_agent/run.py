@@ -325,6 +325,16 @@ class Run:
                 else:
                     recorder.finish("out_of_memory", text, local_batch_size)
 
+    def report_exception(self, error: BaseException) -> None:
+        """This exception ends the training: report it, as out of memory where it is that."""
+        with self.guard("reporting a failure"):
+            from tula_agent.oom_watch import is_out_of_memory
+
+            if is_out_of_memory(error):
+                self.report_out_of_memory(error)
+            else:
+                self.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
+
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """See `tula_agent.checkpoint.save`; without its first argument. Its time counts in no step."""
         with self.paused():
@@ -362,15 +372,8 @@ def _finish_at_exit() -> None:
 
 
 def _report_exception(error: BaseException) -> None:
-    run = _current
-    if run is not None:
-        with run.guard("reporting a failure"):
-            from tula_agent.oom_watch import is_out_of_memory
-
-            if is_out_of_memory(error):
-                run.report_out_of_memory(error)
-            else:
-                run.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
+    if _current is not None:
+        _current.report_exception(error)
 
 
 def _keep_exit_status(status: Any) -> None:

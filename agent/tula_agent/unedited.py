@@ -72,7 +72,8 @@ class UneditedLoop:
             if self.run.recorder is not None:
                 self.run.recorder.measure_whole_batches("no batch comes from a DataLoader")
             self._boundary(self.run)
-            self.run.batch_arrived(torch.empty(self._local_batch_size(self.run), 0))
+            configured = None if self.run.config is None else self.run.config.local_batch_size
+            self.run.batch_arrived(torch.empty(configured or 1, 0))
         elif self._ended:
             self._stepped_after_the_end(self.run)
         self._micro_steps = 0
@@ -154,9 +155,6 @@ class UneditedLoop:
             self._left = True
             time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
             raise SystemExit(0)
-
-    def _local_batch_size(self, run: Run) -> int:
-        return (run.config.local_batch_size if run.config is not None else None) or 1
 
     def _say_what_is_not_seen(self, run: Run) -> None:
         if run.config is None or run.config.rank != 0:

@@ -105,14 +105,8 @@ class TulaCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Report the exception now, since Lightning ends some processes itself."""
         self._fit.close()
-        if self.run is None:
-            return
-        from tula_agent.oom_watch import is_out_of_memory
-
-        if is_out_of_memory(exception):
-            self.run.report_out_of_memory(exception)
-        else:
-            self.run.finish(succeeded=False, message=f"{type(exception).__name__}: {exception}"[:2000])
+        if self.run is not None:
+            self.run.report_exception(exception)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Send the remaining measurements and end the run."""

@@ -56,21 +56,25 @@ class Exporter:
         self._ready = ready
         self._guard = guard
         self.queue_limit_bytes = queue_limit_bytes
+        self._final_requests: deque[SpooledRequest] = deque()
+        self._abandoned = False
+        self._clock = clock
+        self._quick_until = clock() + QUICK_FOR_S
+        self._not_before = 0.0
+        self._begin(spool_path, spool_limit_bytes)
+
+    def _begin(self, spool_path: Path, spool_limit_bytes: int) -> None:
+        """What a process has of its own: lock, queue, spool and connection."""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self._queue: deque[SpooledRequest] = deque()
         self._queued_bytes = 0
         self._spool = Spool(spool_path, spool_limit_bytes)
         self._rejected = Spool(spool_path.with_suffix(REJECTED), REJECTED_LIMIT_BYTES)
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._final_requests: deque[SpooledRequest] = deque()
-        self._closing = False
-        self._abandoned = False
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
+        self._closing = False
         self._failures = 0
-        self._clock = clock
-        self._quick_until = clock() + QUICK_FOR_S
-        self._not_before = 0.0
 
     def start(self) -> None:
         """Start the thread unless it is running."""
@@ -128,17 +132,8 @@ class Exporter:
 
     def reset_in_child(self) -> None:
         """In a forked child: new lock, spool and empty queue, no connection; the parent sends what was queued."""
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._queue = deque()
-        self._queued_bytes = 0
-        self._thread = None
-        self._transport = None
-        self._closing = False
-        self._failures = 0
-        name = f"{self._spool.path.stem}-fork{os.getpid()}{self._spool.path.suffix}"
-        self._spool = Spool(self._spool.path.with_name(name), self._spool.limit_bytes)
-        self._rejected = Spool(self._spool.path.with_suffix(REJECTED), REJECTED_LIMIT_BYTES)
+        path = self._spool.path
+        self._begin(path.with_name(f"{path.stem}-fork{os.getpid()}{path.suffix}"), self._spool.limit_bytes)
 
     # On the shipping thread.
 

@@ -135,7 +135,10 @@ class RequestBuilder:
         self._device.update(take(self._readings.device))
         for name, value in self._device_use().items() if taken else ():
             self._readings.add_value(taken[-1][0].step, name, value)
-        channel = self._connected()
+        channel = None
+        if self._guard.works("reaching the other ranks"):
+            with self._guard("reaching the other ranks"):
+                channel = self._channel()
         if self._identity().rank == 0:
             due = self._collect_first(taken, channel, last)
         else:
@@ -169,10 +172,19 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        if channel is not None:
-            self._send_to_first(channel)
+        """Times for the first rank; for the service memory, with the median step time."""
+        timings = take(self._readings.comm) if channel is not None else []
+        if channel is not None and timings:
+            with self._guard("sending times to the first rank"):
+                channel.post([list(timing) for timing in timings])
         self._summary.extend(timing for timing, warmup, sampled in taken if sampled and not warmup)
-        return self._summarise()
+        due = []
+        for size in list(self._readings.memory):
+            steps = [timing for timing in self._summary if timing.local_batch_size == size]
+            if steps:
+                usual = median(timing.step_time_s for timing in steps)
+                due += self._samples([SampleRow(steps[-1]._replace(step_time_s=usual), warmup=False)])
+        return due
 
     def _add_row_for(self, comm: CommTiming, now: float) -> None:
         """In training, a usual step that DDP timed is worth a row even where it would not have been sampled."""
@@ -181,18 +193,6 @@ class RequestBuilder:
             return
         timing = timing._replace(step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
         self._rows[comm.step] = (SampleRow(timing, warmup=False), now)
-
-    def _connected(self) -> Channel | None:
-        if self._guard.works("reaching the other ranks"):
-            with self._guard("reaching the other ranks"):
-                return self._channel()
-        return None
-
-    def _send_to_first(self, channel: Channel) -> None:
-        timings = take(self._readings.comm)
-        if timings:
-            with self._guard("sending times to the first rank"):
-                channel.post([list(timing) for timing in timings])
 
     def _receive(self, channel: Channel, last: bool) -> None:
         """Take what the other ranks have sent; at the end, wait up to HOLD_AT_END_S for the rest."""
@@ -259,16 +259,6 @@ class RequestBuilder:
                 row.method = "cuda_events"
         del self._device[row.timing.step]
         return True
-
-    def _summarise(self) -> list[SpooledRequest]:
-        """What a rank other than the first sends to the service: memory, with its median step time."""
-        due = []
-        for size in list(self._readings.memory):
-            steps = [timing for timing in self._summary if timing.local_batch_size == size]
-            if steps:
-                usual = median(timing.step_time_s for timing in steps)
-                due += self._samples([SampleRow(steps[-1]._replace(step_time_s=usual), warmup=False)])
-        return due
 
     def _ends(self) -> list[SpooledRequest]:
         """Reports of the smaller batches whose last row has been sent."""

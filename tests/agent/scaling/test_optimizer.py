@@ -222,22 +222,6 @@ def test_a_checkpoint_from_before_wrapping_is_accepted():
     train(optimizer, model, batches(2))
 
 
-def test_a_checkpoint_of_a_version_without_spike_clipping_loads_and_scaling_restarts():
-    model = network()
-    optimizer = TulaOptimizer(sgd(model), global_batch_size=32, small_batch_size=8, delta=0.3)
-    train(optimizer, model, batches(10))
-    state = copy.deepcopy(optimizer.state_dict())
-    own = state["tula"]
-    del own["gain"]["usual_norm"], own["thresholds"][-1]
-    del own["gain"]["noise"]["slow"], own["gain"]["noise"]["fast"]
-    resumed = TulaOptimizer(sgd(model), global_batch_size=32, small_batch_size=8)
-    resumed.load_state_dict(state)
-    assert resumed.thresholds == optimizer.thresholds
-    train(resumed, model, batches(10))
-    assert resumed.telemetry()["step"] == 20
-    assert resumed.telemetry()["scale"] > 1.0
-
-
 def test_a_job_resumed_with_another_batch_keeps_its_noise_scale():
     model = network()
     optimizer = TulaOptimizer(sgd(model), global_batch_size=32)
