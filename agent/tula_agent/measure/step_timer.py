@@ -60,7 +60,10 @@ class StepTimer:
     def optimizer_stepped(self, timed: bool = False) -> None:
         """An optimizer's step is called; `timed` where `optimizer_returned` will say when it is over."""
         self._stepped = True
-        self._called_at = self._clock() if timed else None
+        if not timed:
+            self._called_at = None
+        elif self._called_at is None:  # a subclass that calls its parent's step may have hooks around both
+            self._called_at = self._clock()
 
     def optimizer_returned(self) -> None:
         """Its step is over. A step of several optimizers took as long as all of them."""
@@ -111,6 +114,7 @@ class StepTimer:
         self._left_at = None
 
     def _begin(self, started: float | None) -> None:
+        self._called_at = None
         self._started, self._input, self._sizes, self._stepped, self._optimizer = started, 0.0, [], False, None
 
     def leave_out(self) -> None:

@@ -61,18 +61,7 @@ class ScalingThresholds:
     refresh_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in _POLICIES:
-            raise ValueError(f"policy is {self.policy!r:.40}: choose one of {', '.join(_POLICIES)}")
-        if self.granularity not in _GRANULARITIES:
-            raise ValueError(f"granularity is {self.granularity!r:.40}: choose one of {', '.join(_GRANULARITIES)}")
-        for name, (least, most) in THRESHOLDS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value!r:.40}: give a number from {least:g} to {most:g}")
-            if name in WHOLE_THRESHOLDS and value != int(value):
-                raise ValueError(f"{name} is {value}: give a whole number")
+        _check_each(vars(self))
         if self.policy == "static" and self.static_scale is None:
             raise ValueError("static_scale is missing: policy 'static' needs the factor of equation 8")
         if self.s_max is not None and self.s_max < self.s_min:
@@ -120,8 +109,23 @@ class ScalingThresholds:
         return cls(**values)
 
 
+def _check_each(values: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first value that makes no sense by itself; a number may be None."""
+    for name, choices in (("policy", _POLICIES), ("granularity", (*_GRANULARITIES,))):
+        if name in values and values[name] not in choices:
+            raise ValueError(f"{name} is {values[name]!r:.40}: choose one of {', '.join(choices)}")
+    for name, (least, most) in THRESHOLDS.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value!r:.40}: give a number from {least:g} to {most:g}")
+        if name in WHOLE_THRESHOLDS and value != int(value):
+            raise ValueError(f"{name} is {value}: give a whole number")
+
+
 def _typed(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The thresholds in an answer, without those that are null or absent. Raises ValueError for a wrong type."""
+    """The thresholds in an answer, without those that are null or absent. Raises ValueError for one that is wrong."""
     names = [field.name for field in fields(ScalingThresholds)]
     found = {name: answer[name] for name in names if answer.get(name) is not None}
     for name, value in found.items():
@@ -129,6 +133,7 @@ def _typed(answer: Mapping[str, Any]) -> dict[str, Any]:
         if type(value) not in kinds:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{name} must be of type {expected}, not {value!r:.40}")
+    _check_each(found)
     return found
 
 
