@@ -27,9 +27,9 @@ from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, print_table, write_json
-from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Goal, Limits
 from tula_service.perfmodel.pricing import Offer, Training
+from tula_wire.enums import Objective
 
 GOALS = ("time", "cost", "deadline")
 SEARCHES = ("random", "bayes", "tula")
@@ -97,7 +97,7 @@ def compare(workload: Workload, seeds: int = SEEDS) -> dict[tuple[str, str], lis
         paid = times if name == "time" else spent
         best = min(paid[c] for c in paid if times[c] <= deadline_s)
         limits = Limits(deadline_s=deadline_s) if name == "deadline" else Limits()
-        objective = Objective.TIME if name == "time" else Objective.COST
+        objective: Objective = "time" if name == "time" else "cost"
         goal = Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)}, limits)
         chosen = {
             "random": [drawn(times, paid, deadline_s, random.Random(seed)) for seed in range(seeds)],

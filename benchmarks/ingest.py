@@ -36,7 +36,6 @@ from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewChunk, NewJob, NewRun, Store
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
@@ -122,9 +121,7 @@ def prepare(database: str) -> tuple[list[str], str]:
     store = Store.open(database)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
-        new = NewRun(
-            RunKind.TRAIN, Configuration(num_nodes=1, ranks_per_node=VARIANTS, local_batch_size=32), RunState.RUNNING
-        )
+        new = NewRun("train", Configuration(num_nodes=1, ranks_per_node=VARIANTS, local_batch_size=32), "running")
         runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
     store.close()
     return runs, f"Authorization: Bearer {make_token(database)}\r\n"

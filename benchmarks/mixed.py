@@ -32,7 +32,6 @@ import numpy as np
 from benchmarks.support.postgres import databases
 from benchmarks.support.report import median, parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, migrate
-from tula_service.domain import RunKind, RunState
 from tula_service.store import NewJob, NewRun, Store
 from tula_service.usecases.access import ANONYMOUS, issue_token
 from tula_wire import Configuration, JobSpec, routes
@@ -67,7 +66,7 @@ def tenant(database: str, name: str, num_runs: int) -> Tenant:
     with store.transaction() as tx:
         project = tx.projects.create(name)
         job, _ = tx.jobs.create(NewJob(project.id, name, "mixed-net", "knee", SPEC.model_dump(mode="json")))
-        new = NewRun(RunKind.TRAIN, configuration, RunState.RUNNING)
+        new = NewRun("train", configuration, "running")
         runs = tuple(tx.runs.create(job.id, new).id for _ in range(num_runs))
     agent = issue_token(store, ANONYMOUS, name=name, scope="agent", job_id=job.id).secret
     user = issue_token(store, ANONYMOUS, name=name, scope="user", project=name).secret

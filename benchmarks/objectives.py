@@ -27,19 +27,20 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final, Literal
 
 import numpy as np
 
 from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, percentile, print_table, write_json
-from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Goal, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Offer, Training, price
 from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_wire.enums import Objective
 
-OBJECTIVES = ("balanced", "time", "cost", "knee", "kneedle")
+OBJECTIVES: Final[tuple[Objective | Literal["kneedle"], ...]] = ("balanced", "time", "cost", "knee", "kneedle")
 ALSO = ("known", "measured")
 MOVES = ("inward", "outward", "answer_kept", "known", "least")
 _EXAMPLES = 1e6
@@ -71,10 +72,9 @@ def noisy(workload: Workload, noise: float, draw: int) -> Workload:
     return replace(workload, step_time_s=seen)
 
 
-def answer(seen: Workload, name: str) -> Placement:
+def answer(seen: Workload, name: Objective | Literal["kneedle"]) -> Placement:
     """What is recommended after at most six runs."""
-    objective = Objective.KNEE if name == "kneedle" else Objective(name)
-    runs, choice = recommended(seen, goal_for(objective))
+    runs, choice = recommended(seen, goal_for("knee" if name == "kneedle" else name))
     if name == "kneedle":
         return kneedle(seen, runs)
     assert choice.chosen is not None  # there are no limits
@@ -106,7 +106,7 @@ def judge(workload: Workload, noise: float) -> Judged:
     span = np.log(max(batches) / min(batches)) or 1.0
     draws, found = [noisy(workload, noise, draw) for draw in range(_DRAWS)], Judged()
     for seen in draws:
-        chosen = {name: answer(seen, name) for name in OBJECTIVES}
+        chosen: dict[str, Placement] = {name: answer(seen, name) for name in OBJECTIVES}
         chosen |= {"known": known(workload), "measured": known(seen)}
         for name, c in chosen.items():
             beaten = any(max(time[o] / time[c], cost[o] / cost[c]) < 1.0 - noise for o in workload.candidates)
@@ -132,7 +132,7 @@ def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -
 
 def known(workload: Workload) -> Placement:
     """What the rule of `balanced` recommends where every step time of the table is known."""
-    goal = goal_for(Objective.BALANCED)
+    goal = goal_for("balanced")
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
     assert choice.chosen is not None  # there are no limits

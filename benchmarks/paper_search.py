@@ -17,27 +17,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final, get_args
 
 import numpy as np
 
 from benchmarks.step_time import corners, held_out
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import median, percentile, print_table, write_json
-from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.paper_form import fit_paper_form
 from tula_service.perfmodel.points import Points
+from tula_wire.enums import StepTimeForm
 
-PAPER = (StepTimeForm.RING, StepTimeForm.PARAMETER_SERVER)
+PAPER: Final[tuple[StepTimeForm, ...]] = ("ring", "parameter_server")
 
 
 def replay(workload: Workload) -> dict[str, float]:
     """The median error of each search and form on one workload."""
     found = {}
     runs = corners(workload, two=True)
-    for form in StepTimeForm:
-        found[f"two_points.{form.value}"] = median(held_out(workload, runs, form)[0])
+    for form in get_args(StepTimeForm):
+        found[f"two_points.{form}"] = median(held_out(workload, runs, form)[0])
     for form in PAPER:
-        found[f"full.{form.value}"] = median([_left_out(workload, one, form) for one in workload.candidates])
+        found[f"full.{form}"] = median([_left_out(workload, one, form) for one in workload.candidates])
     return found
 
 

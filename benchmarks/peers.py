@@ -25,7 +25,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -45,11 +45,11 @@ from benchmarks.support.peers.black_box import seconds_per_epoch
 from benchmarks.support.report import mean, print_table, write_json
 from examples.demo import SPEC
 from tula_client import Client
-from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Goal
 from tula_service.perfmodel.pricing import Offer, Training
+from tula_wire.enums import Objective
 
-GOALS = ("time", "cost")
+GOALS: Final[tuple[Objective, ...]] = ("time", "cost")
 RUNS, NOISE, ROUNDS = 6, 0.03, 2
 RANKS, BATCHES = (1, 2, 4), (16, 32, 64, 128)
 JOB = (
@@ -82,7 +82,7 @@ def tula_on_tables(cases: Sequence[tuple[Workload, int]]) -> Answers:
     found: Answers = {}
     for workload, _ in cases:
         for name in GOALS:
-            goal = Goal(Objective(name), Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)})
+            goal = Goal(name, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)})
             runs, choice = recommended(workload, goal)
             assert choice.chosen is not None  # there are no limits
             true = paid_by(workload, False)[name]

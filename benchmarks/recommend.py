@@ -21,7 +21,6 @@ import sqlalchemy as sa
 
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
 from tula_wire import Configuration, JobSpec, routes
 
@@ -86,10 +85,10 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
         )
         run_id = ""
         for place, configuration in enumerate(CONFIGURATIONS):
-            run = tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
+            run = tx.runs.create(job.id, NewRun("profile", configuration))
             columns = SampleColumns(steps, steps, step_times(configuration, samples_per_run, number * RUNS + place))
             tx.samples.add(run.key, job.id, NewSamples(0, "bench", columns))
-            tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
+            tx.runs.transition(run.id, expected=["pending"], to="succeeded")
             run_id = run.id
     return job.id, run_id
 

@@ -33,7 +33,6 @@ from benchmarks.recommend import measure as ask_questions
 from benchmarks.support.postgres import databases
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.domain import RunKind
 from tula_service.store import NewRun, Store, partitions, tables
 from tula_service.store.archive import Archive
 from tula_service.store.telemetry import chunk_row
@@ -103,7 +102,7 @@ class Filler:
         self.job_id, _ = made_by_the_service(store, 0, SAMPLES)
         with store.transaction() as tx:
             configuration = Configuration(num_nodes=8, ranks_per_node=4, local_batch_size=128)
-            run = tx.runs.create(self.job_id, NewRun(RunKind.TRAIN, configuration))
+            run = tx.runs.create(self.job_id, NewRun("train", configuration))
         each = max(1, self.values // (CHUNK * len(COLUMNS)))
         rows = []
         for number, body in enumerate(itertools.islice(chunks(10**9), each * VARIANTS)):

@@ -30,7 +30,6 @@ import numpy as np
 
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
-from tula_service.domain import Objective, Search, StepTimeForm
 from tula_service.perfmodel.candidates import Column, column_of, columns_of
 from tula_service.perfmodel.choice import Choice, Goal, Limits, recommend
 from tula_service.perfmodel.planner import PlanBudget, corner_design, design, first_columns, plan
@@ -38,6 +37,7 @@ from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
+from tula_wire.enums import Objective, StepTimeForm
 
 PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
 PLANNED = ("adaptive4", "adaptive6")
@@ -103,7 +103,7 @@ def profile(
     model: StepTimeModel | None = None
     while True:
         budget = PlanBudget(max_runs=runs, by_column=by_column)
-        step = plan(Search.ADAPTIVE, workload.candidates, model, goal=goal, budget=budget)
+        step = plan("adaptive", workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
         done += [run.configuration for run in step.runs]  # type: ignore[misc]
@@ -123,7 +123,7 @@ def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
 
 
 def held_out(
-    workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = StepTimeForm.OVERLAP
+    workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap"
 ) -> tuple[list[float], list[float]]:
     """Relative error and "inside its 90 % interval" of every configuration that was not profiled."""
     seen = set(profiled)
@@ -147,7 +147,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
         "adaptive6": designed(workload, 6),
     }
     for name, chosen in profiled.items():
-        errors, inside = held_out(workload, chosen, StepTimeForm.RING if name == "ring" else StepTimeForm.OVERLAP)
+        errors, inside = held_out(workload, chosen, "ring" if name == "ring" else "overlap")
         found.error[name], found.coverage[name] = median(errors), mean(inside)
     left_out = [held_out(workload, [c for c in workload.candidates if c != one]) for one in workload.candidates]
     found.error["full"] = median([errors[0] for errors, _ in left_out])
@@ -187,7 +187,7 @@ def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
 
 def goal_of(name: str, limits: Limits | None = None) -> Goal:
     """The goal of that name; prices are per GPU-hour."""
-    objective = Objective.TIME if name == "time" else Objective.COST
+    objective: Objective = "time" if name == "time" else "cost"
     return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
 
@@ -239,10 +239,10 @@ def time_plan() -> dict[str, float]:
     taken = []
     for _ in range(3):
         started = time.perf_counter()
-        plan(Search.ADAPTIVE, candidates, goal=goal_of("time"))
+        plan("adaptive", candidates, goal=goal_of("time"))
         taken.append(time.perf_counter() - started)
     tracemalloc.start()
-    plan(Search.ADAPTIVE, candidates, goal=goal_of("time"))
+    plan("adaptive", candidates, goal=goal_of("time"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {f"plan_ms.{len(candidates)}": 1000.0 * min(taken), f"plan_mib.{len(candidates)}": peak / 2**20}
@@ -290,7 +290,7 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
         step_time = {c: workload.step_time_s[c] for c in members}
         best = min(step_time.values())
         only_members: dict[Configuration, float] = {c: 1.0 if c in members else _NEVER for c in workload.candidates}
-        goal = Goal(Objective.TIME, Training(_DATASET), {"default": Offer()}, steps_factor=only_members)
+        goal = Goal("time", Training(_DATASET), {"default": Offer()}, steps_factor=only_members)
         runs, choice = recommended(workload, goal)
         verified.append(step_time[choice.chosen.configuration] / best - 1.0)  # type: ignore[union-attr, index]
         unverified.append(step_time[min(members, key=lambda c: (mean_s[c], c))] / best - 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.support.server import make_token
-from tula_service.domain import RunKind, RunState
 from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store
 from tula_wire import Configuration
 
@@ -45,8 +44,8 @@ def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
     configuration = Configuration(num_nodes=1, ranks_per_node=256, local_batch_size=32)
     with store.transaction() as tx:
         job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
-        run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, configuration, RunState.RUNNING))
+        run = tx.runs.create(job.id, NewRun("train", configuration, "running"))
         for _ in range(profile_runs):
-            tx.runs.create(job.id, NewRun(RunKind.PROFILE, configuration))
+            tx.runs.create(job.id, NewRun("profile", configuration))
     store.close()
     return Prepared(database, job.id, run.id, make_token(database))

@@ -5,6 +5,7 @@ from tula_wire._base import WireModel, read
 from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, TokenCreate, TokenCreated, TokenList
 from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.enums import Basis, Objective, RunKind, RunState, Search
 from tula_wire.fabrics import AllReduceCost, AllReduceReading, AllReduces, Backend, Fabric, FabricList, FabricProbe
 from tula_wire.jobs import (
     JOBS_COUNTED,
@@ -22,16 +23,13 @@ from tula_wire.jobs import (
     JobSummary,
     Limits,
     ModelSpec,
-    Objective,
     Price,
     ProfilingSpec,
-    Search,
     SpotPrice,
 )
 from tula_wire.memory import MemoryBreakdown
 from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.recommendations import (
-    Basis,
     Candidate,
     Estimate,
     Knee,
@@ -48,10 +46,8 @@ from tula_wire.runs import (
     Run,
     RunClaimed,
     RunCreate,
-    RunKind,
     RunList,
     RunPatch,
-    RunState,
 )
 from tula_wire.samples import (
     COLUMNS,

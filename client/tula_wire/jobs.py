@@ -9,15 +9,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Timestamp, UsdPerHour, WireModel
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.enums import Objective, Search, StepTimeForm
 from tula_wire.recommendations import Recommendation
 from tula_wire.runs import MeasuringSteps, Run, WarmupSteps
 
 JOBS_COUNTED: Final = 1000
 """The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
 
-Objective = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
-Search = Literal["full", "partial", "adaptive", "paper"]
-StepTimeModel = Literal["overlap", "ring", "parameter_server"]
 Optimizer = Literal["sgd", "momentum", "adam", "other"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -210,7 +208,7 @@ class JobSpec(WireModel):
         description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative, "
         "`paper` two points: the smallest batch on the smallest cluster, the largest on the largest.",
     )
-    step_time_model: StepTimeModel = Field(
+    step_time_model: StepTimeForm = Field(
         "overlap",
         description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
     )

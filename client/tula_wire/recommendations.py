@@ -8,8 +8,7 @@ from pydantic import Field
 
 from tula_wire._base import Timestamp, WireModel
 from tula_wire.configurations import Configuration
-
-Basis = Literal["prior", "transfer", "probed", "profiled"]
+from tula_wire.enums import Basis
 
 
 class Estimate(WireModel):

@@ -8,11 +8,8 @@ from pydantic import Field
 
 from tula_wire._base import Base64, Count, Id, Message, Name, Seconds, Share, Timestamp, WireModel
 from tula_wire.configurations import Configuration
+from tula_wire.enums import EndCause, RunKind, RunOrigin, RunState
 
-RunKind = Literal["profile", "train"]
-RunOrigin = Literal["plan", "user"]
-EndCause = Literal["vanished", "superseded", "no_samples", "time_limit"]
-RunState = Literal["pending", "claimed", "running", "succeeded", "out_of_memory", "failed", "cancelled"]
 WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
 MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
 

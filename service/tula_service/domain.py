@@ -6,33 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, Final, assert_never
+from typing import Any, Final, Literal, TypeAlias
 
 from tula_wire.configurations import Configuration
+from tula_wire.enums import FINAL_STATES, EndCause, Objective, RunKind, RunOrigin, RunState
 from tula_wire.memory import MemoryReading as MemoryReading
-
-
-class Objective(str, Enum):
-    """What a recommendation optimises."""
-
-    BALANCED = "balanced"
-    TIME = "time"
-    COST = "cost"
-    KNEE = "knee"
-    TIME_TO_QUALITY = "time_to_quality"
-
-    @property
-    def measure(self) -> Measure:
-        """What ranks the candidates; every objective has its place here."""
-        if self is Objective.COST:
-            return Measure.COST
-        if self is Objective.KNEE:
-            return Measure.CURVE
-        if self is Objective.BALANCED:
-            return Measure.COMPROMISE
-        if self is Objective.TIME or self is Objective.TIME_TO_QUALITY:
-            return Measure.TIME
-        assert_never(self)
 
 
 class Measure(Enum):
@@ -48,99 +26,31 @@ class Measure(Enum):
     CURVE = 4
 
 
-class Search(str, Enum):
-    """How a job's candidates are profiled."""
+MEASURES: Final[Mapping[Objective, Measure]] = {
+    "balanced": Measure.COMPROMISE,
+    "time": Measure.TIME,
+    "cost": Measure.COST,
+    "knee": Measure.CURVE,
+    "time_to_quality": Measure.TIME,
+}
 
-    FULL = "full"
-    PARTIAL = "partial"
-    ADAPTIVE = "adaptive"
-    PAPER = "paper"
+PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
+"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
 
+After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
+"""
 
-class StepTimeForm(str, Enum):
-    """Which equation predicts step time: our own, in which communication overlaps, or one of the paper's two."""
-
-    OVERLAP = "overlap"
-    RING = "ring"
-    PARAMETER_SERVER = "parameter_server"
-
-
-class Basis(str, Enum):
-    """What a prediction rests on; never dressed up as more."""
-
-    PRIOR = "prior"
-    TRANSFER = "transfer"
-    PROBED = "probed"
-    PROFILED = "profiled"
-
-
-class RunKind(str, Enum):
-    """Why a run exists."""
-
-    PROFILE = "profile"
-    TRAIN = "train"
-
-
-class RunState(str, Enum):
-    """Life of a run: pending -> claimed -> running -> one of the final states. See `RUN_TRANSITIONS`."""
-
-    PENDING = "pending"
-    CLAIMED = "claimed"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    OUT_OF_MEMORY = "out_of_memory"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        """True when no transition leaves this state."""
-        return self in (RunState.SUCCEEDED, RunState.OUT_OF_MEMORY, RunState.FAILED, RunState.CANCELLED)
-
-
-class RunOrigin(str, Enum):
-    """Who asked for a run: the profiling plan, or the user."""
-
-    PLAN = "plan"
-    USER = "user"
-
-
-class EndCause(str, Enum):
-    """Why a run ended, where its state does not say it.
-
-    VANISHED: the lease of a training expired. SUPERSEDED: another training continued it before it reported its end.
-    NO_SAMPLES: a profiling run reported success without a single sample. TIME_LIMIT: a training ended itself when it
-    had used up its deadline or budget.
-    """
-
-    VANISHED = "vanished"
-    SUPERSEDED = "superseded"
-    NO_SAMPLES = "no_samples"
-    TIME_LIMIT = "time_limit"
-
-
-class PlanState(str, Enum):
-    """Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
-
-    After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
-    """
-
-    CURRENT = "current"
-    STALE = "stale"
-    STALE_OUT_OF_MEMORY = "stale_out_of_memory"
-
-
-_ANY_BUT_CLAIMED: Final = frozenset(set(RunState) - {RunState.CLAIMED})
+_ANY_BUT_CLAIMED: Final = FINAL_STATES | frozenset[RunState]({"pending", "running"})
 RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunState]]] = {
-    (RunState.PENDING, None): frozenset({RunState.CANCELLED}),
-    (RunState.CLAIMED, None): _ANY_BUT_CLAIMED,
-    (RunState.RUNNING, None): _ANY_BUT_CLAIMED,
-    (RunState.FAILED, EndCause.VANISHED): _ANY_BUT_CLAIMED - {RunState.FAILED},
+    ("pending", None): frozenset({"cancelled"}),
+    ("claimed", None): _ANY_BUT_CLAIMED,
+    ("running", None): _ANY_BUT_CLAIMED,
+    ("failed", "vanished"): _ANY_BUT_CLAIMED - {"failed"},
 }
 """Where a report may move a run, by its state and end cause; a combination that is not listed is final.
 
 A report is a PATCH by the run's holder. A vanished training was alive after all when it reports. Two transitions need
-no report: a claim moves PENDING to CLAIMED, and the expired lease of a profiling run moves it back to PENDING.
+no report: a claim moves pending to claimed, and the expired lease of a profiling run moves it back to pending.
 """
 
 

@@ -14,7 +14,6 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_probability
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import lessons_of, prior_of
-from tula_service.domain import Objective, StepTimeForm
 from tula_service.perfmodel.choice import Choice, Goal, Limits, Recommendation, choose, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
@@ -24,6 +23,7 @@ from tula_service.perfmodel.pricing import Estimate, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
+from tula_wire.enums import Objective
 
 MODEL_VERSION = "step-time-7"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
@@ -116,9 +116,9 @@ class Answer:
 Analysis: TypeAlias = Answer | Infeasible
 
 
-def analyse(data: JobData, objective: str | None = None) -> Analysis:
+def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
     """Fit the evidence of a job once, price every candidate, and choose for this objective or the job's own."""
-    wanted = Objective(objective or data.objective)
+    wanted: Objective = objective or data.objective
     try:
         return _answer(data, wanted)
     except ObservationError as error:
@@ -131,7 +131,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     prior = prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None)
     model = fit_step_time(
         evidence.observed,
-        form=StepTimeForm(data.spec.step_time_model),
+        form=data.spec.step_time_model,
         prior=prior,
         candidates=evidence.candidates,
         interval_scale=lessons.interval_scale,
@@ -141,7 +141,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, min(c.global_batch_size for c in evidence.candidates))
-        if wanted is Objective.TIME_TO_QUALITY:
+        if wanted == "time_to_quality":
             goal = replace(goal, steps_factor={c: 1.0 / efficiency.of(c) for c in evidence.candidates})
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
     found = recommend(

@@ -11,20 +11,13 @@ import numpy as np
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData
-from tula_service.domain import (
-    MemoryReading,
-    RunKind,
-    RunRecord,
-    RunState,
-    RunSummary,
-    StepTimeForm,
-    configuration_mismatch,
-)
+from tula_service.domain import MemoryReading, RunRecord, RunSummary, configuration_mismatch
 from tula_service.perfmodel.memory_model import Beside, MemoryModel, MemoryPrior, Shards, fit_memory
 from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
+from tula_wire.enums import FINAL_STATES, StepTimeForm
 from tula_wire.format import cluster_name
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
@@ -84,7 +77,7 @@ def evidence_of(data: JobData) -> Evidence:
     rows: list[tuple[Configuration, RunSummary]] = []
     misconfigured: set[str] = set()
     for summary in data.summaries:
-        if summary.state is RunState.OUT_OF_MEMORY:
+        if summary.state == "out_of_memory":
             continue
         if summary.step_time_s is None:
             if summary.num_samples:
@@ -181,13 +174,13 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
-        if run.id in unusable or run.kind is RunKind.PROFILE:
+        if run.id in unusable or run.kind == "profile":
             by_configuration.setdefault(run.configuration, []).append(run)
     ruled_out: set[Configuration] = set()
     repeated: list[RunRecord] = []
     for configuration, runs in by_configuration.items():
-        newest = next((run for run in runs if run.state is not RunState.CANCELLED), runs[0])
-        ended = next((run for run in runs if run.state.is_final), None)
+        newest = next((run for run in runs if run.state != "cancelled"), runs[0])
+        ended = next((run for run in runs if run.state in FINAL_STATES), None)
         if _has_failed(newest, unusable) and newest.key > data.retried_up_to_key:
             ruled_out.add(configuration)
         elif ended is not None and _has_failed(ended, unusable) and ended.key <= data.retried_up_to_key:
@@ -196,7 +189,7 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _has_failed(run: RunRecord, unusable: set[str]) -> bool:
-    return run.state is RunState.FAILED or run.id in unusable
+    return run.state == "failed" or run.id in unusable
 
 
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:
@@ -284,7 +277,7 @@ def out_of_memory_runs(measured: Measured, summaries: Sequence[RunSummary]) -> O
     contradicted: list[RunSummary] = []
     warnings: list[str] = []
     bound: dict[str, float] = {}
-    failed = [summary for summary in summaries if summary.state is RunState.OUT_OF_MEMORY]
+    failed = [summary for summary in summaries if summary.state == "out_of_memory"]
     for summary in sorted(failed, key=failed_batch, reverse=True):
         name, batch = summary.configuration.instance_type, failed_batch(summary)
         larger = [

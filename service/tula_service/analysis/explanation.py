@@ -10,7 +10,6 @@ import tula_wire as wire
 from tula_service.analysis import job_data, priors, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
-from tula_service.domain import Basis, Objective
 from tula_service.perfmodel.choice import Choice, duration
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
@@ -21,10 +20,10 @@ from tula_wire.recommendations import ScalingRule
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
 _RESTS_ON = {
-    Basis.PRIOR: "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
-    Basis.TRANSFER: "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
-    Basis.PROBED: "No run on several nodes has been measured yet: communication is what a probe of these nodes says.",
-    Basis.PROFILED: "",
+    "prior": "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
+    "transfer": "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
+    "probed": "No run on several nodes has been measured yet: communication is what a probe of these nodes says.",
+    "profiled": "",
 }
 
 
@@ -43,8 +42,8 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         return None if estimate is None else by_key[estimate.key]
 
     return {
-        "basis": answer.model.basis.value,
-        "objective": answer.objective.value,
+        "basis": answer.model.basis,
+        "objective": answer.objective,
         "chosen": found(choice.chosen),
         "runner_up": found(choice.runner_up),
         "least_time": found(choice.least_time),
@@ -70,8 +69,8 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
     """The same of a job that has no candidate left."""
     reason = analysis.reason
     return {
-        "basis": Basis.PRIOR.value,
-        "objective": analysis.objective.value,
+        "basis": "prior",
+        "objective": analysis.objective,
         "knee": wire.Knee(found=False, reason="no knee: there is no candidate."),
         "why": f"Nothing can be recommended. {reason[0].upper()}{reason[1:]}",
         "candidates": [],
@@ -94,10 +93,10 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
     warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
     warnings += _waits_for_data(answer)
-    if model.basis is Basis.PRIOR:
+    if model.basis == "prior":
         warnings += priors.guesses_of(answer.data.spec)
     return wire.ModelReport(
-        form=model.form.value,
+        form=model.form,
         version=MODEL_VERSION,
         num_runs=evidence.num_runs,
         num_samples=evidence.num_samples,
@@ -118,14 +117,14 @@ def why(answer: Answer) -> str:
         parts.append(f"{_named(chosen)}{on_demand}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
             parts.append(_against(spec, chosen, choice.runner_up))
-        if answer.objective in (Objective.BALANCED, Objective.KNEE) and choice.within_limits_is_likely:
+        if answer.objective in ("balanced", "knee") and choice.within_limits_is_likely:
             parts.append(_smaller_batch(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
     parts += _nearest_misses(choice)
-    if answer.objective is Objective.TIME_TO_QUALITY:
+    if answer.objective == "time_to_quality":
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
             f"{answer.efficiency.noise_scale:.3g} examples"

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 import tula_wire as wire
-from tula_service.domain import RunKind, RunRecord, RunSummary
+from tula_service.domain import RunRecord, RunSummary
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
 from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Offer, Spot
+from tula_wire.enums import Objective
 
 FloatArray = npt.NDArray[np.float64]
 _UNKNOWN_BOUND_DOUBLINGS = 5
@@ -48,7 +49,7 @@ class JobData:
     """
 
     spec: wire.JobSpec
-    objective: str
+    objective: Objective
     data_version: int
     runs: Sequence[RunRecord] = ()
     summaries: Sequence[RunSummary] = ()
@@ -83,13 +84,13 @@ class JobData:
     @property
     def drift(self) -> str | None:
         """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
-        newest = max((run for run in self.runs if run.kind is RunKind.TRAIN), key=lambda run: run.key, default=None)
+        newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return newest.drift_sentence if newest is not None and newest.drifted else None
 
     @property
     def profile_runs(self) -> list[RunRecord]:
         """The profiling runs, in plan order."""
-        return [run for run in self.runs if run.kind is RunKind.PROFILE]
+        return [run for run in self.runs if run.kind == "profile"]
 
     def ignoring(self, run_id: str) -> JobData:
         """The same data without the step time of this run."""

@@ -19,7 +19,7 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
-from tula_service.domain import Measure
+from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.step_summary import DriftState, known_mean, robust_mean, watch_drift
 from tula_wire import Configuration
@@ -288,7 +288,7 @@ def reconfigure(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: A
     stay_s = left / c.global_batch_size * alarm.level_s
     move_s = left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
     stay, move, unit = stay_s, move_s + restart_s, "s"
-    if analysis.objective.measure is Measure.COST:
+    if MEASURES[analysis.objective] is Measure.COST:
         peak = None if chosen.peak_bytes is None else chosen.peak_bytes.mean
         both = (c, monitor.peak_bytes), (chosen.configuration, peak)
         rates = [usd_per_s(analysis.spec, each, peak_bytes) for each, peak_bytes in both]

@@ -13,11 +13,12 @@ from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import posteriors_of
-from tula_service.domain import RunRecord, RunState, Search
+from tula_service.domain import RunRecord
 from tula_service.perfmodel.candidates import column_of, columns_of
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
+from tula_wire.enums import FINAL_STATES
 from tula_wire.jobs import ProfilingCost
 
 _DEFAULT_MAX_RUNS = 8
@@ -58,8 +59,8 @@ class PlanDecision:
 def plan_of(analysis: Analysis) -> PlanDecision:
     """Decide what to profile next. Runs that have begun continue; a waiting run stays while it is still worth it."""
     runs = analysis.data.profile_runs
-    waiting = [run for run in runs if run.state is RunState.PENDING]
-    begun = [run for run in runs if run.state in (RunState.CLAIMED, RunState.RUNNING)]
+    waiting = [run for run in runs if run.state == "pending"]
+    begun = [run for run in runs if run.state in ("claimed", "running")]
     try:
         if isinstance(analysis, Infeasible):
             raise ObservationError(analysis.reason)
@@ -99,7 +100,7 @@ def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
 def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
     """The waiting runs that are feasible and whose configuration no other run has measured."""
     evidence = answer.evidence
-    ids = {run.id for run in answer.data.profile_runs if not run.state.is_final}
+    ids = {run.id for run in answer.data.profile_runs if run.state not in FINAL_STATES}
     measured = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
     feasible = set(evidence.candidates) - evidence.failed - measured
     return [run for run in waiting if run.configuration in feasible]
@@ -148,7 +149,7 @@ def _repeated(answer: Answer, failed: Sequence[RunRecord]) -> tuple[NextRun, ...
 def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
     evidence = answer.evidence
     return plan(
-        Search(answer.spec.search),
+        answer.spec.search,
         evidence.candidates,
         answer.model,
         goal=answer.goal,
@@ -205,22 +206,22 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
     """
     begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
     launches = _launches(begun, spec)
-    measured = [run for run in plan if run.step_time_s is not None and run.state.is_final]
+    measured = [run for run in plan if run.step_time_s is not None and run.state in FINAL_STATES]
     share = fmean(_needed(run) / _steps(run) for run in measured) if measured else 1.0
     ended = [
         spans
         for spans in launches
-        if any(run.step_time_s for run, _, _ in spans) and all(run.state.is_final for run, _, _ in spans)
+        if any(run.step_time_s for run, _, _ in spans) and all(run.state in FINAL_STATES for run, _, _ in spans)
     ]
     start_up_s = median(max(0.0, _taken(spans)[1] - _in_steps_s(spans)) for spans in ended) if ended else _START_UP_S
     under_way_s = {
         _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans)
         for spans in launches
-        if any(not run.state.is_final and ended_s >= now_s for run, _, ended_s in spans)
+        if any(run.state not in FINAL_STATES and ended_s >= now_s for run, _, ended_s in spans)
     }
     waiting: dict[object, list[RunRecord]] = {}
     for run in plan:
-        if not run.state.is_final:
+        if run.state not in FINAL_STATES:
             waiting.setdefault(_launch(run, spec), []).append(run)
     left = []
     for launch, runs in waiting.items():
@@ -269,7 +270,7 @@ def _ended_s(run: RunRecord, now_s: float) -> float:
 
 def _in_steps_s(spans: Sequence[Span]) -> float:
     """Seconds that the runs of a launch which have ended spent in steps."""
-    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state.is_final)
+    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state in FINAL_STATES)
 
 
 def _needed(run: RunRecord) -> int:
@@ -307,7 +308,7 @@ def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:
 def _failures(answer: Answer) -> str:
     """How many configurations failed for another reason than memory, and the remedy; empty where none did."""
     runs = answer.data.profile_runs
-    failed = {run.configuration for run in runs if run.state is RunState.FAILED} & answer.evidence.failed
+    failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed
     if not failed:
         return ""
     one = len(failed) == 1

@@ -12,7 +12,7 @@ import numpy as np
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData
-from tula_service.domain import Basis, RunSummary
+from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
@@ -265,7 +265,7 @@ def _scale(
     # A run on hardware of uncertain speed says less of a device than its data sheet does.
     nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
     if nearest is not guess:
-        return replace(nearest, basis=Basis.PRIOR)
+        return replace(nearest, basis="prior")
     earlier = [_earlier_scale(scale) for scale in scales]
     device = device_of(cluster)
     return scale_from_jobs(

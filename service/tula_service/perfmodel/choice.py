@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tula_service.domain import Measure, Objective
+from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Offer, Training, price
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration
+from tula_wire.enums import Objective
 
 _NEARLY_BEST = 1.1
 """A compromise gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
@@ -56,7 +57,7 @@ class Goal:
     def value(self, estimate: Estimate) -> Interval:
         """What is to be small. Of a compromise: money and waiting together where waiting has a price, else time x cost,
         which needs no scale; time alone without prices."""
-        measure = self.objective.measure
+        measure = MEASURES[self.objective]
         if measure is Measure.COST:
             return estimate.cost_usd
         if measure is Measure.COMPROMISE and self.priced:
@@ -253,7 +254,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
-    `within_limits_is_likely` is False and `reason` states the chance. `Objective.TIME_TO_QUALITY` chooses the least
+    `within_limits_is_likely` is False and `reason` states the chance. `"time_to_quality"` chooses the least
     time among estimates that were priced with `Goal.steps_factor`.
     """
     if not estimates:
@@ -282,10 +283,9 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
             reason += f" Without deadline and budget, {_least(estimates, excluded)}."
     # By cost, the next best is the next that is not cheaper at its predicted value, which is printed beside it: the
     # rank is by expected cost, where a cheaper but less sure one may come after the chosen one.
-    cheapest = ranked[0].cost_usd.mean if goal.objective.measure is Measure.COST else 0.0
+    cheapest = ranked[0].cost_usd.mean if MEASURES[goal.objective] is Measure.COST else 0.0
     least_time, least_cost, balanced = (
-        _ranked(replace(goal, objective=each), allowed, finding)[0][0]
-        for each in (Objective.TIME, Objective.COST, Objective.BALANCED)
+        _ranked(replace(goal, objective=each), allowed, finding)[0][0] for each in ("time", "cost", "balanced")
     )
     return Choice(
         goal=goal,
@@ -315,7 +315,7 @@ def _frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 def _ranked(goal: Goal, allowed: Sequence[Estimate], finding: KneeFinding) -> tuple[list[Estimate], str]:
     """The estimates, of a compromise those of the frontier, from the best on, and why the first one is."""
-    measure = goal.objective.measure
+    measure = MEASURES[goal.objective]
     if measure is Measure.COMPROMISE:
         return _balanced(goal, _frontier(allowed))
     if measure is Measure.COST:

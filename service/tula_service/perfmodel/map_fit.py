@@ -14,7 +14,6 @@ import numpy.typing as npt
 from scipy.linalg import cholesky
 from scipy.linalg.lapack import dtrtri
 
-from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import (
@@ -160,7 +159,7 @@ class Posterior:
             mean,
             sd,
             self.prior.scales,
-            Basis.TRANSFER,
+            "transfer",
             absolute=True,
             reference_batch_size=self.reference_batch_size,
             in_seconds=COLLECTIVES,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tula_service.domain import StepTimeForm
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.step_time_form import LogStepTimes
+from tula_wire.enums import StepTimeForm
 
 _TERMS = 3
 _PRIOR_DOF = 3.0
@@ -68,5 +68,5 @@ def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> Pa
 
 
 def _columns(points: Points, form: StepTimeForm) -> FloatArray:
-    sync = points.world_size if form is StepTimeForm.PARAMETER_SERVER else 1.0 - 1.0 / points.world_size
+    sync = points.world_size if form == "parameter_server" else 1.0 - 1.0 / points.world_size
     return np.column_stack([points.grad_accum_steps, points.grad_accum_steps * points.local_batch_size, sync])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import special
 
-from tula_service.domain import Measure, Search
+from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.candidates import Column, column_of, columns_of
 from tula_service.perfmodel.choice import Goal, Recommendation, barred_by, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
@@ -20,6 +20,7 @@ from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import jacobian, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire.configurations import Configuration
+from tula_wire.enums import Search
 
 _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
@@ -118,11 +119,11 @@ def plan(
     state = _state_of(search, left, model, budget, frozenset(pending))
     if (stop_reason := _exhausted(state, budget)) is not None:
         return Plan((), None if state.pending else stop_reason)
-    if search is Search.FULL:
+    if search == "full":
         runs = [PlannedRun(c, "Full search: every candidate is profiled.") for c in state.unused]
         return Plan(tuple(runs[: state.runs_left]), None)
-    if search in (Search.PARTIAL, Search.PAPER):
-        return _corners(state, two=search is Search.PAPER)
+    if search in ("partial", "paper"):
+        return _corners(state, two=search == "paper")
     first = _first_columns(state) if budget.by_column else _next_design_runs(state, goal)
     if first is not None:
         return first
@@ -150,7 +151,7 @@ def _state_of(
         used |= frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
     unused = tuple(c for c in candidates if c not in used)
     # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
-    limit = budget.max_runs if search is Search.ADAPTIVE and budget.max_runs is not None else len(candidates) + 1
+    limit = budget.max_runs if search == "adaptive" and budget.max_runs is not None else len(candidates) + 1
     spent = len(used)
     if budget.by_column:
         spent = sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in Counter(map(column_of, used)).values())
@@ -313,7 +314,7 @@ def design(
     # every run, and all of its runs may go in parallel.
     model = unmeasured_model(replace(priors, anywhere=priors.anywhere or generic_prior()), candidates)
     value, weights = None, np.ones(len(candidates))
-    if goal is not None and goal.objective.measure is not Measure.CURVE:
+    if goal is not None and MEASURES[goal.objective] is not Measure.CURVE:
         value = log_value(model, candidates, goal)
         weights = np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT
     rows = [row for row, c in enumerate(candidates) if allowed is None or c in allowed]
@@ -406,7 +407,7 @@ def _refine_choice(state: _State, recommendation: Recommendation, least_gain: fl
     2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
     """
     choice = recommendation.choice
-    chosen, measure = choice.chosen, choice.goal.objective.measure
+    chosen, measure = choice.chosen, MEASURES[choice.goal.objective]
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
         purpose = "Verification: it would be recommended, so it is measured itself."
         return Plan((PlannedRun(chosen.configuration, purpose),), None)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tula_service.domain import Basis
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.roofline import log_per_sample, log_per_step
 from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, ResidualScales, to_seconds
+from tula_wire.enums import Basis
 
 _UNKNOWN_SCALE_SD = 5.0
 ROOFLINE_SD = 0.35
@@ -43,7 +43,7 @@ class StepTimePrior:
     mean: FloatArray
     sd: FloatArray
     scales: ResidualScales = field(default_factory=ResidualScales)
-    basis: Basis = Basis.PRIOR
+    basis: Basis = "prior"
     absolute: bool = False
     reference_batch_size: float | None = None
     in_seconds: tuple[int, ...] = ()
@@ -167,7 +167,7 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
     mean[4] += more
     mean[6] = more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
-    return StepTimePrior(mean, sd, base.scales, Basis.PRIOR, absolute=True, reference_batch_size=b_ref)
+    return StepTimePrior(mean, sd, base.scales, "prior", absolute=True, reference_batch_size=b_ref)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def prior_from_jobs(
         mean[0], sd[0] = scale.mean[0], scale.sd[0]
     mean[collectives] -= mean[0]
     return StepTimePrior(
-        mean, sd, base.scales, Basis.TRANSFER, absolute=True, reference_batch_size=b_ref, in_seconds=COLLECTIVES
+        mean, sd, base.scales, "transfer", absolute=True, reference_batch_size=b_ref, in_seconds=COLLECTIVES
     )
 
 

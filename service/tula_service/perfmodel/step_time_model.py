@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import Basis, StepTimeForm
 from tula_service.perfmodel.input_wait import InputWait, fit_input_wait, without_waits
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import Posterior, data_warnings, fit_posterior, merge_repeats, prior_posterior
@@ -16,6 +15,7 @@ from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_wire.configurations import Configuration
+from tula_wire.enums import Basis, StepTimeForm
 
 _RANGE_TOLERANCE = 1.05
 
@@ -153,7 +153,7 @@ class StepTimeModel:
 def fit_step_time(
     observations: StepTimeObservations | None,
     *,
-    form: StepTimeForm = StepTimeForm.OVERLAP,
+    form: StepTimeForm = "overlap",
     prior: StepTimePrior | Priors | None = None,
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
@@ -244,18 +244,18 @@ def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str
 def _basis(measured: Points, priors: Priors) -> Basis:
     """PROBED where all that is known of several nodes is a probe of their links."""
     only_one_node = float(measured.num_nodes.max()) == 1.0
-    return Basis.PROBED if only_one_node and priors.probed & set(measured.instance_type) else Basis.PROFILED
+    return "probed" if only_one_node and priors.probed & set(measured.instance_type) else "profiled"
 
 
 def _paper_fits(
     rows: Mapping[str, StepTimeObservations], form: StepTimeForm
 ) -> tuple[dict[str, PaperFit], tuple[str, ...]]:
     """The paper's form by instance type, and a sentence for each type that has too few rows for it."""
-    if form is StepTimeForm.OVERLAP:
+    if form == "overlap":
         return {}, ()
     fits = {name: fit_paper_form(observations, form) for name, observations in rows.items()}
     missing = tuple(
-        f"The form {form.value} of {name} needs two configurations: until then the form overlap predicts."
+        f"The form {form} of {name} needs two configurations: until then the form overlap predicts."
         for name, found in fits.items()
         if found is None
     )
@@ -266,7 +266,7 @@ def unmeasured_model(
     prior: StepTimePrior | Priors,
     candidates: Points | Sequence[Configuration] | None,
     *,
-    form: StepTimeForm = StepTimeForm.OVERLAP,
+    form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
@@ -274,7 +274,7 @@ def unmeasured_model(
     unmeasured = {name: _from_prior(believed, largest) for name, believed in sorted(priors.believed.items())}
     fallback = None if priors.anywhere is None else _from_prior(priors.anywhere, largest)
     given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
-    basis = Basis.TRANSFER if given and all(p.basis is Basis.TRANSFER for p in given) else Basis.PRIOR
+    basis: Basis = "transfer" if given and all(p.basis == "transfer" for p in given) else "prior"
     note = "Nothing was measured: every figure comes from hardware data or from other jobs."
     return StepTimeModel(
         form=form,

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from tula_service.domain import PlanState
 from tula_service.store._base import Repository
 from tula_service.store.records import FabricRecord, JsonObject
 from tula_service.store.tables import fabrics, jobs
@@ -33,9 +32,7 @@ class Fabrics(Repository):
             .where(jobs.c.project_id == project_id, jobs.c.state.in_(_AFFECTED))
             .values(
                 data_version=jobs.c.data_version + 1,
-                plan_state=sa.case(
-                    (jobs.c.plan_state == PlanState.CURRENT.value, PlanState.STALE.value), else_=jobs.c.plan_state
-                ),
+                plan_state=sa.case((jobs.c.plan_state == "current", "stale"), else_=jobs.c.plan_state),
             )
         )
         return record

@@ -9,14 +9,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.domain import PlanState, RunKind, RunState
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.records import JobOrder, JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
+from tula_wire.enums import FINAL_STATES
 
-_FINAL = [state.value for state in RunState if state.is_final and state is not RunState.CANCELLED]
+_FINAL = sorted(FINAL_STATES - {"cancelled"})
 _DELETING = "deleting"
 _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "newest": (),
@@ -195,11 +195,9 @@ class Jobs(Repository):
         """Record, in the transaction that changes what the plan rests on, that the plan must be computed again."""
         statement = sa.update(jobs).where(jobs.c.id == job_id)
         if out_of_memory:
-            statement = statement.values(plan_state=PlanState.STALE_OUT_OF_MEMORY.value)
+            statement = statement.values(plan_state="stale_out_of_memory")
         else:
-            statement = statement.where(jobs.c.plan_state == PlanState.CURRENT.value).values(
-                plan_state=PlanState.STALE.value
-            )
+            statement = statement.where(jobs.c.plan_state == "current").values(plan_state="stale")
         self._connection.execute(statement)
 
     def bump(self, job_id: str) -> None:
@@ -238,8 +236,8 @@ class Jobs(Repository):
             sa.select(runs.c.job_id, done, sa.func.count())
             .where(
                 runs.c.job_id.in_(job_ids),
-                runs.c.kind == RunKind.PROFILE.value,
-                runs.c.state != RunState.CANCELLED.value,
+                runs.c.kind == "profile",
+                runs.c.state != "cancelled",
             )
             .group_by(runs.c.job_id)
         )
@@ -250,7 +248,6 @@ class Jobs(Repository):
         done, planned = counts.get(row["id"], (0, 0))
         values = same_fields(JobRecord, row) | {
             "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
-            "plan_state": PlanState(row["plan_state"]),
             "cross_validated_runs": row["cross_validated_runs"] or (),
             "runs_done": done,
             "runs_planned": planned,

@@ -6,13 +6,12 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
-from tula_service.domain import RunKind, RunState
 from tula_service.store._base import Repository
 from tula_service.store.records import RunRecord
 from tula_service.store.runs import RELEASED, SELECT_RUNS, run_record
 from tula_service.store.tables import runs
 
-_HELD = (RunState.CLAIMED.value, RunState.RUNNING.value)
+_HELD = ("claimed", "running")
 
 
 class Leases(Repository):
@@ -32,7 +31,7 @@ class Leases(Repository):
         """
         self._release_expired(job_id)
         wanted = sa.select(runs.c.key).where(
-            runs.c.job_id == job_id, runs.c.state == RunState.PENDING.value, runs.c.kind == RunKind.PROFILE.value
+            runs.c.job_id == job_id, runs.c.state == "pending", runs.c.kind == "profile"
         )
         if max_nodes is not None:
             wanted = wanted.where(runs.c.num_nodes <= max_nodes)
@@ -44,7 +43,7 @@ class Leases(Repository):
             sa.update(runs)
             .where(runs.c.key == key)
             .values(
-                state=RunState.CLAIMED.value,
+                state="claimed",
                 holder=holder,
                 lease_s=lease_s,
                 lease_expires_at=self._now() + timedelta(seconds=lease_s),
@@ -56,12 +55,12 @@ class Leases(Repository):
 
     def claim_column(self, run: RunRecord) -> list[RunRecord]:
         """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
-        wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == RunState.PENDING.value)
+        wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == "pending")
         keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
         leased = sa.update(runs).where(runs.c.key.in_(keys))
         self._connection.execute(
             leased.values(
-                state=RunState.CLAIMED.value,
+                state="claimed",
                 holder=run.holder,
                 lease_s=run.lease_s,
                 lease_expires_at=run.lease_expires_at,
@@ -81,10 +80,10 @@ class Leases(Repository):
         expired = sa.update(runs).where(
             runs.c.job_id == job_id,
             runs.c.state.in_(_HELD),
-            runs.c.kind == RunKind.PROFILE.value,
+            runs.c.kind == "profile",
             runs.c.lease_expires_at < self._now(),
         )
-        self._connection.execute(expired.values(state=RunState.PENDING.value, **RELEASED))
+        self._connection.execute(expired.values(state="pending", **RELEASED))
 
     def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held."""
@@ -107,7 +106,7 @@ def _same_column(run: RunRecord) -> list[sa.ColumnElement[bool]]:
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,
-        runs.c.kind == RunKind.PROFILE.value,
+        runs.c.kind == "profile",
         runs.c.num_nodes == c.num_nodes,
         runs.c.ranks_per_node == c.ranks_per_node,
         runs.c.grad_accum_steps == c.grad_accum_steps,

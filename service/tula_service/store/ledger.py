@@ -12,6 +12,7 @@ from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.records import JobOutcome, LedgerOutcome, LedgerRecord
 from tula_service.store.tables import jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
+from tula_wire.enums import Objective
 
 
 class Ledger(Repository):
@@ -61,7 +62,7 @@ class Ledger(Repository):
         wanted = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*wanted, limit=limit)
 
-    def latest(self, job_id: str, objective: str | None = None) -> LedgerRecord | None:
+    def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
         """The newest entry of a job (for one objective)."""
         wanted = [ledger.c.job_id == job_id]
         if objective is not None:

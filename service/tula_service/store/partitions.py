@@ -16,18 +16,17 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from tula_service.domain import RunState
 from tula_service.errors import Conflict, StoreUnavailable
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite, why_unavailable
 from tula_service.store.tables import jobs, runs
+from tula_wire.enums import FINAL_STATES
 
 MONTHS_AHEAD: Final = 2
 KEYS_OF_A_MONTH: Final = 10**9
 _LOCK: Final = 0x74756C62  # replicas make partitions one after another
 _LOCK_OF_DROPPING: Final = 0x74756C63
 _ATTEMPTS: Final = 20
-_OPEN: Final = [state.value for state in RunState if not state.is_final]
 
 _OF_MONTHS: Final = (
     "FROM pg_class WHERE relname ~ '^telemetry_chunks_[0-9]{6}$' AND relkind = 'r'"
@@ -121,7 +120,7 @@ def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
 
     A run may wait for as long as its job is not archived, and one whose lease has ended goes on if its agent returns.
     """
-    waiting = runs.c.state.in_(_OPEN) & jobs.c.state.not_in(("archived", "deleting"))
+    waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
     of_month = runs.c.key < _end_of(table) * KEYS_OF_A_MONTH
     found = sa.select(runs.c.key).join(jobs, jobs.c.id == runs.c.job_id).where(of_month, used).limit(1)

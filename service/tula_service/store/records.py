@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import BucketTimeline, MemoryReading, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import BucketTimeline, MemoryReading, PlanState
 from tula_service.domain import RunRecord as RunRecord
 from tula_wire import Configuration
+from tula_wire.enums import Basis, Objective, RunKind, RunOrigin, RunState
 
 JsonObject: TypeAlias = dict[str, Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -37,7 +38,7 @@ class NewJob:
     project_id: str
     name: str
     model_name: str
-    objective: str
+    objective: Objective
     spec: JsonObject
     idempotency_key: str | None = None
     fingerprint: str | None = None
@@ -57,7 +58,7 @@ class JobRecord:
     name: str
     model_name: str
     state: str
-    objective: str
+    objective: Objective
     spec: JsonObject
     data_version: int
     plan_reason: str
@@ -69,7 +70,7 @@ class JobRecord:
     saving_vs_smallest_batch: float | None = None
     saving_vs_largest_batch: float | None = None
     prediction_error: float | None = None
-    plan_state: PlanState = PlanState.CURRENT
+    plan_state: PlanState = "current"
     retried_up_to_key: int = 0
     cross_validated_error: float | None = None
     cross_validated_runs: Sequence[str] = ()
@@ -94,8 +95,8 @@ class NewRun:
 
     kind: RunKind
     configuration: Configuration
-    state: RunState = RunState.PENDING
-    origin: RunOrigin = RunOrigin.PLAN
+    state: RunState = "pending"
+    origin: RunOrigin = "plan"
     purpose: str = ""
     instruction: JsonObject | None = None
     method: str | None = None
@@ -184,8 +185,8 @@ class LedgerRecord:
 
     id: str
     job_id: str
-    objective: str
-    basis: str
+    objective: Objective
+    basis: Basis
     configuration: Configuration | None
     prices: Mapping[str, Any]
     model_version: str

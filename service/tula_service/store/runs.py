@@ -9,11 +9,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.domain import EndCause, RunKind, RunOrigin, RunState
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
 from tula_service.store.records import NewRun, RunRecord
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
+from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 
 RELEASED = {"holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None}
 """Columns of a run that returns to the plan."""
@@ -36,12 +36,9 @@ class Runs(Repository):
             "id": new_id("run"),
             "job_id": job_id,
             "project_id": project_id,
-            "kind": run.kind.value,
-            "state": run.state.value,
-            "origin": run.origin.value,
             "lease_expires_at": None if run.lease_s is None else now + timedelta(seconds=run.lease_s),
             "created_at": now,
-            "started_at": now if run.state is RunState.RUNNING else None,
+            "started_at": now if run.state == "running" else None,
             "num_samples": 0,
             "dropped": 0,
             "drifted": False,
@@ -71,9 +68,9 @@ class Runs(Repository):
         """Runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
         statement = SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
-            statement = statement.where(runs.c.kind == kind.value)
+            statement = statement.where(runs.c.kind == kind)
         if states is not None:
-            statement = statement.where(runs.c.state.in_([state.value for state in states]))
+            statement = statement.where(runs.c.state.in_(list(states)))
         if cursor is not None:
             statement = statement.where(runs.c.key < cursor)
         order = (runs.c.position, runs.c.key) if plan_order else (runs.c.key.desc(),)
@@ -94,18 +91,18 @@ class Runs(Repository):
         run that returns to the plan has no `started_at` until its next holder starts it.
         """
         now = self._now()
-        values |= {"end_cause": None if end_cause is None else end_cause.value}
-        if to is RunState.RUNNING:
+        values["end_cause"] = end_cause
+        if to == "running":
             values["started_at"] = sa.func.coalesce(runs.c.started_at, sa.literal(now, runs.c.started_at.type))
-        values["finished_at"] = now if to.is_final else None
-        if to.is_final:
+        values["finished_at"] = now if to in FINAL_STATES else None
+        if to in FINAL_STATES:
             values["lease_expires_at"] = None
-        if to is RunState.PENDING:
+        if to == "pending":
             values |= RELEASED
         changed = self._connection.execute(
             sa.update(runs)
-            .where(runs.c.id == run_id, runs.c.state.in_([state.value for state in expected]))
-            .values(state=to.value, **values)
+            .where(runs.c.id == run_id, runs.c.state.in_(list(expected)))
+            .values(state=to, **values)
             .returning(runs.c.job_id)
         ).first()
         if changed is None:
@@ -137,8 +134,8 @@ class Runs(Repository):
         """Cancel those of these runs that are still pending."""
         statement = (
             sa.update(runs)
-            .where(runs.c.job_id == job_id, runs.c.id.in_(run_ids), runs.c.state == RunState.PENDING.value)
-            .values(state=RunState.CANCELLED.value, finished_at=self._now())
+            .where(runs.c.job_id == job_id, runs.c.id.in_(run_ids), runs.c.state == "pending")
+            .values(state="cancelled", finished_at=self._now())
         )
         if run_ids and self._connection.execute(statement).rowcount:
             self._bump(job_id)
@@ -146,16 +143,12 @@ class Runs(Repository):
     def count_by_state(self) -> dict[RunState, int]:
         """The number of runs in each state."""
         statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)
-        return {RunState(state): int(number) for state, number in self._connection.execute(statement)}
+        return {state: int(number) for state, number in self._connection.execute(statement)}
 
 
 def run_record(row: RowMap) -> RunRecord:
     """The record of a row that `SELECT_RUNS` found."""
     values = same_fields(RunRecord, row) | {
-        "kind": RunKind(row["kind"]),
-        "state": RunState(row["state"]),
-        "origin": RunOrigin(row["origin"]),
-        "end_cause": None if row["end_cause"] is None else EndCause(row["end_cause"]),
         "configuration": configuration_from(row),
     }
     return RunRecord(**values)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from tula_service.domain import BucketTimeline, MemoryReading, RunState, RunSummary
+from tula_service.domain import BucketTimeline, MemoryReading, RunSummary
 from tula_service.perfmodel.step_summary import StepTimeSummary, summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
@@ -152,7 +152,7 @@ class Samples(Repository):
             .outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
             .where(
                 runs.c.job_id == job_id,
-                (runs.c.num_samples > 0) | (runs.c.state == RunState.OUT_OF_MEMORY.value),
+                (runs.c.num_samples > 0) | (runs.c.state == "out_of_memory"),
             )
             .order_by(runs.c.key)
         )
@@ -169,7 +169,7 @@ class Samples(Repository):
     def count_processes(self) -> int:
         """The number of processes that have sent samples of runs that are running now."""
         joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
-        statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == RunState.RUNNING.value)
+        statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == "running")
         return int(self._scalar(statement))
 
     def purge(self, job_id: str, *, limit: int) -> int:
@@ -249,7 +249,7 @@ class Samples(Repository):
         figures: dict[str, Any] = {name: values.get(name) for name in names}
         return RunSummary(
             run_id=row["id"],
-            state=RunState(row["state"]),
+            state=row["state"],
             configuration=configuration_from(row),
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],

@@ -15,6 +15,7 @@ from tula_service.store import EventRecord, Store
 from tula_service.store.migrations import check_schema
 from tula_service.store.partitions import check_month
 from tula_service.usecases.access import Principal, check_still_valid, visible_job
+from tula_wire.enums import RunState
 
 _SHARES: Final = (0.5, 0.9)
 
@@ -56,7 +57,7 @@ def recent(
 class Overview:
     """`prediction_error` holds quantiles of the absolute relative error over the newest thousand outcomes."""
 
-    runs_by_state: Mapping[str, int]
+    runs_by_state: Mapping[RunState, int]
     num_agents: int
     num_answers: int
     prediction_error: Mapping[float, float]
@@ -65,7 +66,7 @@ class Overview:
 def overview(store: Store) -> Overview:
     """Queue, agents, cached answers, and the errors of past predictions; every replica reads the same."""
     with store.reading() as tx:
-        by_state = {state.value: number for state, number in tx.runs.count_by_state().items()}
+        by_state = tx.runs.count_by_state()
         num_agents, num_answers = tx.samples.count_processes(), tx.answers.count()
         outcomes = tx.ledger.outcomes()
     errors = [abs(entry.outcome.error) for entry in outcomes if entry.outcome and entry.outcome.error is not None]

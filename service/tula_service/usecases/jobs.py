@@ -14,7 +14,6 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
-from tula_service.domain import RunKind, RunState
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import JobOrder, JobRecord, NewJob, RunRecord, Store, Transaction, partitions
@@ -77,7 +76,7 @@ def register(
     with store.reading() as tx:
         plan = _plan(tx, job.id)
         job_view = _view(tx, tx.jobs.get(job.id), plan)
-    waiting = [runs.view(run) for run in plan if run.state is RunState.PENDING]
+    waiting = [runs.view(run) for run in plan if run.state == "pending"]
     return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
 
 
@@ -92,7 +91,7 @@ def fingerprint_of(body: Mapping[str, Any]) -> str:
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
     """Failed runs no longer rule out their configuration: the user may have fixed the cause."""
-    failures = tx.runs.list(job.id, states=(RunState.FAILED, RunState.OUT_OF_MEMORY), limit=1)
+    failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
 
@@ -168,7 +167,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
 
 
 def _plan(tx: Transaction, job_id: str) -> list[RunRecord]:
-    return tx.runs.list(job_id, kind=RunKind.PROFILE, plan_order=True)
+    return tx.runs.list(job_id, kind="profile", plan_order=True)
 
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:

@@ -9,7 +9,6 @@ import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.job_data import has_prices
-from tula_service.domain import Basis, RunState
 from tula_service.perfmodel.intervals import Interval
 from tula_service.store import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord, RunRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
@@ -68,8 +67,8 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
         return
     value, low, high = entry.predicted_step_time_s
     # A training that is cancelled and resumed must count once, not once for each start.
-    ended = run.state is not RunState.CANCELLED
-    if ended and entry.basis == Basis.PROFILED.value and entry.interval_scale is not None:
+    ended = run.state != "cancelled"
+    if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
         tx.lessons.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
     tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
@@ -86,8 +85,8 @@ def enter(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int
     entry = LedgerRecord(
         id="",
         job_id=job.id,
-        objective=analysis.objective.value,
-        basis=Basis.PRIOR.value,
+        objective=analysis.objective,
+        basis="prior",
         configuration=None,
         prices={cluster.instance_type: cluster.price.model_dump() for cluster in analysis.data.spec.cluster},
         model_version=MODEL_VERSION,
@@ -96,7 +95,7 @@ def enter(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int
         predicted_cost_usd=None,
     )
     if isinstance(analysis, Answer):
-        entry = replace(entry, basis=analysis.model.basis.value)
+        entry = replace(entry, basis=analysis.model.basis)
         chosen = analysis.choice.chosen
         if chosen is not None:
             priced = has_prices(analysis.spec)

@@ -9,7 +9,6 @@ import tula_wire as wire
 from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
-from tula_service.domain import RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
@@ -66,7 +65,7 @@ def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bo
     the transaction that stores the samples, so it makes no fit. An alarm is stored with the run: True, with every
     batch, until `diagnose` has announced its cause and its advice.
     """
-    if run.kind is not RunKind.TRAIN or new.rank != 0 or run.drift_state is None:
+    if run.kind != "train" or new.rank != 0 or run.drift_state is None:
         return False
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     times, step = new.columns.step_time_s[-num_new:], int(new.columns.step.max())

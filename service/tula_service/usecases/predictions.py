@@ -46,7 +46,7 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
     found = answer.what_if(_configurations(answer, question))
     return wire.Predictions(
         job_id=job_id,
-        basis=found.model.basis.value,
+        basis=found.model.basis,
         candidates=explanation.candidates_of(found, found.estimates),
         model=explanation.model_report(found),
     )

@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,7 +23,6 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
-from tula_service.domain import Objective, PlanState, RunKind
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
 from tula_service.store import EarlierLessons, JobRecord, NewRun, RunRecord, Store, Transaction
@@ -31,6 +30,7 @@ from tula_service.store.records import FloatArray
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration
+from tula_wire.enums import Objective
 
 M = TypeVar("M", bound=BaseModel)
 _BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
@@ -47,7 +47,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=_MAX_RUNS), key=lambda run: (run.position, run.key))
     thresholds = tx.scaling.latest(job.id)
-    profiled = [run for run in runs if run.kind is RunKind.PROFILE]
+    profiled = [run for run in runs if run.kind == "profile"]
     earlier = tx.lessons.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(
         spec=spec_of(job),
@@ -135,12 +135,12 @@ def replan(store: Store, job_id: str) -> str:
     with store.job_lock(job_id):
         with store.reading() as tx:
             job, body = tx.jobs.get(job_id), None
-            if job.plan_state is PlanState.CURRENT:
+            if job.plan_state == "current":
                 body = _cached(tx, job_id, job.objective, asked.data_version, or_newer=True)
         return body or _compute(store, job_id, None, plan=True)
 
 
-def _compute(store: Store, job_id: str, objective: str | None, *, plan: bool) -> str:
+def _compute(store: Store, job_id: str, objective: Objective | None, *, plan: bool) -> str:
     """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON."""
     for _ in range(ATTEMPTS):
         with store.compute_slot():
@@ -166,7 +166,9 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
     return job.spec, job.retried_up_to_key if plan else None, states
 
 
-def _cached(tx: Transaction, job_id: str, objective: str, data_version: int, *, or_newer: bool = False) -> str | None:
+def _cached(
+    tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
+) -> str | None:
     """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
     read = tx.answers.get_fresh if or_newer else tx.answers.get
     return read(job_id, _name(objective), data_version=data_version, model_version=MODEL_VERSION)
@@ -180,7 +182,7 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
     """
     # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
     # meanwhile do: then it is stored under the version that it was computed from.
-    version, objective = analysis.data.data_version, analysis.objective.value
+    version, objective = analysis.data.data_version, analysis.objective
     is_newest = job.data_version == version
     if decision is not None:
         job = _store_plan(tx, job, analysis, decision)
@@ -212,7 +214,7 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
         run = tx.runs.create(
             job.id,
             NewRun(
-                RunKind.PROFILE,
+                "profile",
                 new.configuration,
                 purpose=new.purpose,
                 instruction=instruction_of(spec_of(job)),
@@ -220,7 +222,7 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
                 predicted_step_time_s=new.predicted_step_time_s,
             ),
         )
-        tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "purpose": run.purpose})
+        tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "purpose": run.purpose})
     if decision.posteriors is not None:
         tx.lessons.put_posteriors(job.id, decision.posteriors)
     if isinstance(analysis, Answer) and decision.cross_validated_error is not None:
@@ -235,7 +237,7 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
         state = job.state
     if (state, reason) != (job.state, job.plan_reason):
         tx.events.append(job.id, "job", data={"state": state, "plan_reason": reason})
-    return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state=PlanState.CURRENT.value)
+    return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state="current")
 
 
 @dataclass(frozen=True)
@@ -260,22 +262,22 @@ def expectation(data: JobData, configuration: Configuration, recommendation_id: 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
     """The id of the newest recommendation of this configuration, preferably for the job's own objective."""
-    for objective in sorted((each.value for each in Objective), key=lambda value: value != job.objective):
+    for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:
             return entry.id
     return None
 
 
-def _known_objective(job: JobRecord, objective: str | None) -> str:
+def _known_objective(job: JobRecord, objective: str | None) -> Objective:
     wanted = objective or job.objective
-    known = [each.value for each in Objective]
+    known: tuple[Objective, ...] = get_args(Objective)
     if wanted not in known:
         raise InvalidInput(f"Objective {wanted!r} is not known: use one of {', '.join(known)}.", field="objective")
     return wanted
 
 
-def _name(objective: str) -> str:
+def _name(objective: Objective) -> str:
     return f"recommendation:{objective}"
 
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import RUN_TRANSITIONS, EndCause, PlanState, RunKind, RunOrigin, RunState
+from tula_service.domain import RUN_TRANSITIONS
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.recommendations import replan, spec_of
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
+from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 from tula_wire.text import printable_lines
 
-_OPEN = (RunState.PENDING, RunState.CLAIMED, RunState.RUNNING)
+_OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
 _AMISS = 1.5
 _PROBE_S = 1.0
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
-    EndCause.VANISHED: "No report or sample of this training arrived before its lease expired.",
-    EndCause.SUPERSEDED: "Superseded: another run continued it before it reported its end.",
-    EndCause.NO_SAMPLES: (
+    "vanished": "No report or sample of this training arrived before its lease expired.",
+    "superseded": "Superseded: another run continued it before it reported its end.",
+    "no_samples": (
         "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training "
         "script and loop over run.steps(loader)."
     ),
@@ -57,25 +58,25 @@ def _claimed(
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
-        if job.plan_state is PlanState.STALE_OUT_OF_MEMORY:
+        if job.plan_state == "stale_out_of_memory":
             # Pending runs may not fit into memory either: none is leased before the plan is computed again.
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             leased = [run, *(tx.leases.claim_column(run) if request.column else ())]
             for each in leased:
-                data = {"state": each.state.value, "holder": request.holder}
+                data = {"state": each.state, "holder": request.holder}
                 tx.events.append(job_id, "run", run_id=each.id, data=data)
             *smaller, largest = sorted(leased, key=lambda each: each.configuration.local_batch_size)
             first = _to_launch(tx, job, largest)
             return wire.RunClaimed(run=first, smaller=[view(each) for each in smaller], reason=largest.purpose)
-        active = tx.runs.list(job_id, kind=RunKind.PROFILE, states=_OPEN)
-        if not active and not replanned and job.plan_state is not PlanState.CURRENT:
+        active = tx.runs.list(job_id, kind="profile", states=_OPEN)
+        if not active and not replanned and job.plan_state != "current":
             return None
     if not active:
         return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
     reason = f"{len(active)} run(s) are at work elsewhere; the plan may continue when they end."
-    if pending := [run.configuration.num_nodes for run in active if run.state is RunState.PENDING]:
+    if pending := [run.configuration.num_nodes for run in active if run.state == "pending"]:
         reason = f"Every run that is left needs at least {min(pending)} nodes: claim with max_nodes of at least that."
     return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
 
@@ -83,9 +84,9 @@ def _claimed(
 def fail_vanished(tx: Transaction, job_id: str) -> None:
     """Fail training runs whose lease has expired; a later report of such a run reopens it."""
     now = tx.now()
-    for run in tx.runs.list(job_id, kind=RunKind.TRAIN, states=(RunState.CLAIMED, RunState.RUNNING)):
+    for run in tx.runs.list(job_id, kind="train", states=("claimed", "running")):
         if run.lease_expires_at is not None and run.lease_expires_at < now:
-            _end(tx, run, RunState.FAILED, EndCause.VANISHED)
+            _end(tx, run, "failed", "vanished")
             tx.runs.update(run.id, finished_at=run.lease_expires_at)
             _update_job_state(tx, tx.runs.get(run.id))
 
@@ -94,7 +95,7 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
     """End a run that did not report its end."""
     message = _MESSAGES[cause]
     tx.runs.transition(run.id, expected=[run.state], to=to, end_cause=cause, message=message)
-    tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to.value, "message": message})
+    tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to, "message": message})
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
@@ -148,17 +149,17 @@ def _created(
     """Store the run, and end the training that it continues. The caller holds the job's lock."""
     fail_vanished(tx, job.id)
     before = _continued_run(tx, job.id, request)
-    if before is not None and not before.state.is_final:
-        to = RunState.CANCELLED if before.state is RunState.PENDING else RunState.FAILED
-        _end(tx, before, to, EndCause.SUPERSEDED)
+    if before is not None and before.state not in FINAL_STATES:
+        to: RunState = "cancelled" if before.state == "pending" else "failed"
+        _end(tx, before, to, "superseded")
     profile = request.kind == "profile"
     run = tx.runs.create(
         job.id,
         NewRun(
-            RunKind(request.kind),
+            request.kind,
             request.configuration,
-            state=RunState.CLAIMED,
-            origin=RunOrigin.USER,
+            state="claimed",
+            origin="user",
             purpose="Asked for by the user." if profile else "Training.",
             instruction=instruction_of(spec_of(job)) if profile else None,
             method=request.method,
@@ -170,7 +171,7 @@ def _created(
     )
     if not profile:
         monitoring.start(tx, job, run, expected, before)
-    tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state.value, "kind": request.kind})
+    tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "kind": request.kind})
     return _to_launch(tx, job, tx.runs.get(run.id))
 
 
@@ -190,7 +191,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
         before = tx.runs.get(request.continues)
     except NotFound:
         before = None
-    if before is None or before.job_id != job_id or before.kind is not RunKind.TRAIN or request.kind != "train":
+    if before is None or before.job_id != job_id or before.kind != "train" or request.kind != "train":
         raise InvalidInput(
             f"{request.continues!r} is no training run of this job: name one, or leave `continues` out.",
             field="continues",
@@ -209,16 +210,14 @@ def list_runs(
     principal: Principal,
     job_id: str,
     *,
-    kind: str | None = None,
+    kind: RunKind | None = None,
     cursor: str | None = None,
     limit: int = 100,
 ) -> wire.RunList:
     """Runs of a job, newest first."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        found = tx.runs.list(
-            job_id, kind=None if kind is None else RunKind(kind), cursor=parse_cursor(cursor), limit=limit + 1
-        )
+        found = tx.runs.list(job_id, kind=kind, cursor=parse_cursor(cursor), limit=limit + 1)
     more = len(found) > limit
     return wire.RunList(
         runs=[view(run) for run in found[:limit]], next_cursor=str(found[limit - 1].key) if more else None
@@ -253,8 +252,8 @@ def patch(
         run = _patched(tx, run_id, request)
         if request.output is not None:
             tx.runs.put_output(run.key, printable_lines(b64decode(request.output).decode(errors="replace")))
-        due = run.state.is_final and tx.jobs.get(job.id).plan_state is not PlanState.CURRENT
-    if run.state.is_final and run.state is not before:  # true also of a vanished run that reports its end
+        due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
+    if run.state in FINAL_STATES and run.state != before:  # true also of a vanished run that reports its end
         on_end(view(run))
     if due:
         # Lists of jobs and readers of events get the new recommendation without a request for it.
@@ -274,13 +273,13 @@ def view(record: RunRecord) -> wire.Run:
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
-    wanted = RunState(request.state)
+    wanted = request.state
     run = tx.runs.get(run_id)
     allowed = RUN_TRANSITIONS.get((run.state, run.end_cause), frozenset())
-    if run.state.is_final and wanted not in allowed and _repeats(run, wanted):
+    if run.state in FINAL_STATES and wanted not in allowed and _repeats(run, wanted):
         return _noted(tx, run, request)
     _check_holder(run, request)
-    if wanted is run.state is RunState.RUNNING:
+    if wanted == run.state == "running":
         tx.leases.renew(run_id, lease_s=request.lease_s)
         if request.holder is not None:
             tx.leases.renew_column(run, lease_s=request.lease_s)
@@ -292,14 +291,14 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 def _repeats(run: RunRecord, wanted: RunState) -> bool:
     """True if this report has been received before: launcher and agent may both report the end of a run."""
-    mismatch = run.kind is RunKind.PROFILE and run.configuration_mismatch is not None
-    refused = mismatch or run.end_cause is EndCause.NO_SAMPLES
-    reported = RunState.SUCCEEDED if refused and run.state is RunState.FAILED else run.state
+    mismatch = run.kind == "profile" and run.configuration_mismatch is not None
+    refused = mismatch or run.end_cause == "no_samples"
+    reported = "succeeded" if refused and run.state == "failed" else run.state
     return wanted in (run.state, reported)
 
 
 def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
-    if run.state is RunState.PENDING and request.state != "cancelled":
+    if run.state == "pending" and request.state != "cancelled":
         raise Conflict("The lease on this run has expired and it returned to the plan: claim it again.", field="holder")
     if request.holder is not None and run.holder is not None and request.holder != run.holder:
         raise Conflict(
@@ -310,10 +309,10 @@ def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
 
 
 def _refusal(run: RunRecord, wanted: RunState, allowed: frozenset[RunState]) -> str:
-    if run.state.is_final:
-        return f"The run is already {run.state.value} and stays so: register a new run instead of {wanted.value}."
-    names = ", ".join(sorted(state.value for state in allowed))
-    return f"A run that is {run.state.value} cannot become {wanted.value}: it can become {names}."
+    if run.state in FINAL_STATES:
+        return f"The run is already {run.state} and stays so: register a new run instead of {wanted}."
+    names = ", ".join(sorted(allowed))
+    return f"A run that is {run.state} cannot become {wanted}: it can become {names}."
 
 
 def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord:
@@ -323,36 +322,33 @@ def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord
 
 
 def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPatch) -> RunRecord:
-    message, cause = request.message, None
-    if (
-        wanted is RunState.SUCCEEDED
-        and run.kind is RunKind.PROFILE
-        and not tx.samples.recent(run.key, limit=1).step.size
-    ):
-        wanted, cause = RunState.FAILED, EndCause.NO_SAMPLES
+    message = request.message
+    cause: EndCause | None = None
+    if wanted == "succeeded" and run.kind == "profile" and not tx.samples.recent(run.key, limit=1).step.size:
+        wanted, cause = "failed", "no_samples"
         message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
-    if wanted is RunState.SUCCEEDED and run.kind is RunKind.PROFILE and run.configuration_mismatch is not None:
+    if wanted == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
         # Its samples count for the configuration that ran.
-        wanted, message = RunState.FAILED, run.configuration_mismatch
-    if wanted is RunState.CANCELLED and run.kind is RunKind.TRAIN and request.end_cause is not None:
-        cause = EndCause(request.end_cause)
+        wanted, message = "failed", run.configuration_mismatch
+    if wanted == "cancelled" and run.kind == "train" and request.end_cause is not None:
+        cause = request.end_cause
         message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))
-    if wanted is RunState.SUCCEEDED and run.kind is RunKind.TRAIN and message is None:
+    if wanted == "succeeded" and run.kind == "train" and message is None:
         message = _epoch_mismatch_warning(tx, run, spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}
-    if message is not None or run.end_cause is EndCause.VANISHED:
+    if message is not None or run.end_cause == "vanished":
         values["message"] = message
     if request.dropped is not None:
         values["dropped"] = max(request.dropped, run.dropped)
-    if wanted is RunState.OUT_OF_MEMORY:
+    if wanted == "out_of_memory":
         values["failed_local_batch_size"] = request.failed_local_batch_size or run.configuration.local_batch_size
     if not tx.runs.transition(run.id, expected=[run.state], to=wanted, end_cause=cause, **values):
         raise Conflict("The run changed its state in the meantime: read it and decide again.", field="state")
-    if wanted is RunState.RUNNING:
+    if wanted == "running":
         tx.leases.renew(run.id, lease_s=request.lease_s)
     tx.samples.refresh(run.key)
     moved = tx.runs.get(run.id)
-    data = {"state": wanted.value, "message": message, "step_time_s": moved.step_time_s}
+    data = {"state": wanted, "message": message, "step_time_s": moved.step_time_s}
     tx.events.append(run.job_id, "run", run_id=run.id, data={k: v for k, v in data.items() if v is not None})
     _after_move(tx, moved)
     return moved
@@ -360,16 +356,16 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
 
 def _after_move(tx: Transaction, run: RunRecord) -> None:
     """Update what depends on a run's state: its job's state, its plan and its ledger entry."""
-    if run.kind is RunKind.TRAIN:
+    if run.kind == "train":
         _update_job_state(tx, run)
-    if run.state.is_final and (run.kind is RunKind.PROFILE or run.state is RunState.OUT_OF_MEMORY):
-        tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state is RunState.OUT_OF_MEMORY)
-    if run.state is RunState.PENDING:
+    if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
+        tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
+    if run.state == "pending":
         # The launch of a column ends where it is out of memory: the larger batches that it gives back are not wanted.
-        failed = tx.runs.list(run.job_id, kind=RunKind.PROFILE, states=(RunState.OUT_OF_MEMORY,), limit=1)
+        failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)
-    if run.state.is_final and run.kind is RunKind.TRAIN:
+    if run.state in FINAL_STATES and run.kind == "train":
         ledger.record_outcome(tx, run)
 
 
@@ -382,7 +378,7 @@ def _epoch_mismatch_warning(tx: Transaction, run: RunRecord, spec: wire.JobSpec)
     if last.size == 0:
         return None
     epochs = (int(last[-1]) + 1) * run.configuration.global_batch_size / spec.dataset.size
-    short = epochs * _AMISS < spec.epochs and len(tx.runs.list(run.job_id, kind=RunKind.TRAIN, limit=2)) == 1
+    short = epochs * _AMISS < spec.epochs and len(tx.runs.list(run.job_id, kind="train", limit=2)) == 1
     if not short and epochs < _AMISS * spec.epochs:
         return None
     return (
@@ -396,14 +392,14 @@ def _update_job_state(tx: Transaction, run: RunRecord) -> None:
     job = tx.jobs.get(run.job_id)
     if job.state == "archived":
         return
-    others = tx.runs.list(run.job_id, kind=RunKind.TRAIN, states=(RunState.CLAIMED, RunState.RUNNING), limit=1)
+    others = tx.runs.list(run.job_id, kind="train", states=("claimed", "running"), limit=1)
     state = job.state
     if others:
         state = "training"
-    elif run.state is RunState.SUCCEEDED:
+    elif run.state == "succeeded":
         state = "finished"
-    elif run.state.is_final and job.state == "training":
-        waiting = tx.runs.list(run.job_id, kind=RunKind.PROFILE, states=_OPEN, limit=1)
+    elif run.state in FINAL_STATES and job.state == "training":
+        waiting = tx.runs.list(run.job_id, kind="profile", states=_OPEN, limit=1)
         state = "planning" if waiting else "ready"
     if state != job.state:
         tx.jobs.update(job.id, state=state)

@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
-from tula_service.domain import BucketTimeline, RunKind, RunState
+from tula_service.domain import BucketTimeline
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
 from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
@@ -22,6 +22,7 @@ from tula_service.usecases import fabrics, monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire import samples as wire_samples
+from tula_wire.enums import FINAL_STATES
 from tula_wire.format import percent
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
@@ -98,11 +99,11 @@ def _parsed(cursor: str) -> SampleCursor:
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     """Whether the sender should end the run, and why; refreshes the summary of a profiling run."""
-    if run.state is RunState.CANCELLED:
+    if run.state == "cancelled":
         return True, "The run was cancelled."
-    if run.state.is_final:
-        return True, f"The run has ended already ({run.state.value})."
-    if run.kind is not RunKind.PROFILE or run.instruction is None:
+    if run.state in FINAL_STATES:
+        return True, f"The run has ended already ({run.state})."
+    if run.kind != "profile" or run.instruction is None:
         return False, None
     tx.samples.refresh(run.key)
     recent = tx.samples.recent(run.key, rank=0)

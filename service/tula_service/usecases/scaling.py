@@ -9,10 +9,10 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis import scaling
-from tula_service.domain import RunKind, RunState
 from tula_service.errors import InvalidInput
 from tula_service.store import RunRecord, Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
+from tula_wire.enums import FINAL_STATES
 
 TUNE_EVERY_STEPS = 100
 """Telemetry steps between two looks at it; agents poll every few seconds, and a look reads whole columns."""
@@ -99,8 +99,8 @@ def _publish(tx: Transaction, job_id: str, body: scaling.Body, *, after: int, ru
 
 
 def _newest_training(tx: Transaction, job_id: str) -> RunRecord | None:
-    found = tx.runs.list(job_id, kind=RunKind.TRAIN, limit=1)
-    return found[0] if found and found[0].state is not RunState.CANCELLED else None
+    found = tx.runs.list(job_id, kind="train", limit=1)
+    return found[0] if found and found[0].state != "cancelled" else None
 
 
 def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry | None:
@@ -109,7 +109,7 @@ def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry 
     if last_step is None:
         return None
     new = last_step if run.scaling_step is None else last_step - run.scaling_step
-    if run.scaling_step is not None and new < (1 if run.state.is_final else TUNE_EVERY_STEPS):
+    if run.scaling_step is not None and new < (1 if run.state in FINAL_STATES else TUNE_EVERY_STEPS):
         return None
     first = max(0, last_step - _LOOK_BACK_STEPS)
     accuracy_steps, accuracy = tx.telemetry.read(run.key, "validation_accuracy")

@@ -15,7 +15,8 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import Answer, Infeasible, analyse
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
-from tula_service.domain import MemoryReading, RunKind, RunRecord, RunState, RunSummary
+from tula_service.domain import MemoryReading, RunRecord, RunSummary
+from tula_wire.enums import RunState
 
 SPOT = {
     "usd_per_node_hour": 3.0,
@@ -33,14 +34,14 @@ def profile_run(
 ) -> RunRecord:
     """A profiling run of 10 s."""
     facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
-    facts |= {"id": run_id, "key": key, "kind": RunKind.PROFILE, "state": state, "configuration": configuration}
+    facts |= {"id": run_id, "key": key, "kind": "profile", "state": state, "configuration": configuration}
     began = datetime(2026, 1, 1, tzinfo=timezone.utc)
     facts |= {"position": position, "started_at": began, "finished_at": began + timedelta(seconds=10)}
     return RunRecord(**facts)
 
 
 def measured(
-    data: JobData, configuration: wire.Configuration, *, state: RunState = RunState.SUCCEEDED, **more: Any
+    data: JobData, configuration: wire.Configuration, *, state: RunState = "succeeded", **more: Any
 ) -> JobData:
     """The same job after one more profiling run."""
     number = len(data.runs)
@@ -49,7 +50,7 @@ def measured(
     facts: dict[str, Any] = dict.fromkeys(("compute_time_s", "exposed_comm_time_s"))
     facts |= dict.fromkeys(("world_size", "local_batch_size", "grad_accum_steps", "failed_local_batch_size", "memory"))
     facts |= {"num_samples": 20, "relative_sd": 0.002}
-    facts["step_time_s"] = overlapping(configuration) * noise if state is RunState.SUCCEEDED else None
+    facts["step_time_s"] = overlapping(configuration) * noise if state == "succeeded" else None
     summary = RunSummary(run_id=run.id, state=state, configuration=configuration, **(facts | more))
     return replace(data, runs=[*data.runs, run], summaries=[*data.summaries, summary])
 
@@ -171,8 +172,7 @@ def test_waiting_runs_stay_until_enough_was_measured() -> None:
     data = job()
     first = plan_of(analyse(data)).new
     waiting = [
-        profile_run(f"waiting-{row}", 100 + row, RunState.PENDING, run.configuration, row)
-        for row, run in enumerate(first)
+        profile_run(f"waiting-{row}", 100 + row, "pending", run.configuration, row) for row, run in enumerate(first)
     ]
     kept = plan_of(analyse(replace(data, runs=waiting)))
     assert (kept.cancelled, kept.new) == ((), ())
@@ -187,7 +187,7 @@ def test_a_failed_configuration_is_left_out_until_its_job_is_registered_again() 
     best = answer_of(data).choice.chosen
     assert best is not None
     summaries = [s for s in data.summaries if s.configuration != best.configuration]
-    runs = [replace(r, state=RunState.FAILED) if r.configuration == best.configuration else r for r in data.runs]
+    runs = [replace(r, state="failed") if r.configuration == best.configuration else r for r in data.runs]
     failed = replace(data, runs=runs, summaries=summaries)
     without = answer_of(failed)
     assert without.choice.chosen is not None
@@ -201,8 +201,8 @@ def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do(
     data = job()
     smallest = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32)
     reading = MemoryReading("cuda_allocator", 10**9, capacity_bytes=10**9)
-    data = measured(data, smallest, state=RunState.OUT_OF_MEMORY, failed_local_batch_size=32, memory=reading)
-    waiting = profile_run("waiting", 9, RunState.PENDING, smallest)
+    data = measured(data, smallest, state="out_of_memory", failed_local_batch_size=32, memory=reading)
+    waiting = profile_run("waiting", 9, "pending", smallest)
     analysis = analyse(replace(data, runs=[*data.runs, waiting]))
     assert isinstance(analysis, Infeasible)
     decision = plan_of(analysis)

@@ -11,7 +11,6 @@ import pytest
 from tests.support.configurations import make_configuration
 from tests.support.inprocess import InProcess
 from tula_service.app import TOKEN_CACHE_S, create_app
-from tula_service.domain import RunKind, RunState
 from tula_service.settings import Settings
 from tula_service.store import NewJob, NewRun, Store
 from tula_service.usecases.access import ANONYMOUS, issue_token
@@ -67,7 +66,7 @@ class Service:
             project = tx.projects.create(name)
             spec = SPEC.model_dump(mode="json")
             job, _ = tx.jobs.create(NewJob(project.id, name, "digits-net", "knee", spec))
-            run = tx.runs.create(job.id, NewRun(RunKind.TRAIN, make_configuration(1, 1, 32), RunState.RUNNING))
+            run = tx.runs.create(job.id, NewRun("train", make_configuration(1, 1, 32), "running"))
         return Tenant(project.id, job.id, run.id, self.token("user", project=name), self.token("agent", job_id=job.id))
 
     def another_job(self, tenant: Tenant) -> str:

@@ -22,7 +22,6 @@ from benchmarks.support.prepared import prepare
 from benchmarks.support.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
 from benchmarks.support.server import Server as StartedServer
 from benchmarks.support.server import migrate
-from tula_service.domain import RunKind
 from tula_service.store import Store
 from tula_wire import routes
 
@@ -150,7 +149,7 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
             thread.join()
     store = Store.open(database_url)
     with store.reading() as tx:
-        held = {(run.id, run.holder) for run in tx.runs.list(prepared.job_id, kind=RunKind.PROFILE)}
+        held = {(run.id, run.holder) for run in tx.runs.list(prepared.job_id, kind="profile")}
     store.close()
     assert len(claims) == len({run_id for run_id, _ in claims}) == 24
     assert len({holder for _, holder in claims}) > 1, "they competed"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.domain import Objective, Search
 from tula_service.perfmodel.choice import Goal, Limits, Recommendation, choose, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, expected_gain, most_promising, plan
@@ -19,7 +18,7 @@ from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
 OFFERS = {"default": Offer(usd_per_node_hour=12.0)}
-TIME, COST = (Goal(objective, Training(1e6), OFFERS) for objective in (Objective.TIME, Objective.COST))
+TIME, COST = (Goal(objective, Training(1e6), OFFERS) for objective in ("time", "cost"))
 
 
 def step_time(c: Configuration) -> float:
@@ -41,7 +40,7 @@ def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
 def following(done: list[Configuration], candidates, goal: Goal, most: int = 6, time=step_time, failed=()):
     budget = PlanBudget(max_runs=most)
     model = fitted(done, candidates, time)
-    return plan(Search.ADAPTIVE, candidates, model, goal=goal, budget=budget, unavailable=failed)
+    return plan("adaptive", candidates, model, goal=goal, budget=budget, unavailable=failed)
 
 
 def designed(candidates, goal: Goal) -> list[Configuration]:
@@ -135,7 +134,7 @@ def test_a_launch_for_a_contender_must_promise_more_than_one_percent(mean, by_co
     candidates = [e.configuration for e in found.estimates]
     model = fitted([e.configuration for e in found.estimates if e.measured], candidates)
     budget = PlanBudget(by_column=by_column)
-    step = plan(Search.ADAPTIVE, candidates, model, goal=TIME, recommendation=found, budget=budget)
+    step = plan("adaptive", candidates, model, goal=TIME, recommendation=found, budget=budget)
     assert [run.configuration for run in step.runs] == [candidates[1]] * runs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.domain import Objective
 from tula_service.perfmodel import choice as perfmodel_choice
 from tula_service.perfmodel.choice import Choice, Goal, Limits, pareto_frontier
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Offer, Spot, Training, price, spot_slowdown
+from tula_wire.enums import Objective
 
 SPREAD = 1.2
 
@@ -151,15 +151,15 @@ def test_candidates_of_several_types_are_priced_by_their_own_offer_and_compete()
     found = [price(c, step, Training(1000), offers[c.instance_type]) for c, step in steps.items()]
     assert found[0].cost_usd.mean == pytest.approx(1000 / 50 * 0.4 * 2 * 1.0 / 3600)
     assert found[1].cost_usd.mean == pytest.approx(1000 / 100 * 0.2 * 6.0 / 3600 * spot_slowdown(Spot(0.1), 1))
-    assert choose(Objective.TIME, found).chosen.configuration == large
-    assert choose(Objective.COST, found).chosen.configuration == large
+    assert choose("time", found).chosen.configuration == large
+    assert choose("cost", found).chosen.configuration == large
     dear = price(large, steps[large], Training(1000), Offer("large", 60.0))
-    assert choose(Objective.COST, [found[0], dear]).chosen.configuration == small
+    assert choose("cost", [found[0], dear]).chosen.configuration == small
 
 
 def test_a_hopeless_spot_job_is_excluded_and_not_an_overflow():
     offer = Offer(usd_per_node_hour=1.0, spot=Spot(1e6))
-    choice = choose(Objective.TIME, estimates([(4, 25, 0.5)], offer))
+    choice = choose("time", estimates([(4, 25, 0.5)], offer))
     assert choice.chosen is None
     assert choice.excluded[0].limit == "interruptions"
     assert math.isinf(spot_slowdown(Spot(1e6), 4))
@@ -179,7 +179,7 @@ def test_the_frontier_is_exactly_what_nothing_dominates(points):
 def test_each_objective_takes_its_best_and_names_the_runner_up():
     rows = [(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6), (8, 64, 1.3)]
     found = estimates(rows)
-    fastest, cheapest = choose(Objective.TIME, found), choose(Objective.COST, found)
+    fastest, cheapest = choose("time", found), choose("cost", found)
     assert fastest.chosen.configuration.num_nodes == 4
     assert fastest.runner_up.configuration.num_nodes == 8
     assert cheapest.chosen.configuration.num_nodes == 1
@@ -191,7 +191,7 @@ def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
     found = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
     times = {e.configuration.num_nodes: e.time_s for e in found}
     limits = Limits(deadline_s=times[2].mean * 1.05, max_global_batch_size=128)
-    choice = choose(Objective.COST, found, limits=limits)
+    choice = choose("cost", found, limits=limits)
     by_nodes = {e.estimate.configuration.num_nodes: e for e in choice.excluded}
     assert by_nodes[4].limit == "max_global_batch_size"
     assert by_nodes[1].certain
@@ -200,12 +200,12 @@ def test_a_limit_excludes_by_the_upper_end_of_the_interval_and_says_so():
     assert f"is {mean} of the deadline of {most} s, but {high} at the upper end" in by_nodes[2].sentence
     assert choice.chosen.configuration.num_nodes == 2
     assert not choice.within_limits_is_likely
-    safe = choose(Objective.COST, found[:2], limits=Limits(deadline_s=times[2].high * 1.01))
+    safe = choose("cost", found[:2], limits=Limits(deadline_s=times[2].high * 1.01))
     assert safe.chosen.configuration.num_nodes == 2
     assert safe.within_limits_is_likely
 
 
-@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("objective", get_args(Objective))
 def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_the_chance(objective):
     found = estimates([(1, 64, 0.4), (2, 64, 0.3)])
     mean, high = found[1].time_s.mean, found[1].time_s.high
@@ -225,16 +225,16 @@ def test_the_runner_up_of_least_cost_is_not_predicted_to_be_cheaper():
     sure, unsure, third = estimates([(1, 64, 0.4), (2, 64, 0.41), (4, 64, 0.6)])
     cost = sure.cost_usd.mean
     unsure = replace(unsure, cost_usd=Interval(0.99 * cost, 0.3 * cost, 3.0 * cost))
-    choice = choose(Objective.COST, [sure, unsure, third])
+    choice = choose("cost", [sure, unsure, third])
     assert choice.chosen is sure, "by expected cost"
     assert choice.runner_up is third
-    assert choose(Objective.COST, [sure, unsure]).runner_up is None
+    assert choose("cost", [sure, unsure]).runner_up is None
 
 
 def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline():
     (found,) = estimates([(2, 64, 0.4)])
     limits = Limits(deadline_s=found.time_s.mean * 1.05, budget_usd=found.cost_usd.mean / 2)
-    choice = choose(Objective.TIME, [found], limits=limits)
+    choice = choose("time", [found], limits=limits)
     assert choice.chosen is None
     assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True), ("deadline_s", False)]
 
@@ -242,7 +242,7 @@ def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline()
 def test_every_limit_that_a_candidate_breaks_is_named_with_what_it_would_have_to_be():
     slow, fast, large = estimates([(1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6)])
     limits = Limits(deadline_s=fast.time_s.mean / 2, budget_usd=slow.cost_usd.mean / 2, max_global_batch_size=256)
-    choice = choose(Objective.COST, [slow, fast, large], limits=limits)
+    choice = choose("cost", [slow, fast, large], limits=limits)
     broken = {(each.estimate.key, each.limit) for each in choice.excluded}
     assert broken >= {(one.key, limit) for one in (slow, fast, large) for limit in ("deadline_s", "budget_usd")}
     assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in choice.reason
@@ -251,10 +251,10 @@ def test_every_limit_that_a_candidate_breaks_is_named_with_what_it_would_have_to
     assert [each.estimate for each in nearest.values()] == [fast, slow, large], "no deadline lets the larger batch in"
     assert all(each.limit == limit for limit, each in nearest.items())
     assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits.deadline_s)
-    assert choose(Objective.COST, [slow, fast]).nearest_miss("deadline_s") is None
+    assert choose("cost", [slow, fast]).nearest_miss("deadline_s") is None
 
 
-@pytest.mark.parametrize(("objective", "limit"), [(Objective.COST, "deadline_s"), (Objective.TIME, "budget_usd")])
+@pytest.mark.parametrize(("objective", "limit"), [("cost", "deadline_s"), ("time", "budget_usd")])
 def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen(objective, limit):
     slow, fast = estimates([(1, 64, 0.4), (4, 64, 0.6)])
     tight = {"deadline_s": fast.time_s.high * 1.01, "budget_usd": slow.cost_usd.high * 1.01}[limit]
@@ -263,19 +263,19 @@ def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen
     assert limited.within_limits_is_likely
     assert said in limited.reason
     assert ("the cheapest costs" in limited.reason) is (limit == "budget_usd")
-    other = Objective.TIME if objective is Objective.COST else Objective.COST
+    other = "time" if objective == "cost" else "cost"
     assert "Without" not in choose(other, [slow, fast], limits=Limits(**{limit: tight})).reason, "it excludes no best"
 
 
 def test_when_nothing_fits_nothing_is_recommended_and_the_limits_are_named():
-    choice = choose(Objective.TIME, estimates([(1, 64, 0.4)]), limits=Limits(budget_usd=1e-9))
+    choice = choose("time", estimates([(1, 64, 0.4)]), limits=Limits(budget_usd=1e-9))
     assert choice.chosen is None
     assert "budget_usd" in choice.reason
     (small, large) = estimates([(1, 64, 0.4), (1, 128, 0.4)])
-    both = choose(Objective.TIME, [small, large], limits=Limits(deadline_s=1e-3, max_global_batch_size=64))
+    both = choose("time", [small, large], limits=Limits(deadline_s=1e-3, max_global_batch_size=64))
     assert f"the fastest takes {small.time_s.mean:.3g} s" in both.reason, "no deadline lets the larger batch in"
     with pytest.raises(ObservationError, match="there are none"):
-        choose(Objective.TIME, [])
+        choose("time", [])
 
 
 TABLES = st.lists(
@@ -290,10 +290,10 @@ TABLES = st.lists(
 @given(TABLES, st.booleans(), st.none() | st.floats(0.01, 1e4))
 def test_a_compromise_is_never_dominated_and_gives_up_at_most_a_tenth_for_a_smaller_batch(rows, priced, waiting):
     found = estimates(rows)
-    choice = choose(Objective.BALANCED, found, priced=priced, usd_per_hour_of_waiting=waiting)
+    choice = choose("balanced", found, priced=priced, usd_per_hour_of_waiting=waiting)
     chosen, value = choice.chosen, choice.goal.value
     assert chosen in choice.frontier
-    fastest = choose(Objective.TIME, found, priced=priced, usd_per_hour_of_waiting=waiting)
+    fastest = choose("time", found, priced=priced, usd_per_hour_of_waiting=waiting)
     assert fastest.balanced.configuration == chosen.configuration, "every choice names the compromise"
     least = min(value(e).expected for e in choice.frontier)
     assert value(chosen).expected <= (1.0 if priced and waiting else 1.1) * least * (1 + 1e-9)
@@ -305,9 +305,9 @@ def test_a_compromise_is_never_dominated_and_gives_up_at_most_a_tenth_for_a_smal
 @settings(max_examples=50)
 @given(TABLES, st.floats(0.1, 10.0), st.floats(0.1, 100.0))
 def test_the_product_of_time_and_cost_knows_no_unit(rows, slower, dearer):
-    plain = choose(Objective.BALANCED, estimates(rows))
+    plain = choose("balanced", estimates(rows))
     scaled = estimates([(n, b, t * slower) for n, b, t in rows], Offer(usd_per_node_hour=3.6 * dearer))
-    other = choose(Objective.BALANCED, scaled)
+    other = choose("balanced", scaled)
     products = sorted(plain.goal.value(e).expected for e in plain.frontier)
     clear = all(abs(p / (1.1 * products[0]) - 1.0) > 1e-6 for p in products) and len(set(products)) == len(products)
     if clear:  # else rounding decides
@@ -316,5 +316,5 @@ def test_the_product_of_time_and_cost_knows_no_unit(rows, slower, dearer):
 
 def test_without_prices_a_compromise_is_nearly_the_least_time():
     fast, slow = estimates([(8, 64, 0.5), (1, 64, 0.1)])
-    assert choose(Objective.BALANCED, [fast, slow], priced=False).chosen is fast
-    assert choose(Objective.BALANCED, [fast, slow]).chosen is slow
+    assert choose("balanced", [fast, slow], priced=False).chosen is fast
+    assert choose("balanced", [fast, slow]).chosen is slow

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.domain import Objective, Search
 from tula_service.perfmodel.choice import Goal
 from tula_service.perfmodel.planner import greedy_design, plan, prior_covariance
 from tula_service.perfmodel.points import Points
@@ -98,10 +97,10 @@ def test_a_design_spends_its_runs_where_variance_matters() -> None:
 
 def test_the_first_plan_of_thousands_of_candidates_needs_little_memory() -> None:
     candidates = [make_configuration(nodes, 4, 8 * batch) for nodes in range(1, 65) for batch in range(1, 65)]
-    goal = Goal(Objective.TIME, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+    goal = Goal("time", Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
     tracemalloc.start()
     try:
-        assert len(plan(Search.ADAPTIVE, candidates, goal=goal).runs) == 4
+        assert len(plan("adaptive", candidates, goal=goal).runs) == 4
         assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
     finally:
         tracemalloc.stop()

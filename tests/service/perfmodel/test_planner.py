@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.domain import Objective, Search
 from tula_service.perfmodel.choice import Goal, Limits, recommend
 from tula_service.perfmodel.planner import PlanBudget, log_value, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
@@ -18,10 +17,11 @@ from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
+from tula_wire.enums import Search
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256)]
-GOAL = Goal(Objective.COST, Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
-KNEE = Goal(Objective.KNEE, Training(1e6, 2), GOAL.offers)
+GOAL = Goal("cost", Training(1e6, 2), {"default": Offer(usd_per_node_hour=12.0)})
+KNEE = Goal("knee", Training(1e6, 2), GOAL.offers)
 
 
 def step_time(c: Configuration) -> float:
@@ -48,19 +48,19 @@ def work_through(search: Search, candidates, goal=GOAL, budget=None, time=step_t
 
 
 def test_full_search_profiles_everything_once():
-    done, reason = work_through(Search.FULL, GRID)
+    done, reason = work_through("full", GRID)
     assert sorted(done) == sorted(GRID)
     assert reason == "Every candidate has been profiled."
 
 
 def test_partial_search_profiles_the_four_corners():
-    done, reason = work_through(Search.PARTIAL, GRID)
+    done, reason = work_through("partial", GRID)
     assert set(done) == {make_configuration(n, 4, b) for n in (1, 8) for b in (32, 256)}
     assert "corner" in str(reason)
 
 
 def test_the_papers_search_profiles_two_opposite_corners():
-    done, reason = work_through(Search.PAPER, GRID)
+    done, reason = work_through("paper", GRID)
     assert done == [make_configuration(8, 4, 256), make_configuration(1, 4, 32)]
     assert "corner" in str(reason)
 
@@ -68,19 +68,19 @@ def test_the_papers_search_profiles_two_opposite_corners():
 @settings(max_examples=15, deadline=None)
 @given(most=st.integers(1, 8), speed=st.floats(0.01, 100))
 def test_adaptive_search_holds_the_largest_cluster_and_its_budget(most, speed):
-    done, reason = work_through(Search.ADAPTIVE, GRID, GOAL, PlanBudget(max_runs=most), lambda c: speed * step_time(c))
+    done, reason = work_through("adaptive", GRID, GOAL, PlanBudget(max_runs=most), lambda c: speed * step_time(c))
     assert done[0].num_nodes == 8
     assert len(done) == len(set(done)) <= most
     assert reason
 
 
-@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE])
+@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective="time"), KNEE])
 def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goal):
-    first = plan(Search.ADAPTIVE, GRID, goal=goal)
+    first = plan("adaptive", GRID, goal=goal)
     assert len(first.runs) == 4
-    assert plan(Search.ADAPTIVE, GRID, goal=goal) == first
+    assert plan("adaptive", GRID, goal=goal) == first
     claimed = [run.configuration for run in first.runs]
-    waiting = plan(Search.ADAPTIVE, GRID, goal=goal, pending=claimed)
+    waiting = plan("adaptive", GRID, goal=goal, pending=claimed)
     assert waiting.runs == ()
     assert waiting.stop_reason is None
 
@@ -89,11 +89,11 @@ def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goa
 def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chosen_there(most):
     """A user's limit on the batch counts before anything was measured."""
     limit = None if most is None else 8 * 4 * most
-    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
-    first = plan(Search.ADAPTIVE, GRID, goal=goal).runs[0].configuration
+    goal = Goal("time", Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
+    first = plan("adaptive", GRID, goal=goal).runs[0].configuration
     assert first == make_configuration(8, 4, most or 256)
-    per_gb = Goal(Objective.COST, Training(1e6), {"default": Offer(usd_per_gb_hour=0.1)})
-    assert plan(Search.ADAPTIVE, GRID, goal=per_gb).runs[0].configuration.num_nodes == 8, "before memory is known"
+    per_gb = Goal("cost", Training(1e6), {"default": Offer(usd_per_gb_hour=0.1)})
+    assert plan("adaptive", GRID, goal=per_gb).runs[0].configuration.num_nodes == 8, "before memory is known"
 
 
 def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
@@ -104,8 +104,8 @@ def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_
 
     seconds = {c: surprising(c) * 1e6 / c.global_batch_size for c in GRID}
     fastest = min(seconds.values())
-    goal = Goal(Objective.COST, Training(1e6), GOAL.offers, Limits(deadline_s=1.1 * fastest))
-    done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=8), surprising)
+    goal = Goal("cost", Training(1e6), GOAL.offers, Limits(deadline_s=1.1 * fastest))
+    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=8), surprising)
     observed = StepTimeObservations.at(done, [surprising(c) for c in done])
     choice = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).choice
     assert reason
@@ -126,12 +126,12 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
 @pytest.mark.parametrize(
     "goal",
     [
-        replace(GOAL, objective=Objective.TIME),
+        replace(GOAL, objective="time"),
         GOAL,
-        replace(GOAL, objective=Objective.BALANCED),
-        replace(GOAL, objective=Objective.BALANCED, priced=False),
-        replace(GOAL, objective=Objective.BALANCED, usd_per_hour_of_waiting=40.0),
-        replace(GOAL, objective=Objective.BALANCED, steps_factor={c: 1.0 + c.global_batch_size / 1e4 for c in GRID}),
+        replace(GOAL, objective="balanced"),
+        replace(GOAL, objective="balanced", priced=False),
+        replace(GOAL, objective="balanced", usd_per_hour_of_waiting=40.0),
+        replace(GOAL, objective="balanced", steps_factor={c: 1.0 + c.global_batch_size / 1e4 for c in GRID}),
     ],
     ids=["time", "cost", "balanced", "without prices", "waiting", "more steps"],
 )
@@ -143,17 +143,17 @@ def test_the_design_aims_at_what_the_choice_wants_small(goal):
     assert np.ptp(log_value(model, GRID, goal) - wanted) == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("objective", [Objective.TIME, Objective.COST, Objective.BALANCED])
+@pytest.mark.parametrize("objective", ["time", "cost", "balanced"])
 @pytest.mark.parametrize("batches", [(8, 16, 32), (32, 64, 128, 256)])
 def test_the_first_two_batches_are_four_apart_where_the_design_has_such(objective, batches):
     candidates = [make_configuration(nodes, 4, batch) for nodes in (1, 2) for batch in batches]
-    runs = plan(Search.ADAPTIVE, candidates, goal=replace(GOAL, objective=objective)).runs
+    runs = plan("adaptive", candidates, goal=replace(GOAL, objective=objective)).runs
     first, second = sorted(run.configuration.local_batch_size for run in runs[:2])
     assert second >= 4 * first
 
 
 def test_the_recommendation_was_measured_and_is_near_the_best():
-    done, reason = work_through(Search.ADAPTIVE, GRID, GOAL)
+    done, reason = work_through("adaptive", GRID, GOAL)
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
     result = recommend(GRID, fit_step_time(observed, candidates=GRID), GOAL)
     assert result.choice.chosen is not None
@@ -166,15 +166,15 @@ def test_the_recommendation_was_measured_and_is_near_the_best():
 
 def test_configurations_that_failed_are_neither_planned_nor_waited_for():
     lost = [c for c in GRID if c.local_batch_size == 256]
-    done, _ = work_through(Search.ADAPTIVE, GRID, GOAL, unavailable=lost)
+    done, _ = work_through("adaptive", GRID, GOAL, unavailable=lost)
     assert not set(done) & set(lost)
     with pytest.raises(ObservationError, match="the run of each has failed"):
-        plan(Search.ADAPTIVE, GRID, goal=GOAL, unavailable=GRID)
+        plan("adaptive", GRID, goal=GOAL, unavailable=GRID)
 
 
 def test_a_spent_budget_of_gpu_seconds_ends_profiling():
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=100.0)
-    step = plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget)
+    step = plan("adaptive", GRID, goal=GOAL, budget=budget)
     assert step.runs == ()
     assert "GPU-seconds" in str(step.stop_reason)
 
@@ -183,16 +183,16 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     slow = [c for c in GRID if c.num_nodes == 1]
     budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
     left = [*slow, make_configuration(2, 4, 32), make_configuration(8, 4, 256)]
-    goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
-    step = plan(Search.ADAPTIVE, left, fitted(slow, left), goal=goal, budget=budget)
+    goal = Goal("time", Training(1e6), GOAL.offers)
+    step = plan("adaptive", left, fitted(slow, left), goal=goal, budget=budget)
     assert step.runs == ()
     assert "stays a prediction" in str(step.stop_reason)
 
 
 def test_every_instance_type_gets_its_largest_cluster():
     both = [*GRID, *(make_configuration(c.num_nodes, 8, c.local_batch_size, 1, "big") for c in GRID)]
-    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer(), "big": Offer("big")})
-    first = plan(Search.ADAPTIVE, both, goal=goal, budget=PlanBudget(max_runs=10))
+    goal = Goal("time", Training(1e6), {"default": Offer(), "big": Offer("big")})
+    first = plan("adaptive", both, goal=goal, budget=PlanBudget(max_runs=10))
     assert {c.configuration.instance_type for c in first.runs[:2]} == {"default", "big"}
     assert {c.configuration.num_nodes for c in first.runs[:2]} == {8}
 
@@ -200,8 +200,8 @@ def test_every_instance_type_gets_its_largest_cluster():
 def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
     both = [*GRID, *(make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "free") for c in GRID)]
     offers = {"default": Offer(usd_per_node_hour=1.0), "free": Offer("free")}
-    goal = Goal(Objective.COST, Training(1e6), offers)
-    done, reason = work_through(Search.ADAPTIVE, both, goal, PlanBudget(max_runs=9))
+    goal = Goal("cost", Training(1e6), offers)
+    done, reason = work_through("adaptive", both, goal, PlanBudget(max_runs=9))
     assert reason
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
     chosen = recommend(both, fit_step_time(observed, candidates=both), goal).choice.chosen
@@ -210,15 +210,15 @@ def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
 
 
 def test_a_limit_that_nothing_keeps_ends_with_the_reason():
-    goal = Goal(Objective.TIME, Training(1e6), {"default": Offer()}, Limits(deadline_s=1e-3))
-    done, reason = work_through(Search.ADAPTIVE, GRID, goal)
+    goal = Goal("time", Training(1e6), {"default": Offer()}, Limits(deadline_s=1e-3))
+    done, reason = work_through("adaptive", GRID, goal)
     assert len(done) <= 6
     assert reason
 
 
-@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective=Objective.TIME), KNEE])
+@pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective="time"), KNEE])
 def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_launches(goal):
-    done, reason = work_through(Search.ADAPTIVE, GRID, goal, PlanBudget(max_runs=3, by_column=True))
+    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=3, by_column=True))
     clusters = dict.fromkeys(c.num_nodes for c in done)
     assert list(clusters)[:2] == [8, 1]
     for nodes in (8, 1):
@@ -230,35 +230,35 @@ def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_
 def test_a_second_launch_of_a_cluster_counts_as_one():
     done = [make_configuration(nodes, 4, batch) for nodes in (1, 8) for batch in (32, 128, 256)]
     budget = PlanBudget(max_runs=3, by_column=True)
-    step = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), goal=GOAL, budget=budget)
+    step = plan("adaptive", GRID, fitted(done, GRID), goal=GOAL, budget=budget)
     assert {c.configuration.num_nodes for c in step.runs} in ({2}, {4})
     done.append(make_configuration(8, 4, 64))
-    spent = plan(Search.ADAPTIVE, GRID, fitted(done, GRID), goal=GOAL, budget=budget)
+    spent = plan("adaptive", GRID, fitted(done, GRID), goal=GOAL, budget=budget)
     assert spent.stop_reason == "The budget of 3 launches (profiling.max_runs) is spent."
 
 
 def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be_chosen():
     priors = Priors(anywhere=generic_prior(), probed=frozenset({"default"}))
-    goal = Goal(Objective.TIME, Training(1e6), GOAL.offers)
+    goal = Goal("time", Training(1e6), GOAL.offers)
     budget = PlanBudget(max_runs=3, by_column=True)
-    first = plan(Search.ADAPTIVE, GRID, unmeasured_model(priors, GRID), goal=goal, budget=budget)
+    first = plan("adaptive", GRID, unmeasured_model(priors, GRID), goal=goal, budget=budget)
     done = [run.configuration for run in first.runs]
     assert done == [make_configuration(1, 4, batch) for batch in (32, 128, 256)]
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
     model = fit_step_time(observed, prior=priors, candidates=GRID)
     chosen = recommend(GRID, model, goal).choice.chosen
     assert chosen is not None
-    step = plan(Search.ADAPTIVE, GRID, model, goal=goal, budget=budget)
+    step = plan("adaptive", GRID, model, goal=goal, budget=budget)
     assert chosen.configuration in [run.configuration for run in step.runs]
     assert step.runs[0].purpose.startswith("Verification")
 
 
 def test_no_column_is_planned_while_another_is_pending():
     budget = PlanBudget(max_runs=8, by_column=True)
-    first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
-    assert plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget, pending=first).runs == ()
+    first = [run.configuration for run in plan("adaptive", GRID, goal=GOAL, budget=budget).runs]
+    assert plan("adaptive", GRID, goal=GOAL, budget=budget, pending=first).runs == ()
     half = fitted(first[:3], GRID)
-    assert plan(Search.ADAPTIVE, GRID, half, goal=GOAL, budget=budget, pending=first[3:]).runs == ()
+    assert plan("adaptive", GRID, half, goal=GOAL, budget=budget, pending=first[3:]).runs == ()
 
 
 def test_a_column_has_as_many_batches_as_the_gpu_seconds_pay_for():
@@ -266,12 +266,12 @@ def test_a_column_has_as_many_batches_as_the_gpu_seconds_pay_for():
     model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
     costs = [30 * 32 * t for t in model.predict([c for c in GRID if c.num_nodes == 8]).mean_s]
     budget = PlanBudget(max_runs=8, by_column=True, max_gpu_seconds=1.01 * sum(costs[:2]))
-    planned = [run.configuration for run in plan(Search.ADAPTIVE, GRID, model, goal=GOAL, budget=budget).runs]
+    planned = [run.configuration for run in plan("adaptive", GRID, model, goal=GOAL, budget=budget).runs]
     assert planned == [make_configuration(8, 4, batch) for batch in (32, 64)]
 
 
 def test_a_column_that_was_cut_short_is_completed_with_what_the_design_still_needs():
     budget = PlanBudget(max_runs=3, by_column=True)
-    first = [run.configuration for run in plan(Search.ADAPTIVE, GRID, goal=GOAL, budget=budget).runs]
-    rest = plan(Search.ADAPTIVE, GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
+    first = [run.configuration for run in plan("adaptive", GRID, goal=GOAL, budget=budget).runs]
+    rest = plan("adaptive", GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
     assert [run.configuration for run in rest.runs] == first[:1]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from tula_service.domain import Objective
 from tula_service.perfmodel.choice import Goal, Recommendation, recommend
 from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory, predict_peaks
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
@@ -29,7 +28,7 @@ def model() -> StepTimeModel:
 def cheapest(steps_factor: Mapping[Configuration, float] | None = None, **options: object) -> Recommendation:
     offers = {"default": Offer(usd_per_node_hour=10.0)}
     spot = {"default": Offer(usd_per_node_hour=3.0, spot=Spot(0.01))}
-    goal = Goal(Objective.COST, Training(1e6), offers, spot_offers=spot, steps_factor=steps_factor or {})
+    goal = Goal("cost", Training(1e6), offers, spot_offers=spot, steps_factor=steps_factor or {})
     return recommend(GRID, model(), goal, **options)  # type: ignore[arg-type]
 
 
@@ -76,4 +75,4 @@ def test_estimates_carry_the_peaks_that_the_memory_model_predicts() -> None:
 
 def test_an_instance_type_without_a_price_is_named() -> None:
     with pytest.raises(ObservationError, match="no price for instance type 'default'"):
-        recommend(GRID, model(), Goal(Objective.TIME, Training(1e6), {"large": Offer("large")}))
+        recommend(GRID, model(), Goal("time", Training(1e6), {"large": Offer("large")}))

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from tula_service.domain import RunKind
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
     JobRecord,
@@ -21,6 +20,7 @@ from tula_service.store import (
 )
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
+from tula_wire.enums import RunKind
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
 
@@ -33,7 +33,7 @@ def a_job(
         return tx.jobs.create(NewJob(project_id, name, model_name, "knee", {"name": name}))[0]
 
 
-def a_run(store: Store, job_id: str, *, kind: RunKind = RunKind.PROFILE, **options: Any) -> RunRecord:
+def a_run(store: Store, job_id: str, *, kind: RunKind = "profile", **options: Any) -> RunRecord:
     """Add a run."""
     options.setdefault("configuration", CONFIGURATION)
     with store.transaction() as tx:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
-from tula_service.domain import MemoryReading, RunKind, RunState
+from tula_service.domain import MemoryReading
 from tula_service.errors import Conflict, NotFound
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
@@ -124,9 +124,9 @@ class TestJobs:
         job = a_job(store)
         done, cancelled = a_run(store, job.id), a_run(store, job.id)
         a_run(store, job.id)
-        a_run(store, job.id, kind=RunKind.TRAIN)
+        a_run(store, job.id, kind="train")
         with store.transaction() as tx:
-            tx.runs.transition(done.id, expected=[RunState.PENDING], to=RunState.SUCCEEDED)
+            tx.runs.transition(done.id, expected=["pending"], to="succeeded")
             tx.runs.cancel_pending(job.id, [cancelled.id])
             counted = tx.jobs.get(job.id)
         assert (counted.runs_done, counted.runs_planned) == (1, 2)
@@ -155,7 +155,7 @@ class TestJobs:
         run = a_run(store, job.id)
         moved()
         with store.transaction() as tx:
-            tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.RUNNING)
+            tx.runs.transition(run.id, expected=["pending"], to="running")
         moved()
         with store.transaction() as tx:
             tx.samples.add(run.key, job.id, samples(5))
@@ -175,12 +175,12 @@ class TestRuns:
     def test_runs_are_claimed_in_plan_order_and_only_profiling_ones(self, store: Store) -> None:
         job = a_job(store)
         late, early = a_run(store, job.id, position=2), a_run(store, job.id, position=1)
-        a_run(store, job.id, kind=RunKind.TRAIN, position=0)
+        a_run(store, job.id, kind="train", position=0)
         with store.transaction() as tx:
             claimed = [tx.leases.claim(job.id, holder="h", lease_s=60) for _ in range(3)]
         assert [run and run.id for run in claimed] == [early.id, late.id, None]
         assert claimed[0] is not None
-        assert (claimed[0].state, claimed[0].holder) == (RunState.CLAIMED, "h")
+        assert (claimed[0].state, claimed[0].holder) == ("claimed", "h")
 
     def test_a_claim_skips_runs_that_need_too_many_nodes(self, store: Store) -> None:
         job = a_job(store)
@@ -195,13 +195,13 @@ class TestRuns:
         job = a_job(store)
         column = [a_run(store, job.id, configuration=make_configuration(4, 1, batch)) for batch in (32, 64, 128)]
         a_run(store, job.id, configuration=make_configuration(2, 1, 64))
-        a_run(store, job.id, kind=RunKind.TRAIN, configuration=make_configuration(4, 1, 64))
+        a_run(store, job.id, kind="train", configuration=make_configuration(4, 1, 64))
         with store.transaction() as tx:
             first = tx.leases.claim(job.id, holder="h", lease_s=60)
             assert first is not None
             others = tx.leases.claim_column(first)
             assert {run.id for run in (first, *others)} == {run.id for run in column}
-            assert {(run.holder, run.state) for run in others} == {("h", RunState.CLAIMED)}
+            assert {(run.holder, run.state) for run in others} == {("h", "claimed")}
             assert tx.leases.claim_column(first) == []
         clock.advance(50)
         with store.transaction() as tx:
@@ -261,19 +261,19 @@ class TestRuns:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            assert not tx.runs.transition(run.id, expected=[RunState.CLAIMED], to=RunState.RUNNING)
-            assert tx.runs.transition(run.id, expected=[RunState.PENDING], to=RunState.RUNNING)
-            assert tx.runs.transition(run.id, expected=[RunState.RUNNING], to=RunState.SUCCEEDED, dropped=3)
-            assert not tx.runs.transition(run.id, expected=[RunState.RUNNING], to=RunState.FAILED)
+            assert not tx.runs.transition(run.id, expected=["claimed"], to="running")
+            assert tx.runs.transition(run.id, expected=["pending"], to="running")
+            assert tx.runs.transition(run.id, expected=["running"], to="succeeded", dropped=3)
+            assert not tx.runs.transition(run.id, expected=["running"], to="failed")
             found = tx.runs.get(run.id)
-        assert (found.state, found.dropped) == (RunState.SUCCEEDED, 3)
+        assert (found.state, found.dropped) == ("succeeded", 3)
         assert found.started_at is not None
         assert found.finished_at is not None
 
     def test_a_training_run_is_never_leased_out(self, store: Store, clock: ManualClock) -> None:
         job = a_job(store)
         with store.transaction() as tx:
-            tx.runs.create(job.id, NewRun(RunKind.TRAIN, CONFIGURATION, RunState.RUNNING, holder="user", lease_s=10))
+            tx.runs.create(job.id, NewRun("train", CONFIGURATION, "running", holder="user", lease_s=10))
         clock.advance(60)
         with store.transaction() as tx:
             assert tx.leases.claim(job.id, holder="h", lease_s=10) is None
@@ -435,7 +435,7 @@ def test_a_failed_transaction_stores_nothing(store: Store) -> None:
     def fail_half_way() -> None:
         with store.transaction() as tx:
             tx.jobs.update(job.id, state="ready")
-            tx.runs.create(job.id, NewRun(RunKind.PROFILE, CONFIGURATION))
+            tx.runs.create(job.id, NewRun("profile", CONFIGURATION))
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
-from tula_service.domain import BucketTimeline, MemoryReading, RunState
+from tula_service.domain import BucketTimeline, MemoryReading
 from tula_service.store import Store
 
 
@@ -119,11 +119,9 @@ class TestSamples:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            tx.runs.transition(
-                run.id, expected=[RunState.PENDING], to=RunState.OUT_OF_MEMORY, failed_local_batch_size=64
-            )
+            tx.runs.transition(run.id, expected=["pending"], to="out_of_memory", failed_local_batch_size=64)
             (summary,) = tx.samples.summaries(job.id)
-        assert (summary.state, summary.failed_local_batch_size) == (RunState.OUT_OF_MEMORY, 64)
+        assert (summary.state, summary.failed_local_batch_size) == ("out_of_memory", 64)
         assert summary.step_time_s is None
 
 

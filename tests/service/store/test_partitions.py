@@ -19,7 +19,6 @@ from sqlalchemy import Engine, create_engine
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk
 from tests.support.clock import ManualClock
 from tula_service.app import create_app
-from tula_service.domain import RunKind, RunState
 from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.settings import Settings
 from tula_service.store import NewChunk, RunRecord, Store, partitions
@@ -30,6 +29,7 @@ from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.access import ANONYMOUS
 from tula_service.usecases.jobs import Pruned, prune_store
 from tula_wire import routes
+from tula_wire.enums import RunState
 
 KEPT = timedelta(days=30)
 
@@ -60,7 +60,7 @@ def store(postgres_url: str) -> Iterator[Store]:
 def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
     """A run that has ended and began in a month, by its key, which Postgres would have given it then."""
     job = a_job(store, name=f"job-{month:%Y%m}")
-    run = a_run(store, job.id, kind=RunKind.TRAIN, **{"state": RunState.SUCCEEDED, **options})
+    run = a_run(store, job.id, kind="train", **{"state": "succeeded", **options})
     key = int(f"{month:%Y%m}") * partitions.KEYS_OF_A_MONTH + 999
     if month != THIS:
         with store.transaction() as tx:
@@ -188,15 +188,15 @@ def test_a_month_stays_until_it_is_old_enough(store: Store) -> None:
     assert prune(store).telemetry == [table(THIS)]
 
 
-@pytest.mark.parametrize("state", [RunState.PENDING, RunState.CLAIMED, RunState.RUNNING])
+@pytest.mark.parametrize("state", ["pending", "claimed", "running"])
 def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState) -> None:
     """Planned long ago, or with a lease that has ended: its telemetry would be refused for good."""
-    run = run_of(store, THIS, state=state, lease_s=None if state is RunState.PENDING else 60.0)
+    run = run_of(store, THIS, state=state, lease_s=None if state == "pending" else 60.0)
     store.now.advance(61)  # type: ignore[attr-defined] # the fixture's clock
     assert prune(store).telemetry == []
     with store.transaction() as tx:
         tx.jobs.update(run.job_id, state="archived")
-    if state is not RunState.PENDING:
+    if state != "pending":
         assert prune(store).telemetry == []
         store.now.advance(KEPT.total_seconds())  # type: ignore[attr-defined] # the same
     assert table(THIS) in prune(store).telemetry
@@ -205,7 +205,7 @@ def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState)
 def test_a_run_that_begins_before_the_detaching_keeps_its_month(store: Store) -> None:
     """The check is made again under the lock of `runs`."""
     assert partitions.due(store.engine, before=NEXT) == [table(THIS)]
-    run_of(store, THIS, state=RunState.PENDING)
+    run_of(store, THIS, state="pending")
     assert not partitions.drop(store.engine, table(THIS), None, before=NEXT)
     assert table(THIS) in tables(store)
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from tests.service.store.examples import CONFIGURATION, a_job, samples
 from tests.support.clock import ManualClock
-from tula_service.domain import RunKind, RunState
 from tula_service.errors import NotFound
 from tula_service.store import NewRun, Store
+from tula_wire.enums import FINAL_STATES, RunState
 
-HELD = (RunState.CLAIMED, RunState.RUNNING)
-FINAL = [state for state in RunState if state.is_final]
+HELD = ("claimed", "running")
+FINAL = sorted(FINAL_STATES)
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Expected:
 
     job: str
     key: int
-    state: RunState = RunState.PENDING
+    state: RunState = "pending"
     holder: str | None = None
     expires: float | None = None
     num_samples: int = 0
@@ -78,13 +79,13 @@ class JobsAndRuns(RuleBasedStateMachine):
 
     def _create(self, job: str) -> tuple[str, int]:
         with self.store.transaction() as tx:
-            run = tx.runs.create(job, NewRun(RunKind.PROFILE, CONFIGURATION))
+            run = tx.runs.create(job, NewRun("profile", CONFIGURATION))
         return run.id, run.key
 
     @rule(job=jobs, holder=st.sampled_from(["a", "b"]), lease_s=st.sampled_from([10.0, 60.0]))
     def claim(self, job: str, holder: str, lease_s: float) -> None:
         self._expire(job)
-        free = [run for run, known in self.expected.items() if known.job == job and known.state is RunState.PENDING]
+        free = [run for run, known in self.expected.items() if known.job == job and known.state == "pending"]
         with self.store.transaction() as tx:
             claimed = tx.leases.claim(job, holder=holder, lease_s=lease_s)
         if not free:
@@ -94,14 +95,14 @@ class JobsAndRuns(RuleBasedStateMachine):
         assert claimed is not None
         assert claimed.id == first, "the plan's order is kept"
         known = self.expected[first]
-        known.state, known.holder = RunState.CLAIMED, holder
+        known.state, known.holder = "claimed", holder
         known.expires, known.lease_s = self.elapsed + lease_s, lease_s
 
     def _expire(self, job: str) -> None:
         for known in self.expected.values():
             late = known.expires is not None and known.expires < self.elapsed
             if known.job == job and known.state in HELD and late:
-                known.state, known.holder, known.expires = RunState.PENDING, None, None
+                known.state, known.holder, known.expires = "pending", None, None
 
     @rule(run=runs)
     def renew(self, run: str) -> None:
@@ -112,7 +113,7 @@ class JobsAndRuns(RuleBasedStateMachine):
         if known is not None and renewed and known.expires is not None:
             known.expires = self.elapsed + known.lease_s
 
-    @rule(run=runs, expected=st.sampled_from(list(RunState)), to=st.sampled_from([RunState.RUNNING, *FINAL]))
+    @rule(run=runs, expected=st.sampled_from(get_args(RunState)), to=st.sampled_from(["running", *FINAL]))
     def move(self, run: str, expected: RunState, to: RunState) -> None:
         known = self.expected.get(run)
         with self.store.transaction() as tx:
@@ -120,7 +121,7 @@ class JobsAndRuns(RuleBasedStateMachine):
         assert moved == (known is not None and known.state is expected)
         if known is not None and moved:
             known.state = to
-            if to.is_final:
+            if to in FINAL_STATES:
                 known.expires = None
 
     @rule(run=runs, count=st.integers(1, 30), boot=st.sampled_from(["x", "y"]))

@@ -25,7 +25,6 @@ from benchmarks.support.server import command
 from tests.service.store.examples import a_job
 from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.analysis.scaling import in_force
-from tula_service.domain import PlanState
 from tula_service.errors import InvalidInput, SchemaMismatch
 from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
@@ -152,7 +151,7 @@ def test_sentences_of_stored_runs_become_columns(tmp_path: Path) -> None:
             )
     upgrade_schema(engine)
     with Store(engine).reading() as tx:
-        found = {run.id: (run.origin.value, run.end_cause and run.end_cause.value) for run in tx.runs.list(name)}
+        found = {run.id: (run.origin, run.end_cause and run.end_cause) for run in tx.runs.list(name)}
     engine.dispose()
     assert {run_id: found[run_id] for run_id in rows} == {
         "planned": ("plan", None),
@@ -215,7 +214,7 @@ def test_facts_that_were_kept_among_cached_answers_move_to_their_columns(tmp_pat
     store = Store(engine)
     with store.reading() as tx:
         job = tx.jobs.get(job_id)
-        assert job.plan_state is PlanState.STALE_OUT_OF_MEMORY
+        assert job.plan_state == "stale_out_of_memory"
         assert (job.cross_validated_error, list(job.cross_validated_runs)) == (0.04, ["run-1", "run-2"])
         assert job.cross_validated_model == "1"
         assert tx.lessons.prediction_pairs(job_id) == [[1.0, 0.9, 1.1, 1.05]]

@@ -116,7 +116,7 @@ def test_a_run_that_another_continues_has_ended(cluster: Cluster) -> None:
     cluster.train(job_id, SMALL, continues=first.id)
     with cluster.store.reading() as tx:
         ended = tx.runs.get(first.id)
-    assert (ended.state.value, ended.message) == (
+    assert (ended.state, ended.message) == (
         "failed",
         "Superseded: another run continued it before it reported its end.",
     )

@@ -12,7 +12,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.clock import ManualClock
 from tula_service.analysis.plan import profiling_cost
-from tula_service.domain import RunRecord, RunState
+from tula_service.domain import RunRecord
 from tula_service.store import Store
 from tula_service.usecases import runs
 from tula_service.usecases.access import ANONYMOUS
@@ -31,7 +31,7 @@ def run(
     facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
     facts |= {
         "id": f"run_{batch}_{nodes}",
-        "state": RunState(state),
+        "state": state,
         "configuration": wire.Configuration(num_nodes=nodes, ranks_per_node=RANKS, local_batch_size=batch),
         "num_samples": 0,
         "instruction": INSTRUCTION,
