@@ -7,7 +7,6 @@ paper's four networks, and what the report of the experiments on gradient scalin
 from __future__ import annotations
 
 import csv
-import inspect
 import json
 import re
 import statistics
@@ -24,7 +23,7 @@ ANSWERED = ("<!-- answered -->\n", "<!-- end of answered -->")
 COMPARED = ("<!-- compared -->\n", "<!-- end of compared -->")
 STATIC = ("<!-- static -->\n", "<!-- end of static -->")
 TRAINED = ("<!-- trained -->\n", "<!-- end of trained -->")
-METHODS = "<!-- methods of the client -->"
+METHODS = ("<!-- methods of the client -->", "<!-- methods of a handle -->")
 
 FIGURES: tuple[tuple[str, str, str], ...] = (
     ("Step time, four corners, the default form: median error", "regular.partial.median", "7.5-14 % (two points)"),
@@ -74,8 +73,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks; every other page stays as it is."""
     if OPENAPI in markdown:
         markdown = markdown.replace(OPENAPI, routes())
-    if METHODS in markdown:
-        markdown = markdown.replace(METHODS, methods())
+    if METHODS[0] in markdown:
+        from tula_client import Client, JobHandle
+
+        for mark, kind in zip(METHODS, (Client, JobHandle), strict=True):
+            markdown = markdown.replace(mark, methods(*kind.__mro__))
     return markdown
 
 
@@ -266,17 +268,15 @@ def routes() -> str:
     return "\n\n".join(f"## {tag.capitalize()}\n\n{head}\n" + "\n".join(rows) for tag, rows in sorted(by_tag.items()))
 
 
-def methods() -> str:
-    """The calls of `Client` and `AsyncClient`, which share their names, arguments and answers, as Markdown."""
-    from tula_client import Client, _calls
-
+def methods(*kinds: type) -> str:
+    """The calls that a class and its asynchronous twin share, with names, arguments and answers, as Markdown."""
     rows = []
-    for name, build in vars(_calls).items():
-        if inspect.isfunction(build) and hasattr(Client, name):
-            signature = inspect.signature(build)
-            arguments = re.sub(r"['\"]", "", str(signature.replace(return_annotation=signature.empty)))
-            answer = re.sub(r"^Call\[(.*)\]$", r"\1", str(signature.return_annotation).strip("'\""))
-            description = " ".join((build.__doc__ or "").split())
+    for name, member in {name: one for kind in kinds for name, one in vars(kind).items()}.items():
+        if hasattr(member, "build"):
+            signature = member.signature
+            arguments = re.sub(r"['\"]|wire\.", "", str(signature.replace(return_annotation=signature.empty)))
+            answer = re.sub(r"['\"]|wire\.", "", str(signature.return_annotation))
+            description = " ".join((member.build.__doc__ or "").split())
             rows.append(f"| `{name}{arguments}` | {description} | `{answer}` |")
     return "| call | does | answers |\n|---|---|---|\n" + "\n".join(rows)
 

@@ -11,51 +11,11 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
+import tula_wire as wire
 from tula_client._errors import TulaError, UnexpectedAnswerError, from_problem
 from tula_client._events import EventReader
 from tula_client._request import Answer, Call, Request
-from tula_wire import (
-    ClaimRequest,
-    Event,
-    Fabric,
-    FabricList,
-    FabricProbe,
-    Job,
-    JobCreated,
-    JobPage,
-    JobPatch,
-    JobSpec,
-    JobState,
-    Ledger,
-    Objective,
-    Predictions,
-    Problem,
-    ProblemType,
-    Project,
-    ProjectCreate,
-    ProjectList,
-    Recommendation,
-    Run,
-    RunClaimed,
-    RunCreate,
-    RunKind,
-    RunList,
-    RunPatch,
-    SampleBatch,
-    SamplePage,
-    SamplesAccepted,
-    ScalingPatch,
-    ScalingPolicy,
-    ScalingThresholds,
-    TelemetryAccepted,
-    TelemetryChunk,
-    TelemetrySeries,
-    TokenCreate,
-    TokenCreated,
-    TokenList,
-    read,
-    routes,
-)
+from tula_wire import read, routes
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -69,43 +29,43 @@ _EVENT_STREAM: Final = {"Accept": "text/event-stream"}
 class Scaling:
     """Thresholds of gradient scaling with their ETag; `thresholds` is None if the sent ETag is current."""
 
-    thresholds: ScalingThresholds | None
+    thresholds: wire.ScalingThresholds | None
     etag: str | None
 
 
-def register(spec: JobSpec, *, idempotency_key: str | None = None) -> Call[JobCreated]:
+def register(spec: wire.JobSpec, *, idempotency_key: str | None = None) -> Call[wire.JobCreated]:
     """Register a job; the same key gives the same job. The default is a random key."""
     headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-    return _call("POST", routes.JOBS, _model(JobCreated), body=spec, headers=headers, idempotent=True)
+    return _call("POST", routes.JOBS, _model(wire.JobCreated), body=spec, headers=headers, idempotent=True)
 
 
 def jobs(
     *,
     search: str | None = None,
-    state: JobState | None = None,
+    state: wire.JobState | None = None,
     archived: bool = False,
     limit: int | None = None,
     cursor: str | None = None,
-) -> Call[JobPage]:
+) -> Call[wire.JobPage]:
     """One page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
     only_if_set = "true" if archived else None
     query = {"search": search, "state": state, "archived": only_if_set, "limit": limit, "cursor": cursor}
-    return _call("GET", routes.JOBS, _model(JobPage), query=query)
+    return _call("GET", routes.JOBS, _model(wire.JobPage), query=query)
 
 
-def job(job_id: str) -> Call[Job]:
+def job(job_id: str) -> Call[wire.Job]:
     """A job with its specification, plan and progress."""
-    return _call("GET", routes.JOB, _model(Job), job_id=job_id)
+    return _call("GET", routes.JOB, _model(wire.Job), job_id=job_id)
 
 
-def patch_job(job_id: str, patch: JobPatch) -> Call[Job]:
+def patch_job(job_id: str, patch: wire.JobPatch) -> Call[wire.Job]:
     """Change the objective, limits or prices, or archive; omitted fields do not change."""
-    return _call("PATCH", routes.JOB, _model(Job), body=patch, job_id=job_id)
+    return _call("PATCH", routes.JOB, _model(wire.Job), body=patch, job_id=job_id)
 
 
-def archive_job(job_id: str) -> Call[Job]:
+def archive_job(job_id: str) -> Call[wire.Job]:
     """Hide a job from lists; `patch_job` restores it."""
-    return patch_job(job_id, JobPatch(archived=True))
+    return patch_job(job_id, wire.JobPatch(archived=True))
 
 
 def delete_job(job_id: str) -> Call[None]:
@@ -113,42 +73,44 @@ def delete_job(job_id: str) -> Call[None]:
     return _call("DELETE", routes.JOB, _nothing, job_id=job_id)
 
 
-def claim(job_id: str, claim: ClaimRequest) -> Call[RunClaimed]:
+def claim(job_id: str, claim: wire.ClaimRequest) -> Call[wire.RunClaimed]:
     """Lease the next profiling run; if there is none, `run` is None and `reason` says why."""
-    return _call("POST", routes.JOB_CLAIM, _model(RunClaimed), body=claim, job_id=job_id)
+    return _call("POST", routes.JOB_CLAIM, _model(wire.RunClaimed), body=claim, job_id=job_id)
 
 
-def create_run(job_id: str, run: RunCreate) -> Call[Run]:
+def create_run(job_id: str, run: wire.RunCreate) -> Call[wire.Run]:
     """Register a run outside the plan: a training, or a profiling run of a chosen configuration."""
-    return _call("POST", routes.JOB_RUNS, _model(Run), body=run, job_id=job_id)
+    return _call("POST", routes.JOB_RUNS, _model(wire.Run), body=run, job_id=job_id)
 
 
 def runs(
-    job_id: str, *, kind: RunKind | None = None, limit: int | None = None, cursor: str | None = None
-) -> Call[RunList]:
+    job_id: str, *, kind: wire.RunKind | None = None, limit: int | None = None, cursor: str | None = None
+) -> Call[wire.RunList]:
     """One page of a job's runs, newest first."""
     query = {"kind": kind, "limit": limit, "cursor": cursor}
-    return _call("GET", routes.JOB_RUNS, _model(RunList), query=query, job_id=job_id)
+    return _call("GET", routes.JOB_RUNS, _model(wire.RunList), query=query, job_id=job_id)
 
 
-def run(run_id: str) -> Call[Run]:
+def run(run_id: str) -> Call[wire.Run]:
     """One run."""
-    return _call("GET", routes.RUN, _model(Run), run_id=run_id)
+    return _call("GET", routes.RUN, _model(wire.Run), run_id=run_id)
 
 
-def patch_run(run_id: str, patch: RunPatch) -> Call[Run]:
+def patch_run(run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
     """Change the state of a run, or renew its lease with the state `running`."""
-    return _call("PATCH", routes.RUN, _model(Run), body=patch, run_id=run_id)
+    return _call("PATCH", routes.RUN, _model(wire.Run), body=patch, run_id=run_id)
 
 
-def send_samples(run_id: str, batch: SampleBatch) -> Call[SamplesAccepted]:
+def send_samples(run_id: str, batch: wire.SampleBatch) -> Call[wire.SamplesAccepted]:
     """Store measured steps; stored rows count as duplicates, so a repetition is harmless."""
-    return _call("POST", routes.RUN_SAMPLES, _model(SamplesAccepted), body=batch, idempotent=True, run_id=run_id)
+    return _call("POST", routes.RUN_SAMPLES, _model(wire.SamplesAccepted), body=batch, idempotent=True, run_id=run_id)
 
 
-def send_telemetry(run_id: str, chunk: TelemetryChunk) -> Call[TelemetryAccepted]:
+def send_telemetry(run_id: str, chunk: wire.TelemetryChunk) -> Call[wire.TelemetryAccepted]:
     """Store a chunk of series; a repetition is harmless."""
-    return _call("POST", routes.RUN_TELEMETRY, _model(TelemetryAccepted), body=chunk, idempotent=True, run_id=run_id)
+    return _call(
+        "POST", routes.RUN_TELEMETRY, _model(wire.TelemetryAccepted), body=chunk, idempotent=True, run_id=run_id
+    )
 
 
 def samples(
@@ -161,7 +123,7 @@ def samples(
     last_step: int | None = None,
     cursor: str | None = None,
     limit: int | None = None,
-) -> Call[SamplePage]:
+) -> Call[wire.SamplePage]:
     """One page of the stored steps of a job; `warmup` selects those that the fit discards (True) or uses (False)."""
     query: Query = {
         "run_id": run_id,
@@ -172,7 +134,7 @@ def samples(
         "cursor": cursor,
         "limit": limit,
     }
-    return _call("GET", routes.JOB_SAMPLES, _model(SamplePage), query=query, job_id=job_id)
+    return _call("GET", routes.JOB_SAMPLES, _model(wire.SamplePage), query=query, job_id=job_id)
 
 
 def series(
@@ -183,28 +145,28 @@ def series(
     rank: int | None = None,
     first_step: int | None = None,
     last_step: int | None = None,
-) -> Call[TelemetrySeries]:
+) -> Call[wire.TelemetrySeries]:
     """One column of a run, down-sampled by the service to `max_points`; without `column`, only the names of all."""
     query = {"column": column, "max_points": max_points, "rank": rank, "first_step": first_step, "last_step": last_step}
-    return _call("GET", routes.RUN_TELEMETRY, _model(TelemetrySeries), query=query, run_id=run_id)
+    return _call("GET", routes.RUN_TELEMETRY, _model(wire.TelemetrySeries), query=query, run_id=run_id)
 
 
-def recommendation(job_id: str, *, objective: Objective | None = None) -> Call[Recommendation]:
+def recommendation(job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
     """The recommended configuration with predictions, knee, frontier and reason; by default for the job's objective."""
     query = {"objective": objective}
-    return _call("GET", routes.JOB_RECOMMENDATION, _model(Recommendation), query=query, job_id=job_id)
+    return _call("GET", routes.JOB_RECOMMENDATION, _model(wire.Recommendation), query=query, job_id=job_id)
 
 
 def predictions(
     job_id: str,
-    *,
     num_nodes: Sequence[int] | int | None = None,
     global_batch_size: Sequence[int] | int | None = None,
+    *,
     local_batch_size: Sequence[int] | int | None = None,
     instance_type: Sequence[str] | str | None = None,
     usd_per_node_hour: float | None = None,
     deadline_s: float | None = None,
-) -> Call[Predictions]:
+) -> Call[wire.Predictions]:
     """What-if: predictions for all combinations of the values; an omitted one takes every value that the job allows."""
     query: Query = {
         "num_nodes": num_nodes,
@@ -214,10 +176,10 @@ def predictions(
         "usd_per_node_hour": usd_per_node_hour,
         "deadline_s": deadline_s,
     }
-    return _call("GET", routes.JOB_PREDICTIONS, _model(Predictions), query=query, job_id=job_id)
+    return _call("GET", routes.JOB_PREDICTIONS, _model(wire.Predictions), query=query, job_id=job_id)
 
 
-def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
+def scaling(job_id: str, *, policy: wire.ScalingPolicy | None = None, etag: str | None = None) -> Call[Scaling]:
     """Thresholds of gradient scaling; with the `etag` of the last answer, unchanged ones are not sent again.
 
     `policy` is the script's; a policy that was set for the job takes precedence.
@@ -226,19 +188,25 @@ def scaling(job_id: str, *, policy: ScalingPolicy | None = None, etag: str | Non
     return _call("GET", routes.JOB_SCALING, _scaling, query={"policy": policy}, headers=headers, job_id=job_id)
 
 
-def patch_scaling(job_id: str, patch: ScalingPatch, *, policy: ScalingPolicy | None = None) -> Call[ScalingThresholds]:
+def patch_scaling(
+    job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy | None = None
+) -> Call[wire.ScalingThresholds]:
     """Set the policy of a job's gradient scaling, or numbers of `policy`; running training follows within seconds."""
-    parse, query = _model(ScalingThresholds), {"policy": policy}
+    parse, query = _model(wire.ScalingThresholds), {"policy": policy}
     return _call("PATCH", routes.JOB_SCALING, parse, query=query, body=patch, job_id=job_id)
 
 
-def ledger(job_id: str, *, limit: int | None = None) -> Call[Ledger]:
+def ledger(job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:
     """Past recommendations with the measurements that followed, newest first."""
-    return _call("GET", routes.JOB_LEDGER, _model(Ledger), query={"limit": limit}, job_id=job_id)
+    return _call("GET", routes.JOB_LEDGER, _model(wire.Ledger), query={"limit": limit}, job_id=job_id)
 
 
 def chart(
-    job_id: str, name: str, *, quantity: Literal["time", "cost"] = "time", objective: Objective | None = None
+    job_id: str,
+    name: str = "tradeoff",
+    *,
+    quantity: Literal["time", "cost"] = "time",
+    objective: wire.Objective | None = None,
 ) -> Call[dict[str, Any]]:
     """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
     query: Query = {"quantity": None if quantity == "time" else quantity, "objective": objective}
@@ -250,34 +218,34 @@ def run_chart(run_id: str, name: str) -> Call[dict[str, Any]]:
     return _call("GET", routes.RUN_CHART, _object, run_id=run_id, name=name)
 
 
-def send_probe(probe: FabricProbe) -> Call[Fabric]:
+def send_probe(probe: wire.FabricProbe) -> Call[wire.Fabric]:
     """Store what a probe measured of a fabric; the answer has the line through it."""
-    return _call("POST", routes.FABRICS, _model(Fabric), body=probe)
+    return _call("POST", routes.FABRICS, _model(wire.Fabric), body=probe)
 
 
-def fabrics() -> Call[FabricList]:
+def fabrics() -> Call[wire.FabricList]:
     """The newest probes of the project's fabrics."""
-    return _call("GET", routes.FABRICS, _model(FabricList))
+    return _call("GET", routes.FABRICS, _model(wire.FabricList))
 
 
-def projects() -> Call[ProjectList]:
+def projects() -> Call[wire.ProjectList]:
     """All projects; for administrators."""
-    return _call("GET", routes.PROJECTS, _model(ProjectList))
+    return _call("GET", routes.PROJECTS, _model(wire.ProjectList))
 
 
-def create_project(project: ProjectCreate) -> Call[Project]:
+def create_project(project: wire.ProjectCreate) -> Call[wire.Project]:
     """Create a project; for administrators."""
-    return _call("POST", routes.PROJECTS, _model(Project), body=project)
+    return _call("POST", routes.PROJECTS, _model(wire.Project), body=project)
 
 
-def tokens() -> Call[TokenList]:
+def tokens() -> Call[wire.TokenList]:
     """All tokens that the caller may see, without secrets."""
-    return _call("GET", routes.TOKENS, _model(TokenList))
+    return _call("GET", routes.TOKENS, _model(wire.TokenList))
 
 
-def create_token(token: TokenCreate) -> Call[TokenCreated]:
+def create_token(token: wire.TokenCreate) -> Call[wire.TokenCreated]:
     """Create a token; only this answer holds its secret."""
-    return _call("POST", routes.TOKENS, _model(TokenCreated), body=token)
+    return _call("POST", routes.TOKENS, _model(wire.TokenCreated), body=token)
 
 
 def revoke_token(token_id: str) -> Call[None]:
@@ -295,7 +263,7 @@ def ready() -> Call[dict[str, Any]]:
     return _call("GET", routes.READY, _object)
 
 
-def past_events(job_id: str) -> Call[list[Event]]:
+def past_events(job_id: str) -> Call[list[wire.Event]]:
     """All events of a job until now, oldest first."""
     query: Query = {"after": 0, "follow": "false"}
     return _call("GET", routes.JOB_EVENTS, _events, query=query, headers=_EVENT_STREAM, job_id=job_id)
@@ -343,13 +311,13 @@ def _pairs(query: Query) -> Iterator[tuple[str, str]]:
 def parse_error(answer: Answer) -> TulaError:
     """The exception of an answer whose status is not a success."""
     try:
-        return from_problem(read(Problem, answer.body))
+        return from_problem(read(wire.Problem, answer.body))
     except ValidationError:
         pass
     if answer.status in (502, 503, 504):
         detail = f"a proxy in front of the service answered {answer.status}: try again in a moment"
         return from_problem(
-            Problem(type=ProblemType.UNAVAILABLE, title="Unavailable", status=answer.status, detail=detail)
+            wire.Problem(type=wire.ProblemType.UNAVAILABLE, title="Unavailable", status=answer.status, detail=detail)
         )
     return UnexpectedAnswerError(
         f"answered {answer.status} without a problem document: is TULA_URL the address of a Tula service?"
@@ -388,7 +356,7 @@ def _object(answer: Answer) -> dict[str, Any]:
     return parsed
 
 
-def _events(answer: Answer) -> list[Event]:
+def _events(answer: Answer) -> list[wire.Event]:
     reader = EventReader()
     found = map(reader.feed, _body(answer).decode().splitlines())
     return [event for event in found if event is not None]
@@ -401,4 +369,4 @@ def _nothing(answer: Answer) -> None:
 def _scaling(answer: Answer) -> Scaling:
     if answer.status == 304:
         return Scaling(None, answer.headers.get("etag"))
-    return Scaling(_model(ScalingThresholds)(answer), answer.headers.get("etag"))
+    return Scaling(_model(wire.ScalingThresholds)(answer), answer.headers.get("etag"))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from tula_client import _calls as calls
 from tula_client._errors import JobNotFoundError, NotFoundError, TulaError
 from tula_client._request import Call, Flow
 from tula_client.launch.spec import read_spec
-from tula_client.tables import TABLES, Row, Table, candidate_rows, rows, telemetry_rows
-from tula_wire import JobSpec, JobSummary, Run
+from tula_client.tables import TABLES, Row, Table, altair_chart, candidate_rows, data_frame, save, telemetry_rows
+from tula_client.tables import rows as model_rows
+from tula_wire import JobSpec, JobSummary, Objective, Recommendation, Run
 
 _PAGE: Final = 100
 _SAMPLES: Final = 5000
@@ -62,22 +65,57 @@ def runs(job_id: str) -> Flow[list[Run]]:
     return [run for page in pages for run in page.runs]
 
 
-def table(job_id: str, name: Table) -> Flow[list[Row]]:
-    """The rows of one of `TABLES`; raises `TulaError` for another name."""
-    if name == "candidates":
+def wait(job_id: str, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Flow[Recommendation]:
+    """Wait until no profiling run waits or is in progress, and return the recommendation.
+
+    Asks the service every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits for ever.
+    """
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while (job := (yield from calls.job(job_id))).state == "planning":
+        left = deadline - time.monotonic()
+        if left <= 0:
+            done = f"{job.runs_done} of {job.runs_planned} runs are done"
+            raise TulaError(
+                f"{job.name} is still profiled ({done}): start them with tula tune, or give a longer timeout_s"
+            )
+        yield min(poll_s, left)
+    return (yield from calls.recommendation(job_id))
+
+
+def plot(
+    job_id: str,
+    name: str = "tradeoff",
+    output: str | Path | None = None,
+    *,
+    quantity: Literal["time", "cost"] = "time",
+    objective: Objective | None = None,
+) -> Flow[Any]:
+    """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
+    spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
+    return altair_chart(spec) if output is None else save(spec, Path(output))
+
+
+def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
+    """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
+    return data_frame((yield from rows(job_id, table)))
+
+
+def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
+    """A table as a list of dictionaries; raises `TulaError` for an unknown one."""
+    if table == "candidates":
         return candidate_rows((yield from calls.recommendation(job_id)))
-    if name == "runs":
-        return rows((yield from runs(job_id)))
-    if name == "ledger":
-        return rows((yield from calls.ledger(job_id)).entries)
-    if name == "samples":
+    if table == "runs":
+        return model_rows((yield from runs(job_id)))
+    if table == "ledger":
+        return model_rows((yield from calls.ledger(job_id)).entries)
+    if table == "samples":
         pages = yield from _pages(lambda cursor: calls.samples(job_id, limit=_SAMPLES, cursor=cursor))
-        return rows(sample for page in pages for sample in page.samples)
-    if name == "telemetry":
+        return model_rows(sample for page in pages for sample in page.samples)
+    if table == "telemetry":
         return (yield from _telemetry(job_id))
-    if name == "events":
-        return rows((yield from calls.past_events(job_id)))
-    raise TulaError(f"table: {name!r} is unknown: use one of {', '.join(TABLES)}")
+    if table == "events":
+        return model_rows((yield from calls.past_events(job_id)))
+    raise TulaError(f"table: {table!r} is unknown: use one of {', '.join(TABLES)}")
 
 
 def _pages(page: Callable[[str | None], Call[_P]]) -> Flow[list[_P]]:

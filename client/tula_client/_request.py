@@ -77,14 +77,15 @@ class Awaited:
 
 class Method(Generic[P, T]):
     """A method for both kinds of client, written once: sends the call or flow that `build` makes by the `send` of its
-    object's client. With `bound`, `build` gets the object first."""
+    object's client. `first`: what `build` gets first, the object itself (`self`), its `id`, or nothing."""
 
-    def __init__(self, build: Callable[P, Question[T]], *, bound: bool = False) -> None:
+    def __init__(self, build: Callable[P, Question[T]], first: Literal["", "self", "id"] = "") -> None:
         self.build = build
-        self.bound = bound
+        self.first = first
         signature = inspect.signature(build)
+        parameters = list(signature.parameters.values())[1 if first else 0 :]
         answer = re.sub(r"^\w+\[(.*)\]$", r"\1", str(signature.return_annotation))
-        self.signature = signature.replace(return_annotation=answer)  # for notebooks and `help`
+        self.signature = signature.replace(parameters=parameters, return_annotation=answer)  # for notebooks and `help`
 
     @overload
     def __get__(self, owner: Blocking, kind: type[Blocking]) -> Callable[P, T]: ...
@@ -93,11 +94,10 @@ class Method(Generic[P, T]):
     def __get__(self, owner: Awaited, kind: type[Awaited]) -> Callable[P, Coroutine[Any, Any, T]]: ...
 
     def __get__(self, owner: Any, kind: Any) -> Any:
-        build: Any = functools.partial(self.build, owner) if self.bound else self.build
-
         @functools.wraps(self.build)
         def method(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return getattr(owner, "client", owner).send(build(*args, **kwargs))
+            first = {"": (), "self": (owner,), "id": (getattr(owner, "id", ""),)}[self.first]
+            return getattr(owner, "client", owner).send(self.build(*first, *args, **kwargs))
 
         method.__signature__ = self.signature  # type: ignore[attr-defined]
         return method
@@ -105,7 +105,12 @@ class Method(Generic[P, T]):
 
 def flow(build: Callable[Concatenate[Any, P], Question[T]]) -> Method[P, T]:
     """Decorates a method, of a class for both kinds of client, that returns a call or is a flow."""
-    return Method(cast("Callable[P, Question[T]]", build), bound=True)
+    return Method(cast("Callable[P, Question[T]]", build), "self")
+
+
+def of_job(build: Callable[Concatenate[str, P], Question[T]]) -> Method[P, T]:
+    """A method of a handle: a call or flow whose first argument is the job's id."""
+    return Method(cast("Callable[P, Question[T]]", build), "id")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class WireModel(BaseModel):
 M = TypeVar("M", bound=BaseModel)
 
 
+def optional(description: str) -> Any:
+    """A field that is null unless it is given."""
+    return Field(None, description=description)
+
+
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
     """Parse `payload` as a reader: ignores unknown fields, which a newer writer may send, and validates all others.
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tula_wire._base import Name, Seconds, Timestamp, WireModel
+from tula_wire._base import Name, Seconds, Timestamp, WireModel, optional
 
 Scope = Literal["agent", "read", "user", "admin"]
 
@@ -41,9 +41,9 @@ class TokenCreate(WireModel):
             "`admin` may do everything."
         )
     )
-    project: Name | None = Field(None, description="Name of the project that a `read` or `user` token belongs to.")
-    job_id: str | None = Field(None, description="Job that an `agent` token is bound to.")
-    expires_in_s: Seconds | None = Field(None, description="Seconds until the token expires; null: never.")
+    project: Name | None = optional("Name of the project that a `read` or `user` token belongs to.")
+    job_id: str | None = optional("Job that an `agent` token is bound to.")
+    expires_in_s: Seconds | None = optional("Seconds until the token expires; null: never.")
 
 
 class Token(WireModel):
@@ -52,14 +52,12 @@ class Token(WireModel):
     id: str = Field(description="Identifier that the service assigned; revokes the token.")
     name: str = Field(description="What the token is for.")
     scope: Scope = Field(description="What the token may do.")
-    project: str | None = Field(
-        None, description="Id of the project that the token belongs to; null for administrators."
-    )
-    job_id: str | None = Field(None, description="Job that an `agent` token is bound to.")
+    project: str | None = optional("Id of the project that the token belongs to; null for administrators.")
+    job_id: str | None = optional("Job that an `agent` token is bound to.")
     created_at: Timestamp = Field(description="When it was created (RFC 3339, with time zone).")
-    expires_at: Timestamp | None = Field(None, description="When it expires; null: never.")
-    last_used_at: Timestamp | None = Field(None, description="When it was last used, to the minute; null: never.")
-    revoked_at: Timestamp | None = Field(None, description="When it was revoked; null: it is valid.")
+    expires_at: Timestamp | None = optional("When it expires; null: never.")
+    last_used_at: Timestamp | None = optional("When it was last used, to the minute; null: never.")
+    revoked_at: Timestamp | None = optional("When it was revoked; null: it is valid.")
 
 
 class TokenCreated(WireModel):

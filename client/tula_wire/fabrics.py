@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tula_wire._base import Count, Name, Seconds, Timestamp, WireModel
+from tula_wire._base import Count, Name, Seconds, Timestamp, WireModel, optional
 from tula_wire.bounds import MAX_BYTES_PER_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.jobs import Gbps
@@ -44,9 +44,7 @@ class AllReduces(WireModel):
     num_nodes: Count = Field(description="Nodes that took part.")
     ranks_per_node: Count = Field(description="Ranks of each of them.")
     all_ranks: Readings = Field(description="All-reduces over all ranks, by size.")
-    in_node: Readings | None = Field(
-        None, description="Over the ranks of one node; null where there is one node, or one rank per node."
-    )
+    in_node: Readings | None = optional("Over those of one node; null where there is one node, or one rank per node.")
 
     @model_validator(mode="after")
     def _several(self) -> Self:
@@ -65,8 +63,8 @@ class FabricProbe(AllReduces):
     """
 
     instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
-    accelerator: Name | None = Field(None, description="As in the job's cluster.")
-    network_gbps: Gbps | None = Field(None, description="Gigabits per second, as in the job's cluster.")
+    accelerator: Name | None = optional("As in the job's cluster.")
+    network_gbps: Gbps | None = optional("Gigabits per second, as in the job's cluster.")
 
 
 class AllReduceCost(WireModel):
@@ -81,7 +79,7 @@ class Fabric(WireModel):
 
     probe: FabricProbe = Field(description="What was measured.")
     all_ranks: AllReduceCost = Field(description="Over all ranks.")
-    in_node: AllReduceCost | None = Field(None, description="Over the ranks of one node, where it was measured apart.")
+    in_node: AllReduceCost | None = optional("Over the ranks of one node, where it was measured apart.")
     created_at: Timestamp = Field(description="When it was stored (RFC 3339, with time zone).")
 
 

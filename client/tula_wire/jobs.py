@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Timestamp, UsdPerHour, WireModel
+from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Timestamp, UsdPerHour, WireModel, optional
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Objective, Search, StepTimeForm
@@ -28,19 +28,12 @@ class ModelSpec(WireModel):
     """The network; every field but the name improves the first prediction."""
 
     name: Name = Field(description="Name of the network; jobs with the same name and device share what was learnt.")
-    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
-        None, description="Number of trainable parameters."
-    )
-    flops_per_sample: Positive | None = Field(None, description="Forward and backward, floating point operations.")
-    precision: Precision | None = Field(
-        None,
-        description="What most arithmetic is computed in; `bf16` and `fp16` also where mixed with single precision.",
-    )
-    activation_bytes_per_sample: Bytes | None = Field(
-        None, description="Bytes of activations that one example adds to a rank's memory; the service refuses 0."
-    )
-    tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = Field(
-        None, description="Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
+    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
+    flops_per_sample: Positive | None = optional("Forward and backward, floating point operations.")
+    precision: Precision | None = optional("Of most arithmetic; `bf16` and `fp16` also where mixed with `fp32`.")
+    activation_bytes_per_sample: Bytes | None = optional("Bytes of activations of one example; the service refuses 0.")
+    tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = optional(
+        "Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
     )
     activation_checkpointing: bool = Field(
         False,
@@ -52,19 +45,15 @@ class ModelSpec(WireModel):
         description="What the ranks share instead of each holding a copy: `zero1` optimizer state, `zero2` gradients "
         "too, `zero3` parameters too (FSDP).",
     )
-    pipeline_stages: Count = Field(1, description="Stages of a pipeline; a rank of the job is then a whole replica.")
-    tensor_parallel_size: Count = Field(
-        1, description="Devices that share each layer; a rank of the job is then a whole replica."
-    )
-    micro_batch_size: Count | None = Field(
-        None, description="Examples that a pipeline passes on at a time; needed with `pipeline_stages`."
-    )
+    pipeline_stages: Count = Field(1, description="Stages of a pipeline; a rank is then a whole replica.")
+    tensor_parallel_size: Count = Field(1, description="Devices that share each layer; a rank is then a whole replica.")
+    micro_batch_size: Count | None = optional("Examples that a pipeline passes on at a time.")
     optimizer: Optimizer = Field(
         "momentum",
         description="Optimizer, for the bytes of its state per parameter and the rule for the learning rate.",
     )
-    batch_normalization: bool | None = Field(
-        None, description="Whether layers normalize over the batch, for the rule for the learning rate; null: unknown."
+    batch_normalization: bool | None = optional(
+        "Whether layers normalize over the batch, for the rule for the learning rate; null: unknown."
     )
 
     @model_validator(mode="after")
@@ -78,7 +67,7 @@ class DatasetSpec(WireModel):
     """The data set."""
 
     size: Count = Field(description="Examples per epoch.")
-    name: Name | None = Field(None, description="Name of the data set, for people.")
+    name: Name | None = optional("Name of the data set, for people.")
 
 
 class SpotPrice(WireModel):
@@ -97,13 +86,9 @@ class SpotPrice(WireModel):
 class Price(WireModel):
     """Price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
 
-    usd_per_node_hour: UsdPerHour | None = Field(None, description="US dollars per hour of one node.")
-    usd_per_gb_hour: UsdPerHour | None = Field(
-        None, description="US dollars per hour of one gigabyte (1e9 bytes) of accelerator memory."
-    )
-    spot: SpotPrice | None = Field(
-        None, description="The same instance type as pre-emptible capacity; null: on demand only."
-    )
+    usd_per_node_hour: UsdPerHour | None = optional("US dollars per hour of one node.")
+    usd_per_gb_hour: UsdPerHour | None = optional("US dollars per hour of 1e9 bytes of accelerator memory.")
+    spot: SpotPrice | None = optional("The same instance type as pre-emptible capacity; null: on demand only.")
 
 
 class ClusterSpec(WireModel):
@@ -113,13 +98,9 @@ class ClusterSpec(WireModel):
     min_nodes: Count = Field(1, description="Fewest nodes to consider.")
     max_nodes: Count = Field(description="Most nodes to consider.")
     ranks_per_node: Count = Field(1, description="Processes (accelerators) per node.")
-    memory_bytes_per_rank: Bytes | None = Field(
-        None, description="Bytes of memory that one rank may use; null: read from the device."
-    )
-    accelerator: Name | None = Field(None, description="For example V100-16GB; used only before the first measurement.")
-    network_gbps: Gbps | None = Field(
-        None, description="Bandwidth between nodes in gigabits per second; used only before the first measurement."
-    )
+    memory_bytes_per_rank: Bytes | None = optional("Bytes of memory that one rank may use; null: read from the device.")
+    accelerator: Name | None = optional("For example V100-16GB; used only before the first measurement.")
+    network_gbps: Gbps | None = optional("Gigabits per second between nodes; used only before the first measurement.")
     price: Price = Field(Price(), description="Price of one node; without any, costs are null.")
 
     @model_validator(mode="after")
@@ -133,12 +114,8 @@ class BatchSpec(WireModel):
     """Batches to consider; `global_batch_size` fixes the global batch."""
 
     min_local_batch_size: Count = Field(32, description="Fewest examples per rank and micro-step.")
-    max_local_batch_size: Count | None = Field(
-        None, description="Most examples per rank and micro-step. Default: bounded by memory."
-    )
-    global_batch_size: Count | None = Field(
-        None, description="Examples per optimizer step, if it is fixed; null: it is chosen."
-    )
+    max_local_batch_size: Count | None = optional("Most examples per rank and micro-step. Default: bounded by memory.")
+    global_batch_size: Count | None = optional("Examples per optimizer step, if it is fixed; null: it is chosen.")
     max_grad_accum_steps: Count = Field(1, description="Most micro-steps per optimizer step; 1 does not accumulate.")
 
     @model_validator(mode="after")
@@ -151,9 +128,9 @@ class BatchSpec(WireModel):
 class Limits(WireModel):
     """Limits of a recommendation; None means unlimited."""
 
-    budget_usd: Positive | None = Field(None, description="US dollars that the whole training may cost.")
-    deadline_s: Seconds | None = Field(None, description="Seconds that the whole training may take.")
-    max_global_batch_size: Count | None = Field(None, description="Most examples per optimizer step.")
+    budget_usd: Positive | None = optional("US dollars that the whole training may cost.")
+    deadline_s: Seconds | None = optional("Seconds that the whole training may take.")
+    max_global_batch_size: Count | None = optional("Most examples per optimizer step.")
     on_breach: Literal["warn", "stop"] = Field(
         "warn",
         description="What happens to a training that exceeds its deadline or budget: an event says so, or `stop`: its "
@@ -172,12 +149,8 @@ class ProfilingSpec(WireModel):
         description="One launch measures every local batch that the plan wants on a cluster, and `max_runs` counts "
         "launches; false: one batch per launch.",
     )
-    max_runs: Count | None = Field(
-        None, description="Most launches, without `columns` most profiling runs; null: the planner decides."
-    )
-    max_gpu_seconds: Positive | None = Field(
-        None, description="Seconds of all ranks together that profiling may take; null: unlimited."
-    )
+    max_runs: Count | None = optional("Most launches, without `columns` runs; null: the planner decides.")
+    max_gpu_seconds: Positive | None = optional("Most seconds of all ranks together; null: unlimited.")
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
 
 
@@ -199,9 +172,8 @@ class JobSpec(WireModel):
     )
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
     objective: Objective = Field("balanced", description="What to optimize; limits hold for each.")
-    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
-        None,
-        description="US dollars per hour that the training's duration costs you; `balanced` then minimizes both.",
+    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
+        "US dollars per hour that the training's duration costs you; `balanced` then minimizes both."
     )
     search: Search = Field(
         "adaptive",
@@ -232,14 +204,14 @@ class JobSpec(WireModel):
 class JobPatch(WireModel):
     """Changes of a registered job; omitted fields do not change."""
 
-    objective: Objective | None = Field(None, description="What to optimize from now on.")
-    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = Field(
-        None, description="US dollars per hour, from now on; null takes it out."
+    objective: Objective | None = optional("What to optimize from now on.")
+    usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
+        "US dollars per hour, from now on; null takes it out."
     )
-    limits: Limits | None = Field(None, description="Limits from now on; replaces all of them.")
-    prices: Annotated[dict[str, Price], Field(title="Prices")] | None = Field(None, description="By instance type.")
-    columns: bool | None = Field(None, description="`profiling.columns` from now on.")
-    archived: bool | None = Field(None, description="True hides the job from lists, false shows it again.")
+    limits: Limits | None = optional("Limits from now on; replaces all of them.")
+    prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
+    columns: bool | None = optional("`profiling.columns` from now on.")
+    archived: bool | None = optional("True hides the job from lists, false shows it again.")
     retry_failed: bool = Field(False, description="True: failed runs no longer rule out their configuration.")
 
 
@@ -254,18 +226,12 @@ class JobSummary(WireModel):
     created_at: Timestamp = Field(description="When it was registered (RFC 3339, with time zone).")
     runs_done: int = Field(description="Number of profiling runs that ended.")
     runs_planned: int = Field(description="Number of profiling runs that are planned or ended.")
-    recommended: Configuration | None = Field(
-        None, description="The recommended configuration; null: no candidate is within the limits."
-    )
-    predicted_time_s: float | None = Field(None, description="Predicted seconds of the whole training.")
-    predicted_cost_usd: float | None = Field(
-        None, description="Predicted US dollars of the whole training; null without a price."
-    )
-    saving_vs_smallest_batch: float | None = Field(None, description="Fraction of time saved, on as many nodes.")
-    saving_vs_largest_batch: float | None = Field(
-        None, description="Fraction of time saved against the largest batch, on as many nodes."
-    )
-    prediction_error: float | None = Field(None, description="Measured over predicted step time, minus one.")
+    recommended: Configuration | None = optional("What is recommended; null: no candidate is within the limits.")
+    predicted_time_s: float | None = optional("Predicted seconds of the whole training.")
+    predicted_cost_usd: float | None = optional("Predicted US dollars of the whole training; null without a price.")
+    saving_vs_smallest_batch: float | None = optional("Fraction of time saved on as many nodes.")
+    saving_vs_largest_batch: float | None = optional("The same against the largest batch.")
+    prediction_error: float | None = optional("Measured over predicted step time, minus one.")
 
 
 class JobPage(WireModel):
@@ -275,7 +241,7 @@ class JobPage(WireModel):
     total: int = Field(
         description=f"Number of matching jobs, counted up to {JOBS_COUNTED:,}: that number means at least as many."
     )
-    next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
+    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
 
 
 class ProfilingCost(WireModel):
@@ -300,9 +266,7 @@ class Job(JobSummary):
     spec: JobSpec = Field(description="The specification as registered and changed since.")
     plan: list[Run] = Field(description="The profiling runs, those that ended included.")
     plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
-    profiling_cost: ProfilingCost | None = Field(
-        None, description="What profiling costs; null from a service of an earlier version."
-    )
+    profiling_cost: ProfilingCost | None = optional("What profiling costs; null from a service of an earlier version.")
 
 
 class JobCreated(WireModel):
@@ -319,6 +283,6 @@ class Event(WireModel):
     id: int = Field(description="Position in the job's stream; increases.")
     kind: EventKind = Field(description="What changed.")
     job_id: str = Field(description="The job.")
-    run_id: str | None = Field(None, description="The run that changed, if one did.")
+    run_id: str | None = optional("The run that changed, if one did.")
     at: Timestamp = Field(description="When it happened (RFC 3339, with time zone).")
     data: dict[str, Any] = Field({}, description="Details, by kind.")

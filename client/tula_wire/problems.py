@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from tula_wire._base import WireModel
+from tula_wire._base import WireModel, optional
 
 MEDIA_TYPE: Final = "application/problem+json"
 
@@ -41,9 +41,9 @@ class Problem(WireModel):
     title: str = Field(description="The kind of error, for people.")
     status: int = Field(description="HTTP status code.")
     detail: str = Field(description="What was wrong and how to fix it.")
-    field: str | None = Field(None, description="The first invalid field.")
+    field: str | None = optional("The first invalid field.")
     errors: list[FieldError] = Field([], description="Every invalid field, at most 20.")
-    request_id: str | None = Field(None, description="Identifier of the request, as in the service's log.")
+    request_id: str | None = optional("Identifier of the request, as in the service's log.")
 
 
 UNKNOWN_FIELD: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tula_wire._base import Timestamp, WireModel
+from tula_wire._base import Timestamp, WireModel, optional
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis
 
@@ -36,37 +36,26 @@ class Candidate(WireModel):
     step_time_s: Estimate = Field(description="Seconds per optimizer step.")
     epoch_time_s: Estimate = Field(description="Seconds per epoch.")
     total_time_s: Estimate = Field(description="Seconds of the whole training.")
-    cost_usd: Estimate | None = Field(None, description="US dollars of the whole training; null without a price.")
-    tokens_per_step: float | None = Field(
-        None, description="Tokens per optimizer step; null where the tokens of an example are not known."
-    )
-    tokens_per_s: Estimate | None = Field(None, description="Tokens per second of all ranks, at the step time.")
-    usd_per_million_tokens: Estimate | None = Field(
-        None, description="US dollars per million tokens of the data set; null without a price."
-    )
-    memory_bytes: Estimate | None = Field(
-        None, description="Peak bytes of one rank; null before anything is known of memory."
-    )
-    memory_fits: float | None = Field(None, description="Probability that it fits in memory.")
-    terms: Terms | None = Field(None, description="Parts of the step time.")
+    cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
+    tokens_per_step: float | None = optional("Tokens per optimizer step; null where tokens are unknown.")
+    tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
+    usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
+    memory_bytes: Estimate | None = optional("Peak bytes of one rank; null before anything is known of memory.")
+    memory_fits: float | None = optional("Probability that it fits in memory.")
+    terms: Terms | None = optional("Parts of the step time.")
     spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
     profiled: bool = Field(False, description="True: it was measured.")
     extrapolated: bool = Field(False, description="True: it lies outside what was measured.")
-    dominated: bool = Field(
-        False, description="True: another candidate is neither slower nor dearer, and better in one."
+    dominated: bool = Field(False, description="True: another is neither slower nor dearer, and better in one.")
+    excluded_by: str | None = optional("The limit that excludes it, in one sentence.")
+    statistical_efficiency: float | None = optional(
+        "Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
     )
-    excluded_by: str | None = Field(None, description="The limit that excludes it, in one sentence.")
-    statistical_efficiency: float | None = Field(
-        None, description="Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
+    learning_rate_factor: float | None = optional(
+        "Learning rate over that of the smallest global batch among the candidates, by the rule for such a "
+        "batch (see `scaling_rule`); null: the rule needs the gradient noise scale, which is unknown."
     )
-    learning_rate_factor: float | None = Field(
-        None,
-        description="Learning rate over that of the smallest global batch among the candidates, by the rule for such a "
-        "batch (see `scaling_rule`); null: the rule needs the gradient noise scale, which is unknown.",
-    )
-    measured_step_time_s: float | None = Field(
-        None, description="Measured seconds per optimizer step; null when not profiled."
-    )
+    measured_step_time_s: float | None = optional("Measured seconds per optimizer step; null when not profiled.")
 
 
 ScalingRule = Literal["gain", "linear", "unscaled"]
@@ -76,10 +65,8 @@ class Knee(WireModel):
     """The knee of time against batch size, or why there is none."""
 
     found: bool = Field(description="True: the curve has a knee.")
-    configuration: Configuration | None = Field(None, description="The candidate nearest the knee.")
-    global_batch_size: float | None = Field(
-        None, description="Examples per optimizer step on the fitted curve, before rounding to a candidate."
-    )
+    configuration: Configuration | None = optional("The candidate nearest the knee.")
+    global_batch_size: float | None = optional("Examples per step on the fitted curve, not rounded to a candidate.")
     reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
 
 
@@ -90,9 +77,7 @@ class ModelReport(WireModel):
     version: str = Field(description="Version of the fit; changes with the data.")
     num_runs: int = Field(description="Number of runs that were fitted.")
     num_samples: int = Field(description="Number of samples that were fitted.")
-    cross_validated_error: float | None = Field(
-        None, description="Median relative error with one run left out (0.05 is 5 %); null with too few runs."
-    )
+    cross_validated_error: float | None = optional("Median relative error, one run left out; null with too few.")
     warnings: list[str] = Field([], description="What to know before trusting the predictions, one sentence each.")
 
 
@@ -107,29 +92,24 @@ class Recommendation(WireModel):
         "one node and a probe of the network, `profiled` this job's runs."
     )
     objective: str = Field(description="What was optimized.")
-    chosen: Candidate | None = Field(None, description="The recommended candidate; null: none is within the limits.")
-    runner_up: Candidate | None = Field(None, description="The next best candidate.")
-    least_time: Candidate | None = Field(None, description="The candidate of least expected time.")
-    least_cost: Candidate | None = Field(
-        None, description="The candidate of least expected cost; null without a price."
-    )
-    balanced: Candidate | None = Field(None, description="What the objective `balanced` chooses among the candidates.")
+    chosen: Candidate | None = optional("The recommended candidate; null: none is within the limits.")
+    runner_up: Candidate | None = optional("The next best candidate.")
+    least_time: Candidate | None = optional("The candidate of least expected time.")
+    least_cost: Candidate | None = optional("The candidate of least expected cost; null without a price.")
+    balanced: Candidate | None = optional("What the objective `balanced` chooses among the candidates.")
     knee: Knee = Field(description="The knee of time against batch size.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
-    scaling_rule: ScalingRule | None = Field(
-        None,
-        description="What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
+    scaling_rule: ScalingRule | None = optional(
+        "What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
         "it by the noise scale (`linear` and `unscaled` are no longer used); null: nothing is chosen, that batch "
-        "itself, or an optimizer that no experiment used.",
+        "itself, or an optimizer that no experiment used."
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
     max_local_batch_size: dict[str, int] = Field(
-        {}, description="Examples per rank and micro-step by instance type, from the memory model."
+        {}, description="Examples per micro-step by instance type, of the memory model."
     )
-    max_sensible_batch_size: int | None = Field(
-        None, description="Examples per optimizer step, beyond which a larger batch hardly improves a step."
-    )
+    max_sensible_batch_size: int | None = optional("Examples per step; a larger batch hardly improves one.")
     model: ModelReport = Field(description="The model behind the predictions.")
 
 
@@ -149,17 +129,15 @@ class LedgerEntry(WireModel):
     created_at: Timestamp = Field(description="When it was made (RFC 3339, with time zone).")
     objective: str = Field(description="What was optimized.")
     basis: Basis = Field(description="What it rested on.")
-    configuration: Configuration | None = Field(
-        description="What was recommended; null: nothing was within the limits."
-    )
+    configuration: Configuration | None = Field(description="What was recommended; null: nothing.")
     prices: dict[str, object] = Field(description="Prices of that time, by instance type (US dollars).")
     model_version: str = Field(description="Version of the fit.")
     predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
-    predicted_cost_usd: Estimate | None = Field(None, description="Predicted US dollars of the whole training.")
-    run_id: str | None = Field(None, description="The training run that followed; null: none did.")
-    measured_step_time_s: float | None = Field(None, description="Measured seconds per optimizer step of that run.")
-    error: float | None = Field(None, description="Measured over predicted, minus one.")
-    within_interval: bool | None = Field(None, description="True: the measurement lies inside the prediction interval.")
+    predicted_cost_usd: Estimate | None = optional("Predicted US dollars of the whole training.")
+    run_id: str | None = optional("The training run that followed; null: none did.")
+    measured_step_time_s: float | None = optional("Measured seconds per optimizer step of that run.")
+    error: float | None = optional("Measured over predicted, minus one.")
+    within_interval: bool | None = optional("True: the measurement lies inside the prediction interval.")
 
 
 class Ledger(WireModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, StringConstraints, model_validator
 
-from tula_wire._base import Bytes, Count, Name, WireModel
+from tula_wire._base import Bytes, Count, Name, WireModel, optional
 from tula_wire.fabrics import AllReduces
 from tula_wire.memory import MemoryBreakdown
 
@@ -24,15 +24,15 @@ T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
 """One entry per step. Validation stops at the first error: reporting all would take hundreds of times the memory of the
 body."""
+Times = Column[Seconds | None] | None
+_BUCKETS = Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)
 
 
 class BucketTimeline(WireModel):
     """When the gradients of each bucket that DistributedDataParallel reduces at once were complete, on one rank."""
 
-    bucket_bytes: Annotated[list[Bytes], Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)] = Field(
-        description="Bytes of each bucket, in the order of reduction."
-    )
-    ready_s: Annotated[list[Seconds], Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)] = Field(
+    bucket_bytes: Annotated[list[Bytes], _BUCKETS] = Field(description="Bytes of each, in the order of reduction.")
+    ready_s: Annotated[list[Seconds], _BUCKETS] = Field(
         description="Seconds from the begin of the micro-step until all gradients of the bucket were there."
     )
 
@@ -51,37 +51,31 @@ class SampleBatch(WireModel):
 
     rank: Rank = Field(description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
-    world_size: Count | None = Field(None, description="As the process saw it.")
-    local_batch_size: Count | None = Field(None, description="As the process saw it, which may ignore the plan.")
-    grad_accum_steps: Count | None = Field(None, description="Micro-steps per optimizer step, as the process saw them.")
+    world_size: Count | None = optional("As the process saw it.")
+    local_batch_size: Count | None = optional("As the process saw it, which may ignore the plan.")
+    grad_accum_steps: Count | None = optional("Micro-steps per optimizer step, as the process saw them.")
     timing_method: TimingMethod = Field("wall", description="How step times were split.")
-    memory: MemoryBreakdown | None = Field(None, description="Memory of this rank.")
-    timeline: BucketTimeline | None = Field(None, description="When its gradients were ready to be reduced.")
-    all_reduces: AllReduces | None = Field(
-        None, description="What the ranks of a profiling run found of their links; stored as a fabric of its cluster."
+    memory: MemoryBreakdown | None = optional("Memory of this rank.")
+    timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
+    all_reduces: AllReduces | None = optional(
+        "What a probe within the run measured; stored as a fabric of its cluster."
     )
     warmup: bool = Field(False, description="True: discarded by the fit.")
-    epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
-        None, description="Epochs that the training had finished when this process started; null: unknown."
-    )
+    epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Epochs that had been trained at its start.")
     sequence: Annotated[Column[Number], Field(min_length=1)] = Field(
         description="Number of each sample of this process, increasing; identifies it when resent."
     )
     step: Column[Number] = Field(description="Optimizer step of each sample.")
     step_time_s: Column[StepTime] = Field(description="Wall-clock seconds of each step.")
-    compute_time_s: Column[Seconds | None] | None = Field(
-        None, description="Seconds of forward, backward and optimizer."
+    compute_time_s: Times = optional("Seconds of forward, backward and optimizer.")
+    comm_time_s: Times = optional("Seconds of collectives.")
+    exposed_comm_time_s: Times = optional("Seconds of communication not hidden behind compute.")
+    input_time_s: Times = optional("Seconds of waiting for data.")
+    optimizer_time_s: Times = optional(
+        "Seconds of the optimizer, which steps once, however many micro-steps there are."
     )
-    comm_time_s: Column[Seconds | None] | None = Field(None, description="Seconds of collectives.")
-    exposed_comm_time_s: Column[Seconds | None] | None = Field(
-        None, description="Seconds of communication not hidden behind compute."
-    )
-    input_time_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for data.")
-    optimizer_time_s: Column[Seconds | None] | None = Field(
-        None, description="Seconds of the optimizer, which steps once however many micro-steps accumulate."
-    )
-    skew_s: Column[Seconds | None] | None = Field(None, description="Seconds of waiting for the slowest rank.")
-    straggler_rank: Column[Rank | None] | None = Field(None, description="The slowest rank, if one stands out.")
+    skew_s: Times = optional("Seconds of waiting for the slowest rank.")
+    straggler_rank: Column[Rank | None] | None = optional("The slowest rank, if one stands out.")
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -98,7 +92,7 @@ class SamplesAccepted(WireModel):
     stored: int = Field(description="Number of samples stored.")
     duplicates: int = Field(description="Number of samples that were stored before.")
     stop: bool = Field(False, description="True: the run is known precisely enough, or was cancelled; end it.")
-    reason: str | None = Field(None, description="Why to stop, in one sentence.")
+    reason: str | None = optional("Why to stop, in one sentence.")
 
 
 class StepSample(WireModel):
@@ -111,20 +105,20 @@ class StepSample(WireModel):
     step: int = Field(description="Optimizer step.")
     warmup: bool = Field(description="True: discarded by the fit.")
     step_time_s: float = Field(description="Wall-clock seconds of the step.")
-    compute_time_s: float | None = Field(None, description="Seconds of forward, backward and optimizer.")
-    comm_time_s: float | None = Field(None, description="Seconds of collectives.")
-    exposed_comm_time_s: float | None = Field(None, description="Seconds of communication not hidden behind compute.")
-    input_time_s: float | None = Field(None, description="Seconds of waiting for data.")
-    optimizer_time_s: float | None = Field(None, description="Seconds of the optimizer.")
-    skew_s: float | None = Field(None, description="Seconds of waiting for the slowest rank.")
-    straggler_rank: int | None = Field(None, description="The slowest rank, if one stands out.")
+    compute_time_s: float | None = optional("Seconds of forward, backward and optimizer.")
+    comm_time_s: float | None = optional("Seconds of collectives.")
+    exposed_comm_time_s: float | None = optional("Seconds of communication not hidden behind compute.")
+    input_time_s: float | None = optional("Seconds of waiting for data.")
+    optimizer_time_s: float | None = optional("Seconds of the optimizer.")
+    skew_s: float | None = optional("Seconds of waiting for the slowest rank.")
+    straggler_rank: int | None = optional("The slowest rank, if one stands out.")
 
 
 class SamplePage(WireModel):
     """Samples of a job, process after process; `next_cursor` is None on the last page."""
 
     samples: list[StepSample] = Field(description="The samples, ordered by process, then by sequence.")
-    next_cursor: str | None = Field(None, description="Send it as `cursor` to get the next page; null on the last.")
+    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
 
 
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tula_wire._base import Count, WireModel
+from tula_wire._base import Count, WireModel, optional
 from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR, ScalingPolicy
 
 Delta = Annotated[float, Field(ge=MIN_DELTA, le=MAX_DELTA)]
@@ -15,13 +15,13 @@ Granularity = Literal["tensor", "element"]
 
 
 class _Numbers(WireModel):
-    granularity: Granularity | None = Field(None, description="Of `ags`: one factor per `element` or per `tensor`.")
-    delta: Delta | None = Field(None, description="A step with gradient variability at or above it is sensitive.")
-    small_batch_size: Count | None = Field(None, description="b_small, in examples.")
-    static_scale: Factor | None = Field(None, description="Factor of the policy `static`.")
-    s_min: Factor | None = Field(None, description="Smallest factor.")
-    s_max: Factor | None = Field(None, description="Largest factor.")
-    refresh_steps: Count | None = Field(None, description="Optimizer steps between two updates of the statistics.")
+    granularity: Granularity | None = optional("Of `ags`: one factor per `element` or per `tensor`.")
+    delta: Delta | None = optional("A step with gradient variability at or above it is sensitive.")
+    small_batch_size: Count | None = optional("b_small, in examples.")
+    static_scale: Factor | None = optional("Factor of the policy `static`.")
+    s_min: Factor | None = optional("Smallest factor.")
+    s_max: Factor | None = optional("Largest factor.")
+    refresh_steps: Count | None = optional("Optimizer steps between two updates of the statistics.")
 
 
 class ScalingThresholds(_Numbers):
@@ -29,11 +29,9 @@ class ScalingThresholds(_Numbers):
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = Field("gain", description="How gradients are scaled.")
-    gradient_noise_scale: float | None = Field(None, description="Estimated gradient noise scale, in examples.")
-    gradient_noise_scale_error: float | None = Field(None, description="Standard error of it, in examples.")
-    critical_batch_size: float | None = Field(
-        None, description="Examples per step beyond which a larger batch hardly improves a step."
-    )
+    gradient_noise_scale: float | None = optional("Estimated gradient noise scale, in examples.")
+    gradient_noise_scale_error: float | None = optional("Standard error of it, in examples.")
+    critical_batch_size: float | None = optional("Examples per step; a larger batch hardly improves one.")
     reason: str = Field("", description="Why the values are what they are, in one sentence.")
 
 
@@ -44,4 +42,4 @@ class ScalingPatch(_Numbers):
     policy: the one named in the query, else `policy`, else the job's.
     """
 
-    policy: ScalingPolicy | None = Field(None, description="The job's policy.")
+    policy: ScalingPolicy | None = optional("The job's policy.")

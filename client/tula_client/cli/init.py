@@ -20,11 +20,16 @@ from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
 from tula_wire.text import printable
 
-_BATCH: Final = re.compile(r"(.*\.)?(local-|micro-|per-device-|per-device-train-|train-)?batch-size|b|bs|batch")
-_GLOBAL_BATCH: Final = re.compile(r"(.*\.)?(global|total)-batch-size")
-_RANKS: Final = re.compile(r"nproc-per-node|num-processes|gpus-per-node")
-_NODES: Final = re.compile(r"nnodes|num-machines")
-_EPOCHS: Final = re.compile(r"(.*\.)?((num-|max-)?epochs|num-train-epochs)")
+_OPTIONS: Final = {
+    "global_batch_size": re.compile(r"(.*\.)?(global|total)-batch-size"),
+    "local_batch_size": re.compile(
+        r"(.*\.)?(local-|micro-|per-device-|per-device-train-|train-)?batch-size|b|bs|batch"
+    ),
+    "ranks_per_node": re.compile(r"nproc-per-node|num-processes|gpus-per-node"),
+    "num_nodes": re.compile(r"nnodes|num-machines"),
+    "epochs": re.compile(r"(.*\.)?((num-|max-)?epochs|num-train-epochs)"),
+}
+"""Names of options without dashes in front, by the placeholder or setting that they stand for."""
 _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _PLAIN: Final = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 _DEFAULT_BATCH: Final = 64
@@ -57,53 +62,33 @@ def init(
         print(printable(f"    {_tune(output, words)}"))
 
 
-@dataclass(frozen=True)
-class _Device:
-    """An accelerator as its driver names it, and its memory in bytes."""
-
-    name: str
-    memory_bytes: int
-
-
-def _devices() -> list[_Device]:
-    """The NVIDIA devices that a process may see; none where there is no driver."""
+def _devices() -> list[tuple[str, int]]:
+    """Name and bytes of memory of the NVIDIA devices that a process may see; none where there is no driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rpartition(",") for line in done.stdout.splitlines()]
-    found = [_Device(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal()]
+    found = [(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        found if visible is None else found[: len([one for one in visible.split(",") if one.strip() not in ("", "-1")])]
-    )
+    return found if visible is None else found[: sum(one.strip() not in ("", "-1") for one in visible.split(","))]
 
 
 @dataclass(frozen=True)
 class _Words:
-    """What a command says: its template, and the numbers that the template's placeholders stand for, if it has any."""
+    """What a command says: its template, the script's name, and the numbers by name of `_OPTIONS`."""
 
     template: tuple[str, ...]
     name: str
-    local_batch_size: int | None
-    global_batch_size: int | None
-    ranks: int | None
-    epochs: int
+    numbers: dict[str, int]
 
     @classmethod
     def of(cls, command: Sequence[str]) -> _Words:
         """Raises `UsageError` if the command has no batch size to vary."""
         words, found = list(command), dict[str, int]()
-        options = (
-            (_GLOBAL_BATCH, "global_batch_size"),
-            (_BATCH, "local_batch_size"),
-            (_RANKS, "ranks_per_node"),
-            (_NODES, "num_nodes"),
-            (_EPOCHS, "epochs"),
-        )
         for index, word in enumerate(words):
             name, equals, value = word.partition("=")
-            option = next((one for known, one in options if known.fullmatch(_bare(name, equals))), None)
+            option = next((one for one, known in _OPTIONS.items() if known.fullmatch(_bare(name, equals))), None)
             at = index if equals else index + 1
             if option is None or at == len(words):
                 continue
@@ -120,14 +105,7 @@ class _Words:
                 "the command has no batch size: write {local_batch_size} where the script takes it, as in "
                 "`tula init -- torchrun train.py --batch-size {local_batch_size}`"
             )
-        return cls(
-            template.words,
-            _script(command),
-            found.get("local_batch_size"),
-            found.get("global_batch_size"),
-            found.get("ranks_per_node"),
-            found.get("epochs", 1),
-        )
+        return cls(template.words, _script(command), found)
 
 
 def _bare(name: str, equals: str) -> str:
@@ -144,20 +122,21 @@ def _script(command: Sequence[str]) -> str:
     return script or Path(command[0]).stem
 
 
-def _document(words: _Words, devices: list[_Device], output: Path) -> str:
+def _document(words: _Words, devices: list[tuple[str, int]], output: Path) -> str:
     """The content of a job.toml; every value that is needed and unknown has a guess and a comment."""
-    ranks = len(devices) or words.ranks or 1
-    stated = words.local_batch_size or (words.global_batch_size or 0) // ranks
+    ranks = len(devices) or words.numbers.get("ranks_per_node", 1)
+    stated = words.numbers.get("local_batch_size") or words.numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH
     name = json.dumps(words.name, ensure_ascii=False)
     around = f"around the {batch} of your command" if stated else "FILL IN"
-    device = []
+    device, of_ranks = [], "no NVIDIA device was found: one for each process that this machine runs"
     if devices:
-        least = min(one.memory_bytes for one in devices)
-        device = [(f"accelerator = {json.dumps(devices[0].name)}", ""), (f"memory_bytes_per_rank = {least:_}", "")]
+        of_ranks = f"{len(devices)} x {devices[0][0]}"
+        least = min(memory_bytes for _, memory_bytes in devices)
+        device = [(f"accelerator = {json.dumps(devices[0][0])}", ""), (f"memory_bytes_per_rank = {least:_}", "")]
     lines = [
         (f"name = {name}", ""),
-        (f"epochs = {words.epochs}", ""),
+        (f"epochs = {words.numbers.get('epochs', 1)}", ""),
         ('objective = "balanced"', "or time, cost, knee, time_to_quality"),
         ("\n[model]", ""),
         (f"name = {name}", "FILL IN: jobs of one network learn from each other"),
@@ -166,7 +145,7 @@ def _document(words: _Words, devices: list[_Device], output: Path) -> str:
         ("size = 50_000", "FILL IN: examples of an epoch"),
         ("\n[cluster]", ""),
         ("max_nodes = 1", "more, if the command can start ranks on several nodes"),
-        (f"ranks_per_node = {ranks}", _found(devices)),
+        (f"ranks_per_node = {ranks}", of_ranks),
         *device,
         ("# price = { usd_per_node_hour = 3.06 }", "FILL IN to see what a training costs"),
         ("\n[batch]", "examples of a rank and micro-step"),
@@ -175,12 +154,6 @@ def _document(words: _Words, devices: list[_Device], output: Path) -> str:
     ]
     listed = (f"{setting:<40}# {comment}" if comment else setting for setting, comment in lines)
     return "\n".join([f"# {_tune(output, words)}", *listed]) + "\n"
-
-
-def _found(devices: list[_Device]) -> str:
-    if not devices:
-        return "no NVIDIA device was found: one for each process that this machine runs"
-    return f"{len(devices)} x {devices[0].name}"
 
 
 def _tune(output: Path, words: _Words) -> str:

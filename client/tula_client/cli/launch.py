@@ -218,14 +218,9 @@ def _trained_plain(attempts: _Runs) -> dict[str, Any]:
 
 
 def _runs_plain(runs: _Runs) -> list[dict[str, Any]]:
+    said = ("state", "message", "lines")
     return [
-        {
-            "run": run.id,
-            "configuration": run.configuration,
-            "state": outcome.state,
-            "message": outcome.message,
-            "lines": outcome.lines,
-        }
+        {"run": run.id, "configuration": run.configuration} | {name: getattr(outcome, name) for name in said}
         for run, outcome in runs
     ]
 

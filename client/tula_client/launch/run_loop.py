@@ -1,4 +1,8 @@
-"""One run from lease to outcome: start its command, renew the lease, judge how it ended, report to the service."""
+"""One run from lease to outcome: start its command, renew the lease, judge how it ended, report to the service.
+
+What the service answers is checked before a command is started from it, as it becomes the command's arguments and
+`TULA_*` variables: a training with the kind `profile`, for example, would end after a few steps, with exit code 0.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
 from tula_client._client import Client
 from tula_client._errors import (
     ConflictError,
+    LaunchError,
     ServiceUnavailableError,
     ServiceUnreachableError,
     TooManyRequestsError,
@@ -26,7 +31,18 @@ from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import Process, command_environment, of_first_rank, run_variables, start
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Job, Run, RunPatch, RunState, TokenCreate
+from tula_wire import (
+    ClaimRequest,
+    Configuration,
+    Job,
+    Run,
+    RunClaimed,
+    RunCreate,
+    RunKind,
+    RunPatch,
+    RunState,
+    TokenCreate,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,45 +124,45 @@ class ActiveRun:
     smaller: tuple[Run, ...] = ()
 
 
+@dataclass
 class Runner:
     """Starts commands for runs that `holder` has leased, and supervises them until they end."""
 
-    def __init__(
-        self,
-        service: Client,
-        work: WorkDir,
-        holder: str,
-        options: RunnerOptions,
-        reporter: Reporter,
-        *,
-        start_command: Callable[..., Process] = start,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.service = service
-        self.work = work
-        self.holder = holder
-        self.options = options
-        self.reporter = reporter
-        self.sleep = sleep
-        self._start_command = start_command
-        self._clock = clock
-        self._tokens: dict[str, str] = {}
+    service: Client
+    work: WorkDir
+    holder: str
+    options: RunnerOptions
+    reporter: Reporter
+    start_command: Callable[..., Process] = field(default=start, kw_only=True)
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+    sleep: Callable[[float], None] = field(default=time.sleep, kw_only=True)
+    _tokens: dict[str, str] = field(default_factory=dict, init=False)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
-        deadline = self._clock() + RETRY_S
+        deadline = self.clock() + RETRY_S
         reported = False
         while True:
             try:
                 return call(*args, **kwargs)
             except _UNREACHABLE as error:
-                if self._clock() >= deadline:
+                if self.clock() >= deadline:
                     raise
                 if not reported:
                     reported = True
                     self.reporter.waiting(f"The service is unreachable ({error}): retrying for {RETRY_S:g} s.")
                 self.sleep(_RETRY_INTERVAL_S)
+
+    def claim(self, job: Job, claim: ClaimRequest) -> RunClaimed:
+        """What the service leases of the plan of `job`, checked; raises `LaunchError` for what was not asked for."""
+        claimed = self.retrying(self.service.claim, job.id, claim)
+        _check_claim(claimed, claim, job)
+        return claimed
+
+    def create_run(self, job: Job, wanted: RunCreate) -> Run:
+        """A run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
+        run = self.retrying(self.service.create_run, job.id, wanted)
+        return _check_run(run, job, wanted.kind, wanted.configuration)
 
     def start(
         self,
@@ -178,19 +194,13 @@ class Runner:
             smaller=smaller,
         )
         env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
-        command = template.fill(
-            run.configuration,
-            run_id=run.id,
-            launch_id=launch_id,
-            resume=None if resume is None else str(resume),
-            env_file=env_file,
-        )
+        command = template.fill(run.configuration, run_id=run.id, launch_id=launch_id, resume=resume, env_file=env_file)
         stop = self.options.stop_template
         stop_command = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
         if stop_command is not None:
             self.work.save(_SUBMITTED + launch_id, {"stop_command": stop_command})
         try:
-            process = self._start_command(
+            process = self.start_command(
                 command,
                 environment=command_environment(self.options.inherited, variables, command),
                 log=log,
@@ -199,10 +209,9 @@ class Runner:
             )
         except TulaError:
             self.work.delete(_SUBMITTED + launch_id)
-            for each in (run, *smaller):
-                self.release(each)
+            self.release(run, *smaller)
             raise
-        now = self._clock()
+        now = self.clock()
         active = ActiveRun(run, launch_id, process, log, started_at=now, next_heartbeat_at=now, smaller=tuple(smaller))
         self.reporter.started(run, log)
         self.poll(active)
@@ -213,16 +222,13 @@ class Runner:
         status = active.process.poll()
         if status is not None:
             return status
-        now = self._clock()
+        now = self.clock()
         limit = self.options.time_limit_s
         if limit is not None and active.stacks_dumped_at is None and now - active.started_at > limit:
             active.stacks_dumped_at = now
             active.process.dump_stacks()
             active.process.request_stop()
-        elif (
-            active.stacks_dumped_at is not None
-            and now - active.stacks_dumped_at > self.options.grace_s + _DUMP_TIMEOUT_S
-        ):
+        elif now - (active.stacks_dumped_at or now) > self.options.grace_s + _DUMP_TIMEOUT_S:
             active.process.stop()
         if not active.silence_checked and now - active.started_at >= SILENT_S:
             active.silence_checked = True
@@ -244,7 +250,7 @@ class Runner:
         if outcome.state == "succeeded" and outcome.message:
             self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
         self._send_output(active, run, run.state)
-        self.reporter.finished(run, outcome, active.log, self._clock() - active.started_at)
+        self.reporter.finished(run, outcome, active.log, self.clock() - active.started_at)
         return run, outcome
 
     def finish_column(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
@@ -276,11 +282,9 @@ class Runner:
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> tuple[Run, Outcome]:
         """One run of a command that ended with `status`, as the service then knows it, and its outcome."""
         limit = self.options.time_limit_s if active.stacks_dumped_at is not None else None
-        outcome = (
-            Outcome("cancelled", "The run was cancelled at the service.")
-            if active.cancelled
-            else judge(run, status, lines, timed_out_after_s=limit)
-        )
+        outcome = judge(run, status, lines, timed_out_after_s=limit)
+        if active.cancelled:
+            outcome = Outcome("cancelled", "The run was cancelled at the service.")
         if run.state != outcome.state:
             try:
                 run = self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
@@ -292,8 +296,7 @@ class Runner:
         """Stop the command and give its run back."""
         active.process.stop()
         self.work.delete(_SUBMITTED + active.launch_id)
-        for run in (active.run, *active.smaller):
-            self.release(run)
+        self.release(active.run, *active.smaller)
 
     def cancel_pending(self) -> None:
         """Run the stop commands that an earlier `tula` in this folder left behind.
@@ -309,15 +312,13 @@ class Runner:
                 self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
             self.work.delete(name)
 
-    def release(self, run: Run) -> None:
-        """Give the lease back, or cancel a training run; if the service is unreachable, the lease expires."""
+    def release(self, *runs: Run) -> None:
+        """Give leases back, or cancel a training run; if the service is unreachable, the leases expire."""
         patch = RunPatch(state="pending", holder=self.holder)
-        if run.kind == "train":  # a later `tula run` creates another run that continues this one
-            patch = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
-        try:
-            self.service.patch_run(run.id, patch)
-        except TulaError:
-            return
+        stopped = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
+        for run in runs:
+            with suppress(TulaError):  # a later `tula run` creates another run that continues a training
+                self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
         """A token that may report for this one job: the user's would give the job's code all that the user may do.
@@ -397,4 +398,56 @@ class Runner:
             if active.cancelled:
                 active.process.request_stop()
         except _UNREACHABLE:
-            active.next_heartbeat_at = self._clock() + _HEARTBEAT_RETRY_S
+            active.next_heartbeat_at = self.clock() + _HEARTBEAT_RETRY_S
+
+
+def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
+    """`run`, if it is the run of `job` that was asked for; else raises `LaunchError` naming the first wrong field."""
+    _expect(run, "job_id", run.job_id == job.id, job.id)
+    _expect(run, "kind", run.kind == kind, kind)
+    _expect(run, "configuration", run.configuration == configuration, configuration)
+    limited = kind == "train" and job.spec.limits.on_breach == "stop"
+    _expect(run, "time_limit_s", run.time_limit_s is None or limited, "null, since nothing stops a run at its limits")
+    return run
+
+
+def _check_claim(claimed: RunClaimed, claim: ClaimRequest, job: Job) -> None:
+    """Check the runs that `claim` got: of the job's plan, and of a column only the local batch differs."""
+    if claimed.run is None:
+        return
+    largest = check_configuration(claimed.run.configuration, job)
+    _check_run(claimed.run, job, "profile", largest)
+    _expect(claimed.run, "configuration", largest.num_nodes <= (claim.max_nodes or largest.num_nodes), "fewer nodes")
+    for run in claimed.smaller:
+        batch = check_configuration(run.configuration, job).local_batch_size
+        _expect(run, "configuration", batch < largest.local_batch_size, "a smaller batch")
+        _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
+
+
+def check_configuration(configuration: Configuration, job: Job) -> Configuration:
+    """`configuration`, if the job's specification allows it; else raises `LaunchError`."""
+    batch = job.spec.batch
+    clusters = [one for one in job.spec.cluster if one.instance_type == configuration.instance_type]
+    fixed = batch.global_batch_size is not None
+    allowed = (
+        any(
+            one.ranks_per_node == configuration.ranks_per_node
+            and one.min_nodes <= configuration.num_nodes <= one.max_nodes
+            for one in clusters
+        )
+        and configuration.local_batch_size <= (batch.max_local_batch_size or configuration.local_batch_size)
+        and (fixed or configuration.local_batch_size >= batch.min_local_batch_size)
+        and (fixed or configuration.grad_accum_steps <= batch.max_grad_accum_steps)
+        and configuration.global_batch_size == (batch.global_batch_size or configuration.global_batch_size)
+    )
+    if not allowed:
+        raise LaunchError(f"the service answered {configuration}, which the job's specification rules out: not started")
+    return configuration
+
+
+def _expect(run: Run, field: str, holds: bool, wanted: object) -> None:
+    if not holds:
+        raise LaunchError(
+            f"the service answered run {run.id} with {field} {getattr(run, field)}, where {wanted} was expected: its "
+            "command is not started"
+        )

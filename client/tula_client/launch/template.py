@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from tula_client._errors import UsageError
@@ -54,14 +55,14 @@ class Template:
         *,
         run_id: str = "",
         launch_id: str = "",
-        resume: str | None = None,
+        resume: Path | str | None = None,
         env_file: str = "",
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
 
         What the service gives is quoted, since the command may pass it to a shell (`bash -c "..."`).
         """
-        of_start = {"resume": resume or "", "env_file": env_file}
+        of_start = {"resume": str(resume or ""), "env_file": env_file}
         ids = {"run_id": run_id, "launch_id": launch_id}
 
         def replace(match: re.Match[str]) -> str:

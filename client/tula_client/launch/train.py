@@ -11,10 +11,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from tula_client._errors import InvalidInputError, LaunchError
-from tula_client.launch.answers import check_configuration, check_run
 from tula_client.launch.judge import Outcome
 from tula_client.launch.process import LogLines
-from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
+from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner, check_configuration
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir, may_hold_files
 from tula_wire import Configuration, Job, Run, RunCreate
@@ -71,7 +70,7 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
     attempts: list[tuple[Run, Outcome]] = []
     while True:
         before = _newest_file(checkpoints)
-        run = check_run(_create_run(runner, job, state, options), job, "train", state.configuration)
+        run = _create_run(runner, job, state, options)
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
@@ -149,14 +148,14 @@ def _create_run(runner: Runner, job: Job, state: _State, options: TrainOptions) 
         lease_s=LEASE_S,
     )
     try:
-        return runner.retrying(runner.service.create_run, job.id, create)
+        return runner.create_run(job, create)
     except InvalidInputError as error:
         if error.field != "continues":
             raise
     runner.reporter.note(
         f"The service does not know run {state.run_id} any more: its time and cost do not count toward the limits."
     )
-    return runner.retrying(runner.service.create_run, job.id, create.model_copy(update={"continues": None}))
+    return runner.create_run(job, create.model_copy(update={"continues": None}))
 
 
 def _recommended(runner: Runner, job: Job) -> Configuration:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from tula_client._errors import LaunchError, UsageError
-from tula_client.launch.answers import check_claim, check_run
 from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
@@ -49,9 +48,8 @@ def work_through(runner: Runner, job: Job, template: Template, options: PlanOpti
     than `node_budget`, `UsageError` if there is no such command, and the client's errors.
     """
     runner.cancel_pending()
-    for run in job.plan:  # leases of an earlier `tula`, which is dead: this process holds the folder's lock
-        if run.state in ("claimed", "running"):
-            runner.release(run)
+    # Leases of an earlier `tula`, which is dead: this process holds the folder's lock.
+    runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
     plan = _PlanLoop(runner, job, template, options)
     try:
         while (wait_s := plan.step()) is not None:
@@ -138,8 +136,7 @@ class _PlanLoop:
         claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
         if self._columns:
             claim = claim.model_copy(update={"column": True})
-        claimed = self._runner.retrying(self._runner.service.claim, self._started_with.id, claim)
-        check_claim(claimed, claim, self._started_with)
+        claimed = self._runner.claim(self._started_with, claim)
         if claimed.run is not None:
             self._active.append(self._runner.start(claimed.run, self._template, smaller=claimed.smaller))
             return POLL_S
@@ -157,8 +154,7 @@ class _PlanLoop:
             return None
         self._again.remove(fitting[0])
         wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self._runner.holder, lease_s=LEASE_S)
-        run = self._runner.retrying(self._runner.service.create_run, self._started_with.id, wanted)
-        return check_run(run, self._started_with, "profile", wanted.configuration)
+        return self._runner.create_run(self._started_with, wanted)
 
     def abandon(self) -> None:
         """Stop all commands and give their runs back."""
