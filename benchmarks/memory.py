@@ -32,8 +32,7 @@ from sklearn.linear_model import QuantileRegressor
 
 from benchmarks.support.grids import MEMORY_TABLE, MemoryWorkload, grids_parser, read_memory
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
-from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory
-from tula_service.perfmodel.points import MemoryObservations
+from tula_service.perfmodel.memory_model import MemoryObservations, MemoryPrior, fit_memory
 
 _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
@@ -139,11 +138,11 @@ def score(
         prior = analytic_prior(workload) if analytic else None
         first = np.array(batches, dtype=np.float64)[rows]
         model = fit_memory(MemoryObservations(first, read[rows], static_bytes=static.get(workload.name)), prior=prior)
-        predicted = model.predict([float(batch) for batch in batches[rows[-1] + 1 :]])
-        errors = abs(predicted.mean_bytes / read[rows[-1] + 1 :] - 1.0)
+        predicted = [model.predict(batch) for batch in batches[rows[-1] + 1 :]]
+        errors = abs(np.array([each.mean for each in predicted]) / read[rows[-1] + 1 :] - 1.0)
         largest.append(float(errors[-1]))
         beyond.extend(errors.tolist())
-        inside.append(float(predicted.low_bytes[-1] <= read[-1] <= predicted.high_bytes[-1]))
+        inside.append(float(predicted[-1].low <= read[-1] <= predicted[-1].high))
         slope = (read[1] - read[0]) / (batches[1] - batches[0])
         linear.append(abs((read[1] + slope * (batches[-1] - batches[1])) / read[-1] - 1.0))
     if not largest:

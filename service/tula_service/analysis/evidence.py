@@ -12,8 +12,15 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData
 from tula_service.domain import MemoryReading, RunRecord, RunSummary, configuration_mismatch
-from tula_service.perfmodel.memory_model import Beside, MemoryModel, MemoryPrior, Shards, fit_memory
-from tula_service.perfmodel.points import MemoryObservations, ObservationError, StepTimeObservations
+from tula_service.perfmodel.memory_model import (
+    Beside,
+    MemoryModel,
+    MemoryObservations,
+    MemoryPrior,
+    Shards,
+    fit_memory,
+)
+from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
@@ -250,7 +257,7 @@ class MemoryEvidence:
             elif name in self.capacity_bytes and needed[name] > self.capacity_bytes[name]:
                 reasons.append(_state_too_large(needed[name], self.capacity_bytes[name]))
             elif name in self.models and name in self.capacity_bytes:
-                peak = float(self.models[name].predict([float(smallest)]).mean_bytes[0])
+                peak = self.models[name].predict(smallest).mean
                 peak += self.models[name].shards.extra_bytes(_fewest_ranks(cluster))
                 reasons.append(
                     f"a rank of {name} is expected to need {_gib(peak)} at a local batch of {smallest}, of which the "

@@ -180,7 +180,7 @@ def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Poster
         variance_factor=1.0,
         log_evidence=0.0,
     )
-    points = Points.columns(num_nodes=none, world_size=none, local_batch_size=none)
+    points = Points(num_nodes=none, world_size=none, local_batch_size=none)
     return Posterior(prior, reference_batch_size, points, (member,), np.ones(1), _PRIOR_DOF)
 
 
@@ -295,7 +295,7 @@ class Merged:
     observations: StepTimeObservations
     repeats: FloatArray
 
-    def targets(self, rows: npt.NDArray[np.bool_], scales: ResidualScales) -> Targets:
+    def targets(self, rows: npt.NDArray[np.intp], scales: ResidualScales) -> Targets:
         """What the fit has to meet on these rows; a mean of k runs has 1/k of the run-to-run variance."""
         chosen, repeats = self.observations.take(rows), self.repeats[rows]
         within = np.nan_to_num(chosen.relative_sd, nan=0.0)

@@ -8,6 +8,7 @@ A weighted line through what was read and what was counted. `tula_wire.memory` h
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import numpy as np
 from scipy import optimize, special
 
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
-from tula_service.perfmodel.points import FloatArray, MemoryObservations, ObservationError, column
+from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
 
@@ -32,6 +33,33 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 
 @dataclass(frozen=True)
+class MemoryObservations:
+    """Peak memory of one rank against its local batch, for one instance type; arrays of shape (n,) and (m,).
+
+    `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is what does
+    not grow with the batch (parameters, gradients, optimizer state), where the agent could count it.
+    """
+
+    local_batch_size: FloatArray
+    peak_bytes: FloatArray
+    out_of_memory_batch_sizes: FloatArray = field(default_factory=lambda: np.zeros(0))
+    capacity_bytes: float | None = None
+    static_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ObservationError on readings that are not positive and finite."""
+        batches = column("local_batch_size", self.local_batch_size, at_least=1.0)
+        object.__setattr__(self, "local_batch_size", batches)
+        object.__setattr__(self, "peak_bytes", column("peak_bytes", self.peak_bytes, batches.size, above=0.0))
+        failed = column("out_of_memory_batch_sizes", self.out_of_memory_batch_sizes, at_least=1.0)
+        object.__setattr__(self, "out_of_memory_batch_sizes", failed)
+        for name in ("capacity_bytes", "static_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                column(name, [value], above=0.0)
+
+
+@dataclass(frozen=True)
 class MemoryPrior:
     """Bytes that were counted before (or beside) measuring, with relative errors.
 
@@ -41,15 +69,6 @@ class MemoryPrior:
     bytes_per_sample: float | None = None
     static_bytes: float | None = None
     static_sd: float = 0.1
-
-
-@dataclass(frozen=True)
-class MemoryPredictions:
-    """Predictions as columns of shape (n,), bytes: the median and the ends of its 90 % interval."""
-
-    mean_bytes: FloatArray
-    low_bytes: FloatArray
-    high_bytes: FloatArray
 
 
 @dataclass(frozen=True)
@@ -89,22 +108,21 @@ class MemoryModel:
     shards: Shards = Shards()
     beside: Beside = Beside()
 
-    def predict(self, local_batch_size: Sequence[float] | FloatArray) -> MemoryPredictions:
-        """Peak bytes on the device at n local batches, what is beside the allocator included."""
-        batches = column("local_batch_size", local_batch_size, at_least=0.0)
-        mean = self._line(batches) + self.beside.context_bytes
-        width = np.exp(np.minimum(_NORMAL_END * self._sd_bytes(batches) / mean, WIDEST_LOG))
-        return MemoryPredictions(mean, mean / width, mean * width)
+    def predict(self, local_batch_size: float) -> Interval:
+        """Peak bytes on the device at a local batch, what is beside the allocator included."""
+        allocated, sd = self._allocated(local_batch_size)
+        mean = allocated + self.beside.context_bytes
+        width = math.exp(min(_NORMAL_END * sd / mean, WIDEST_LOG))
+        return Interval(mean, mean / width, mean * width)
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
         """Probability that this local batch fits into the capacity; 0 from the smallest batch that did not."""
         column("capacity_bytes", [capacity_bytes], above=0.0)
         if local_batch_size >= self.failed_from:
             return 0.0
-        batch = np.array([float(local_batch_size)])
-        needed = self._line(batch) * self.beside.reserved + self.beside.context_bytes
-        score = needed / self._sd_bytes(batch) * np.log(usable_bytes(capacity_bytes) / needed)
-        return float(special.ndtr(score)[0])
+        allocated, sd = self._allocated(local_batch_size)
+        needed = allocated * self.beside.reserved + self.beside.context_bytes
+        return float(special.ndtr(needed / sd * math.log(usable_bytes(capacity_bytes) / needed)))
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Largest local batch that fits with at least this probability, 0 when not even one example does.
@@ -114,44 +132,25 @@ class MemoryModel:
         """
         if not 0.5 <= safety_probability < 1.0:
             raise ObservationError(f"safety_probability is {safety_probability!r}; give at least 0.5 and below 1.")
-        low, high = 0, 1
-        while high < _LARGEST_BATCH and self.fits(high, capacity_bytes) >= safety_probability:
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(middle, capacity_bytes) >= safety_probability:
-                low = middle
-            else:
-                high = middle
-        return low
+        batches = range(1, _LARGEST_BATCH)
+        return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
-    def _line(self, batches: FloatArray) -> FloatArray:
-        return np.maximum(self.static_bytes + self.bytes_per_sample * batches, 1.0)
-
-    def _sd_bytes(self, batches: FloatArray) -> FloatArray:
-        rows = np.stack([np.ones_like(batches), batches], axis=1)
-        variance = np.einsum("ni,ij,nj->n", rows, self.covariance, rows)
-        variance += (_PREDICTION_SD * self._line(batches)) ** 2 + self.beside.context_sd_bytes**2
-        return np.asarray(np.sqrt(variance))
+    def _allocated(self, local_batch_size: float) -> tuple[float, float]:
+        """Bytes by the line, and the standard deviation of the peak, the context's included."""
+        row = np.array([1.0, local_batch_size])
+        allocated = max(self.static_bytes + self.bytes_per_sample * local_batch_size, 1.0)
+        variance = row @ self.covariance @ row + (_PREDICTION_SD * allocated) ** 2
+        return allocated, math.sqrt(variance + self.beside.context_sd_bytes**2)
 
 
 def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Configuration]) -> list[Interval | None]:
     """Peak bytes of a rank of each configuration; None where its instance type has no memory model."""
-    found: dict[tuple[str, int], Interval] = {}
-    for name, model in models.items():
-        batches = sorted({c.local_batch_size for c in configurations if c.instance_type == name})
-        predicted = model.predict([float(batch) for batch in batches])
-        rows = zip(batches, predicted.mean_bytes, predicted.low_bytes, predicted.high_bytes, strict=True)
-        found |= {(name, batch): Interval(float(mean), float(low), float(high)) for batch, mean, low, high in rows}
-    peaks = [found.get((c.instance_type, c.local_batch_size)) for c in configurations]
-    return [
-        peak and _raised(peak, models[c.instance_type].shards.extra_bytes(c.world_size))
-        for peak, c in zip(peaks, configurations, strict=True)
-    ]
-
-
-def _raised(peak: Interval, by: float) -> Interval:
-    return Interval(peak.mean + by, peak.low + by, peak.high + by) if by else peak
+    found = {}
+    for c in configurations:
+        if (model := models.get(c.instance_type)) is not None:
+            peak, more = model.predict(c.local_batch_size), model.shards.extra_bytes(c.world_size)
+            found[c] = Interval(peak.mean + more, peak.low + more, peak.high + more)
+    return [found.get(c) for c in configurations]
 
 
 def fit_memory(

@@ -39,6 +39,7 @@ COLLECTIVES = (4, 6)
 """The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
 
 _ABSENT = -60.0
+_LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
@@ -79,24 +80,25 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) ->
 def jacobian(theta: FloatArray, points: Points, reference_batch_size: float) -> tuple[Terms, FloatArray, FloatArray]:
     """The terms at `theta` of shape (10,), and the slopes of log step and log compute in theta, shape (n, 10) each."""
     parts = _evaluate(theta, points, reference_batch_size)
-    terms, logs = parts.terms, points.logarithms
+    terms, (_, ranks, nodes, _) = parts.terms, points.logarithms
+    several = points.world_size > 1.0
     a, log_bend, log_overlap = theta[[1, 3, 9]].tolist()
     bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
     # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
     floor, within = np.exp(bend * a - parts.bent), np.exp(parts.within_nodes - parts.collective)
     hidden, waits = np.exp(overlap * terms.compute - parts.overlapped), np.exp(parts.last - terms.step)
-    between = np.where(logs.several_ranks, 1.0 - within, 0.0)
+    between = np.where(several, 1.0 - within, 0.0)
     compute, collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
     compute[:, 0] = 1.0
     compute[:, 1] = floor
     compute[:, 2] = (1.0 - floor) * parts.growth
     compute[:, 3] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * parts.growth - parts.bent / bend)
-    collective[:, 0] = logs.several_ranks
-    collective[:, 4] = within * logs.several_ranks
-    collective[:, 5] = collective[:, 4] * logs.pairs_of_ranks
+    collective[:, 0] = several
+    collective[:, 4] = within * several
+    collective[:, 5] = collective[:, 4] * (ranks - _LOG_2)
     collective[:, 6] = between
-    collective[:, 7] = between * logs.pairs_of_nodes
-    collective[:, 8] = between * logs.ranks_per_node
+    collective[:, 7] = between * (nodes - _LOG_2)
+    collective[:, 8] = between * ranks
     last = collective + hidden[:, None] * (compute - collective)
     mean = terms.communication + hidden * (terms.compute - terms.communication)
     last[:, 9] = math.exp(log_overlap) / overlap * (mean - parts.overlapped / overlap)
@@ -118,18 +120,18 @@ class _Parts:
 
 def _evaluate(theta: FloatArray, points: Points, reference_batch_size: float) -> _Parts:
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap = theta.tolist()
-    logs = points.logarithms
+    batch, ranks, nodes, earlier = points.logarithms
     bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
-    growth = math.exp(log_q) * (logs.local_batch_size - math.log(reference_batch_size))
+    growth = math.exp(log_q) * (batch - math.log(reference_batch_size))
     bent = np.logaddexp(bend * a, bend * growth)
     compute = c + bent / bend
-    within = np.where(logs.several_ranks_per_node, s_intra + k_intra * logs.pairs_of_ranks, _ABSENT)
-    between = s_inter + k_inter * logs.pairs_of_nodes + k_share * logs.ranks_per_node
-    collective = np.logaddexp(within, np.where(logs.several_nodes, between, _ABSENT))
-    communication = np.where(logs.several_ranks, c + collective, _ABSENT)
+    within = np.where(ranks > 0.0, s_intra + k_intra * (ranks - _LOG_2), _ABSENT)
+    between = np.where(nodes > 0.0, s_inter + k_inter * (nodes - _LOG_2) + k_share * ranks, _ABSENT)
+    collective = np.logaddexp(within, between)
+    communication = np.where(points.world_size > 1.0, c + collective, _ABSENT)
     overlapped = np.logaddexp(overlap * compute, overlap * communication)
     last = overlapped / overlap
-    terms = Terms(np.logaddexp(last, compute + logs.earlier_micro_steps), compute, communication)
+    terms = Terms(np.logaddexp(last, compute + earlier), compute, communication)
     return _Parts(terms, growth, bent, within, collective, overlapped, last)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +29,6 @@ class StepTimePredictions:
     measured step times. `extrapolated`: outside what was measured. `measured`: profiled itself.
     """
 
-    configurations: Points
     mean_s: FloatArray
     low_s: FloatArray
     high_s: FloatArray
@@ -39,10 +39,6 @@ class StepTimePredictions:
     comm_s: FloatArray
     exposed_comm_s: FloatArray
     input_s: FloatArray
-
-    def __len__(self) -> int:
-        """Number of predictions."""
-        return len(self.configurations)
 
     def intervals(self) -> tuple[Interval, ...]:
         """The same as one `Interval` per prediction."""
@@ -61,7 +57,7 @@ class StepTimeModel:
     """A fitted model. `notes` are sentences about what the data leave open; `basis` is what it rests on.
 
     `posteriors` belong to instance types that were measured, `unmeasured` to others of which something is known, and
-    `fallback` to all the rest. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
+    to all the rest under None. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
     every other prediction is that of the form `overlap`. All of these are of the step without its waits for data, which
     `input_waits` adds: by instance type, an unmeasured one as that which was measured most. The fits repeat the whole
     compute of a step with each micro-step, so predictions are less by the `optimizer_s` that are not repeated, by type.
@@ -72,22 +68,19 @@ class StepTimeModel:
     notes: tuple[str, ...]
     observations: StepTimeObservations | None
     priors: Priors = field(repr=False)
-    largest_batch_size: float = field(repr=False)
     posteriors: Mapping[str, Posterior] = field(repr=False)
-    unmeasured: Mapping[str, Posterior] = field(repr=False)
-    fallback: Posterior | None = field(repr=False)
-    paper_fits: Mapping[str, PaperFit] = field(default_factory=dict, repr=False)
+    unmeasured: Mapping[str | None, Posterior] = field(repr=False)
+    paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
     input_waits: Mapping[str, InputWait | None] = field(default_factory=dict, repr=False)
     optimizer_s: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
-        points = configurations if isinstance(configurations, Points) else Points.of(configurations)
+        points = Points.of(configurations)
         mean_s, low_s, high_s, log_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
-        types = np.array(points.instance_type, dtype=object)
-        for name in sorted(set(points.instance_type)):
-            at = np.flatnonzero(types == name)
+        for name in set(points.instance_type):
+            at = points.rows_of(name)
             fit = self.paper_fits.get(name) or self.posterior_for(name)
             predicted = fit.predict_step(points.take(at))
             whole_s, micro_steps = np.exp(predicted.mean), points.grad_accum_steps[at]
@@ -103,14 +96,14 @@ class StepTimeModel:
             low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
             compute_s[at], comm_s[at] = np.exp(predicted.compute) - repeated_s, np.exp(predicted.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
+        seen = set() if self.observations is None else set(self.observations.points.rows())
         return StepTimePredictions(
-            configurations=points,
             mean_s=mean_s,
             low_s=low_s,
             high_s=high_s,
             log_sd=log_sd,
             extrapolated=self._extrapolated(points),
-            measured=self._measured(points),
+            measured=np.array([row in seen for row in points.rows()], dtype=np.bool_),
             compute_s=compute_s,
             comm_s=comm_s,
             exposed_comm_s=mean_s - input_s - compute_s,
@@ -122,7 +115,7 @@ class StepTimeModel:
 
         Raises ObservationError where neither a measurement nor a prior covers the type.
         """
-        found = self.posteriors.get(instance_type) or self.unmeasured.get(instance_type) or self.fallback
+        found = self.posteriors.get(instance_type) or self.unmeasured.get(instance_type) or self.unmeasured.get(None)
         if found is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
         return found
@@ -130,24 +123,14 @@ class StepTimeModel:
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
         outside = np.ones(len(points), dtype=np.bool_)
-        if self.observations is None:
-            return outside
-        seen = self.observations.points
-        types, seen_types = np.array(points.instance_type, dtype=object), np.array(seen.instance_type, dtype=object)
+        seen = Points.of([]) if self.observations is None else self.observations.points
         for name in set(seen.instance_type):
-            at, known = np.flatnonzero(types == name), np.flatnonzero(seen_types == name)
-            beyond = np.zeros(at.size, dtype=np.bool_)
+            at, known = points.rows_of(name), seen.rows_of(name)
+            outside[at] = False
             for column in ("num_nodes", "world_size", "local_batch_size"):
                 value, measured = getattr(points, column)[at], getattr(seen, column)[known]
-                beyond |= (value > measured.max() * _RANGE_TOLERANCE) | (value < measured.min() / _RANGE_TOLERANCE)
-            outside[at] = beyond
+                outside[at] |= (value > measured.max() * _RANGE_TOLERANCE) | (value < measured.min() / _RANGE_TOLERANCE)
         return outside
-
-    def _measured(self, points: Points) -> npt.NDArray[np.bool_]:
-        if self.observations is None:
-            return np.zeros(len(points), dtype=np.bool_)
-        seen = set(self.observations.points.rows())
-        return np.array([row in seen for row in points.rows()], dtype=np.bool_)
 
 
 def fit_step_time(
@@ -167,53 +150,47 @@ def fit_step_time(
     measurement nor a prior with a scale.
     """
     priors = Priors.of(prior)
-    if observations is not None and len(observations):
-        largest = _largest_batch(observations, candidates)
-        return _fit(observations, form, priors, largest, interval_scale)
-    known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
-    if not known or not all(p.absolute for p in known):
-        raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
-    return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
-
-
-def _fit(
-    observations: StepTimeObservations,
-    form: StepTimeForm,
-    priors: Priors,
-    largest: float,
-    interval_scale: float,
-) -> StepTimeModel:
+    if observations is None or not len(observations):
+        known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
+        if not known or not all(p.absolute for p in known):
+            raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
+        return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
+    largest = max(_largest_batch(candidates), _largest_batch(observations.points))
     optimizer_s = _optimizer_s(observations)
     merged, notes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
-    types = np.array(merged.observations.points.instance_type, dtype=object)
-    names, counts = np.unique(types, return_counts=True)
-    by_count = [str(names[i]) for i in np.lexsort((names, -counts))]
+    measured = merged.observations.points
+    counts = Counter(sorted(measured.instance_type))
+    by_count = sorted(counts, key=lambda name: -counts[name])
+    most = by_count[0]
     posteriors: dict[str, Posterior] = {}
+    paper_fits: dict[str, PaperFit | None] = {}
+    input_waits: dict[str, InputWait | None] = {}
     for name in by_count:
         start = priors.believed.get(name, priors.anywhere) or generic_prior()
         if posteriors:
-            start = _carried(posteriors[by_count[0]], by_count[0], name, priors)
-        targets = merged.targets(types == name, start.scales)
+            start = _carried(posteriors[most], most, name, priors)
+        rows = measured.rows_of(name)
+        targets = merged.targets(rows, start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
-    most = posteriors[by_count[0]]
-    unmeasured = {
-        name: _from_prior(_carried(most, by_count[0], name, priors), largest)
-        for name in sorted({*priors.believed, *priors.hardware} - set(posteriors))
-    }
-    rows = {name: merged.observations.take(types == name) for name in by_count}
-    paper_fits, missing = _paper_fits(rows, form)
-    every = np.array(observations.points.instance_type, dtype=object)
-    input_waits = {name: fit_input_wait(observations.take(every == name)) for name in by_count}
+        input_waits[name] = fit_input_wait(observations.take(observations.points.rows_of(name)))
+        if form != "overlap":
+            paper_fits[name] = fit_paper_form(merged.observations.take(rows), form)
+    missing = (
+        f"The form {form} of {name} needs two configurations: until then the form overlap predicts."
+        for name, found in paper_fits.items()
+        if found is None
+    )
+    others = (None, *sorted({*priors.believed, *priors.hardware} - set(posteriors)))
+    # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
+    probed = float(measured.num_nodes.max()) == 1.0 and priors.probed & set(posteriors)
     return StepTimeModel(
         form=form,
-        basis=_basis(merged.observations.points, priors),
+        basis="probed" if probed else "profiled",
         notes=(*notes, *data_warnings(merged.observations), *missing),
         observations=observations,
         priors=priors,
-        largest_batch_size=largest,
         posteriors=posteriors,
-        unmeasured=unmeasured,
-        fallback=_from_prior(_carried(most, by_count[0], None, priors), largest),
+        unmeasured={name: _from_prior(_carried(posteriors[most], most, name, priors), largest) for name in others},
         paper_fits=paper_fits,
         interval_scale=interval_scale,
         input_waits=input_waits,
@@ -224,8 +201,8 @@ def _fit(
 def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
     """Seconds of an optimizer's step: the median over the runs of each instance type that report it."""
     known = observations.take(np.isfinite(observations.optimizer_time_s))
-    types = np.array(known.points.instance_type, dtype=object)
-    return {name: float(np.median(known.optimizer_time_s[types == name])) for name in set(known.points.instance_type)}
+    types = set(known.points.instance_type)
+    return {name: float(np.median(known.optimizer_time_s[known.points.rows_of(name)])) for name in types}
 
 
 def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
@@ -241,27 +218,6 @@ def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str
     )
 
 
-def _basis(measured: Points, priors: Priors) -> Basis:
-    """PROBED where all that is known of several nodes is a probe of their links."""
-    only_one_node = float(measured.num_nodes.max()) == 1.0
-    return "probed" if only_one_node and priors.probed & set(measured.instance_type) else "profiled"
-
-
-def _paper_fits(
-    rows: Mapping[str, StepTimeObservations], form: StepTimeForm
-) -> tuple[dict[str, PaperFit], tuple[str, ...]]:
-    """The paper's form by instance type, and a sentence for each type that has too few rows for it."""
-    if form == "overlap":
-        return {}, ()
-    fits = {name: fit_paper_form(observations, form) for name, observations in rows.items()}
-    missing = tuple(
-        f"The form {form} of {name} needs two configurations: until then the form overlap predicts."
-        for name, found in fits.items()
-        if found is None
-    )
-    return {name: found for name, found in fits.items() if found is not None}, missing
-
-
 def unmeasured_model(
     prior: StepTimePrior | Priors,
     candidates: Points | Sequence[Configuration] | None,
@@ -270,22 +226,20 @@ def unmeasured_model(
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
-    priors, largest = Priors.of(prior), _largest_batch(None, candidates)
-    unmeasured = {name: _from_prior(believed, largest) for name, believed in sorted(priors.believed.items())}
-    fallback = None if priors.anywhere is None else _from_prior(priors.anywhere, largest)
+    priors, largest = Priors.of(prior), _largest_batch(candidates)
     given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
-    basis: Basis = "transfer" if given and all(p.basis == "transfer" for p in given) else "prior"
-    note = "Nothing was measured: every figure comes from hardware data or from other jobs."
     return StepTimeModel(
         form=form,
-        basis=basis,
-        notes=(note,),
+        basis="transfer" if given and all(p.basis == "transfer" for p in given) else "prior",
+        notes=("Nothing was measured: every figure comes from hardware data or from other jobs.",),
         observations=None,
         priors=priors,
-        largest_batch_size=largest,
         posteriors={},
-        unmeasured=unmeasured,
-        fallback=fallback,
+        unmeasured={
+            name: _from_prior(each, largest)
+            for name, each in (*priors.believed.items(), (None, priors.anywhere))
+            if each is not None
+        },
         interval_scale=interval_scale,
     )
 
@@ -302,13 +256,5 @@ def _carried(measured: Posterior, measured_type: str, wanted: str | None, priors
     return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
 
 
-def _largest_batch(
-    observations: StepTimeObservations | None, candidates: Points | Sequence[Configuration] | None
-) -> float:
-    sizes = [1.0]
-    if observations is not None:
-        sizes.append(float(observations.points.local_batch_size.max()))
-    if candidates is not None and len(candidates):
-        points = candidates if isinstance(candidates, Points) else Points.of(candidates)
-        sizes.append(float(points.local_batch_size.max()))
-    return max(sizes)
+def _largest_batch(configurations: Points | Sequence[Configuration] | None) -> float:
+    return float(Points.of(configurations or []).local_batch_size.max(initial=1.0))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.memory_model import Beside, MemoryPrior, fit_memory
-from tula_service.perfmodel.points import MemoryObservations, ObservationError
+from tula_service.perfmodel.memory_model import Beside, MemoryObservations, MemoryPrior, fit_memory
+from tula_service.perfmodel.points import ObservationError
 
 GIB = 2.0**30
 
@@ -26,10 +26,10 @@ def line(batch: float, static: float = 2 * GIB, slope: float = 0.03 * GIB) -> fl
 def test_three_readings_of_a_line_predict_four_times_the_batch(static, slope):
     batches = np.array([16.0, 32.0, 64.0])
     peaks = static * GIB + slope * GIB * batches
-    predicted = fit_memory(MemoryObservations(batches, peaks)).predict([256.0])
+    predicted = fit_memory(MemoryObservations(batches, peaks)).predict(256.0)
     truth = static * GIB + slope * GIB * 256
-    assert predicted.mean_bytes[0] == pytest.approx(truth, rel=0.12)
-    assert 0.99 * predicted.low_bytes[0] < truth < 1.01 * predicted.high_bytes[0]
+    assert predicted.mean == pytest.approx(truth, rel=0.12)
+    assert 0.99 * predicted.low < truth < 1.01 * predicted.high
 
 
 @settings(max_examples=20, deadline=None)
@@ -59,49 +59,49 @@ def test_an_out_of_memory_caps_the_batch_and_raises_the_curve():
     assert calm.max_local_batch_size(16 * GIB) > 256
     assert warned.max_local_batch_size(16 * GIB) < 256
     assert warned.fits(256, 16 * GIB) == 0.0
-    assert warned.predict([128.0]).mean_bytes[0] > calm.predict([128.0]).mean_bytes[0]
+    assert warned.predict(128.0).mean > calm.predict(128.0).mean
 
 
 def test_one_reading_is_enough_for_a_wide_answer_and_counted_bytes_narrow_it():
     one = fit_memory(MemoryObservations([32], [line(32)]))
     counted = fit_memory(MemoryObservations([32], [line(32)], static_bytes=2 * GIB))
     assert any("one batch only" in note for note in one.notes)
-    wide, narrow = one.predict([256.0]), counted.predict([256.0])
-    assert wide.high_bytes[0] / wide.low_bytes[0] > 1.5 * narrow.high_bytes[0] / narrow.low_bytes[0]
-    assert narrow.mean_bytes[0] == pytest.approx(line(256), rel=0.15)
+    wide, narrow = one.predict(256.0), counted.predict(256.0)
+    assert wide.high / wide.low > 1.5 * narrow.high / narrow.low
+    assert narrow.mean == pytest.approx(line(256), rel=0.15)
 
 
 def test_static_memory_does_not_fluctuate_so_a_small_growth_beside_it_is_read_as_it_is():
     # A tiny network: nearly all is context and libraries, and 8 more examples cost 36 MiB.
     mib = 2.0**20
     model = fit_memory(MemoryObservations([8, 16], [1731 * mib, 1767 * mib]))
-    assert model.predict([128.0]).mean_bytes[0] == pytest.approx((1731 + 4.5 * 120) * mib, rel=0.2)
+    assert model.predict(128.0).mean == pytest.approx((1731 + 4.5 * 120) * mib, rel=0.2)
 
 
 @pytest.mark.parametrize("overhead", [1.0, 1.1, 1.3])
 def test_a_counted_slope_beside_two_readings_pulls_a_jump_back_and_bends_to_what_was_measured(overhead):
     counted = MemoryPrior(bytes_per_sample=0.03 * GIB / overhead)
     clean = fit_memory(MemoryObservations([8, 16], [line(8), line(16)]), prior=counted)
-    assert clean.predict([128.0]).mean_bytes[0] == pytest.approx(line(128), rel=0.1)
+    assert clean.predict(128.0).mean == pytest.approx(line(128), rel=0.1)
     jumped = MemoryObservations([8, 16], [line(8), 1.08 * line(16)])
-    alone, beside = fit_memory(jumped).predict([128.0]), fit_memory(jumped, prior=counted).predict([128.0])
-    assert abs(beside.mean_bytes[0] - line(128)) < abs(alone.mean_bytes[0] - line(128))
-    assert beside.low_bytes[0] < line(128) < beside.high_bytes[0]
+    alone, beside = fit_memory(jumped).predict(128.0), fit_memory(jumped, prior=counted).predict(128.0)
+    assert abs(beside.mean - line(128)) < abs(alone.mean - line(128))
+    assert beside.low < line(128) < beside.high
 
 
 def test_of_three_readings_the_one_that_jumps_counts_least():
     jumped = MemoryObservations([8, 16, 32], [1.3 * line(8), line(16), line(32)], static_bytes=2 * GIB)
-    assert fit_memory(jumped).predict([128.0]).mean_bytes[0] == pytest.approx(line(128), rel=0.05)
+    assert fit_memory(jumped).predict(128.0).mean == pytest.approx(line(128), rel=0.05)
 
 
 def test_the_context_is_added_to_the_line_and_what_the_allocator_reserves_takes_room():
     observed = MemoryObservations([16, 64], [line(16), line(64)], static_bytes=2 * GIB)
     context = Beside(context_bytes=GIB, context_sd_bytes=GIB / 2)
     models = [fit_memory(observed, beside=each) for each in (Beside(), context, Beside(reserved=1.1))]
-    alone, beside, reserved = (model.predict([128.0]) for model in models)
-    assert beside.mean_bytes[0] - alone.mean_bytes[0] == pytest.approx(GIB)
-    assert beside.high_bytes[0] - beside.mean_bytes[0] > alone.high_bytes[0] - alone.mean_bytes[0]
-    assert reserved.mean_bytes[0] == alone.mean_bytes[0]
+    alone, beside, reserved = (model.predict(128.0) for model in models)
+    assert beside.mean - alone.mean == pytest.approx(GIB)
+    assert beside.high - beside.mean > alone.high - alone.mean
+    assert reserved.mean == alone.mean
     most, *less = (model.max_local_batch_size(16 * GIB) for model in models)
     assert 0 < max(less) < most
 
@@ -109,20 +109,20 @@ def test_the_context_is_added_to_the_line_and_what_the_allocator_reserves_takes_
 def test_an_analytic_slope_alone_gives_a_bound():
     model = fit_memory(None, prior=MemoryPrior(bytes_per_sample=0.03 * GIB, static_bytes=2 * GIB))
     assert 0 < model.max_local_batch_size(16 * GIB) < (16 - 2) / 0.03
-    one, three = model.predict([32.0, 96.0]).mean_bytes
+    one, three = model.predict(32.0).mean, model.predict(96.0).mean
     assert (three - one) / 64 == pytest.approx(0.03 * GIB, rel=0.2)
 
 
 def test_without_a_batch_the_static_memory_is_left():
     model = fit_memory(MemoryObservations([16, 32, 64], [line(16), line(32), line(64)]))
-    assert model.predict([0.0]).mean_bytes[0] == pytest.approx(2 * GIB, rel=0.2)
+    assert model.predict(0.0).mean == pytest.approx(2 * GIB, rel=0.2)
 
 
 def test_readings_above_the_capacity_are_left_out_and_said():
     observed = MemoryObservations([16, 32, 64], [line(16), line(32), 100 * GIB], capacity_bytes=16 * GIB)
     model = fit_memory(observed)
     assert any("above the capacity" in note for note in model.notes)
-    assert model.predict([64.0]).mean_bytes[0] == pytest.approx(line(64), rel=0.1)
+    assert model.predict(64.0).mean == pytest.approx(line(64), rel=0.1)
     with pytest.raises(
         ObservationError, match=r"every reading is above .* 16 GiB, .* 100 GiB; check .*memory_bytes_per_rank"
     ):
@@ -132,7 +132,7 @@ def test_readings_above_the_capacity_are_left_out_and_said():
 def test_memory_that_falls_while_the_batch_grows_is_called_suspicious():
     model = fit_memory(MemoryObservations([16, 32], [line(32), line(16)]))
     assert any("fell while the batch grew" in note for note in model.notes)
-    assert model.predict([64.0]).high_bytes[0] > line(32)
+    assert model.predict(64.0).high > line(32)
 
 
 def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_the_cap_holds():
@@ -141,8 +141,8 @@ def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_t
     assert any("ran out of memory" in note and "was also read" in note for note in model.notes)
     assert model.max_local_batch_size(16 * GIB) == 31
     # Three GiB were read, on 16 that ran out: no curve explains it, and none becomes wild.
-    assert model.predict([16.0]).mean_bytes[0] == pytest.approx(line(16), rel=0.25)
-    assert np.isfinite(model.predict([16.0, 31.0, 64.0]).high_bytes).all()
+    assert model.predict(16.0).mean == pytest.approx(line(16), rel=0.25)
+    assert all(np.isfinite(model.predict(batch).high) for batch in (16.0, 31.0, 64.0))
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,11 +157,9 @@ def test_whatever_is_read_the_answer_is_finite_ordered_and_below_what_failed(rea
     if not readings and prior is None:
         return
     model = fit_memory(MemoryObservations(batches, peaks, failed, capacity_bytes=2e11), prior=prior)
-    predicted = model.predict([1.0, 64.0, 5000.0])
-    assert (predicted.low_bytes <= predicted.mean_bytes).all()
-    assert (predicted.mean_bytes <= predicted.high_bytes).all()
-    assert (predicted.low_bytes > 0.0).all()
-    assert np.isfinite(predicted.high_bytes).all()
+    for batch in (1.0, 64.0, 5000.0):
+        predicted = model.predict(batch)
+        assert 0.0 < predicted.low <= predicted.mean <= predicted.high < math.inf
     assert model.max_local_batch_size(2e11) < min(failed, default=math.inf)
 
 
@@ -179,6 +177,7 @@ def test_nothing_known_is_refused():
 
 
 def test_a_reading_of_one_byte_predicts_without_overflow():
-    predicted = fit_memory(MemoryObservations([32.0], [1.0])).predict([1.0, 32.0, 2.0**31])
-    for ends in (predicted.low_bytes, predicted.mean_bytes, predicted.high_bytes):
-        assert np.isfinite(ends).all()
+    model = fit_memory(MemoryObservations([32.0], [1.0]))
+    for batch in (1.0, 32.0, 2.0**31):
+        predicted = model.predict(batch)
+        assert np.isfinite([predicted.low, predicted.mean, predicted.high]).all()

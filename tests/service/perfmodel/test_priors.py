@@ -131,7 +131,7 @@ def test_a_pipeline_of_p_stages_takes_m_plus_p_minus_one_micro_steps(micro_batch
     stages, micro_batch = 4, 32  # so that the floor of launches counts for little
     prior = a_guess(idle_samples=(stages - 1.0) * micro_batch)
     batches = np.array([micro_batch, micro_batches * micro_batch], np.float64)
-    points = Points.columns(num_nodes=[1.0, 1.0], world_size=[1.0, 1.0], local_batch_size=batches)
+    points = Points(num_nodes=[1.0, 1.0], world_size=[1.0, 1.0], local_batch_size=batches)
     one, many = np.exp(log_terms(prior.mean, points, 128.0).compute)
     assert many / one == pytest.approx((micro_batches + stages - 1) / stages, rel=0.2)
 

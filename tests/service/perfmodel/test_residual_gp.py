@@ -14,12 +14,10 @@ from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.step_time_form import ResidualScales, log_terms
 
-SEEN = Points.columns(
+SEEN = Points(
     num_nodes=[1, 1, 2, 4, 8, 8], world_size=[4, 4, 8, 16, 32, 32], local_batch_size=[32, 256, 64, 256, 32, 128]
 )
-ASKED = Points.columns(
-    num_nodes=[1, 2, 4, 8, 6], world_size=[4, 8, 16, 32, 24], local_batch_size=[64, 256, 32, 256, 96]
-)
+ASKED = Points(num_nodes=[1, 2, 4, 8, 6], world_size=[4, 8, 16, 32, 24], local_batch_size=[64, 256, 32, 256, 96])
 
 
 def doublings(points: Points) -> np.ndarray:

@@ -9,7 +9,7 @@ from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.step_time_form import NUM_PARAMETERS, jacobian, log_terms
 
 _NODES = np.array([1.0, 1.0, 2.0, 4.0, 3.0, 1.0])
-_POINTS = Points.columns(
+_POINTS = Points(
     num_nodes=_NODES,
     world_size=_NODES * [1.0, 4.0, 1.0, 8.0, 2.5, 1.0],
     local_batch_size=[8, 16, 32, 64, 4, 8],
