@@ -15,9 +15,10 @@ the rule of `balanced` where every step time is known without noise, `measured` 
 `sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever changes more, when either
 end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
 table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
-its two halves. `.answer_kept.p90` counts only the moves inwards that leave the answer among the candidates,
-`.known.p90` all moves, where every step time is known, and `.least.p90` is how much the least time of the candidates
-themselves changes: the time of an answer that stays near it changes as much.
+its two halves, `.allowed.p90` counts only the moves after which the earlier answer is still a candidate, and
+`.answer_kept.p90` those of them that go inwards: they take away other candidates alone. The same for the answers of
+`sensitivity.time`, and for what the truth imposes, where every step time is known: `.balanced.known` by the rule of
+`balanced`, `.balanced.product` by the least time x cost, and `.balanced.least` of the least time alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from tula_wire.enums import Objective
 
 OBJECTIVES: Final[tuple[Objective | Literal["kneedle"], ...]] = ("balanced", "time", "cost", "knee", "kneedle")
 ALSO = ("known", "measured")
-MOVES = ("inward", "outward", "answer_kept", "known", "least")
+SENSITIVE = ("balanced", "time", "balanced.known", "balanced.product", "balanced.least")
 _EXAMPLES = 1e6
 _DRAWS = 5
 _LEAST_CANDIDATES = 4
@@ -51,12 +52,12 @@ _LEAST_CANDIDATES = 4
 @dataclass
 class Judged:
     """Of one workload: by objective (time over least, cost over least, dominated, place) of each draw of the noise, and
-    the factors by move of the first draw."""
+    of each move of the range whether it is inward and, by rule, (factor, earlier answer allowed) in the first draw."""
 
     answers: dict[str, list[tuple[float, float, float, float]]] = field(
         default_factory=lambda: {name: [] for name in (*OBJECTIVES, *ALSO)}
     )
-    moved: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in MOVES})
+    moved: list[tuple[bool, dict[str, tuple[float, bool]]]] = field(default_factory=list)
 
 
 def goal_for(objective: Objective) -> Goal:
@@ -113,15 +114,21 @@ def judge(workload: Workload, noise: float) -> Judged:
             place = float(np.log(c.global_batch_size / min(batches)) / span)
             ratios = time[c] / min(time.values()), cost[c] / min(cost.values())
             found.answers[name].append((*ratios, float(beaten), place))
-    for kind, before, after in moves(workload.candidates):
-        old, new = (answer(only(draws[0], rows), "balanced") for rows in (before, after))
-        known_old, known_new = (known(only(workload, rows)) for rows in (before, after))
-        found.moved["known"].append(_change(known_old, known_new, time, cost))
-        least_old, least_new = (min(rows, key=lambda c: time[c]) for rows in (before, after))
-        found.moved["least"].append(_change(least_old, least_new, time))
-        found.moved[kind].append(factor := _change(old, new, time, cost))
-        if kind == "inward" and old in after:
-            found.moved["answer_kept"].append(factor)
+    product = {c: time[c] * cost[c] for c in workload.candidates}
+    rules: dict[str, Callable[[list[Placement]], Placement]] = {
+        "balanced": lambda rows: answer(only(draws[0], rows), "balanced"),
+        "time": lambda rows: answer(only(draws[0], rows), "time"),
+        "balanced.known": lambda rows: known(only(workload, rows)),
+        "balanced.product": lambda rows: min(rows, key=lambda c: product[c]),
+        "balanced.least": lambda rows: min(rows, key=lambda c: time[c]),
+    }
+    for inward, before, after in moves(workload.candidates):
+        factors = {}
+        for name, rule in rules.items():
+            old, new = rule(before), rule(after)
+            measures = (time,) if name == "balanced.least" else (time, cost)
+            factors[name] = _change(old, new, *measures), old in after
+        found.moved.append((inward, factors))
     return found
 
 
@@ -144,8 +151,8 @@ def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
     return replace(seen, step_time_s={c: seen.step_time_s[c] for c in rows})
 
 
-def moves(candidates: Sequence[Placement]) -> list[tuple[str, list[Placement], list[Placement]]]:
-    """(inward or outward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
+def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], list[Placement]]]:
+    """(inward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
 
     A move that adds no row is none, and neither is one from or to fewer than four rows.
     """
@@ -160,9 +167,23 @@ def moves(candidates: Sequence[Placement]) -> list[tuple[str, list[Placement], l
     def rows(ends: Sequence[Callable[[Placement], bool]]) -> list[Placement]:
         return [c for c in candidates if all(end(c) for end in ends)]
 
-    found = [("inward", rows([]), rows([end])) for end in inside]
-    found += [("outward", rows(inside), rows([each for each in inside if each is not end])) for end in inside]
+    found = [(True, rows([]), rows([end])) for end in inside]
+    found += [(False, rows(inside), rows([each for each in inside if each is not end])) for end in inside]
     return [move for move in found if len(move[1]) != len(move[2]) and min(map(len, move[1:])) >= _LEAST_CANDIDATES]
+
+
+def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> dict[str, list[float]]:
+    """The factors of all moves by key; see above."""
+    found = {}
+    for name in SENSITIVE:
+        every = [(inward, *factors[name]) for inward, factors in moved]
+        found[f"sensitivity.{name}.p90"] = [factor for _, factor, _ in every]
+        found[f"sensitivity.{name}.allowed.p90"] = [factor for _, factor, allowed in every if allowed]
+        if name == "balanced":
+            found["sensitivity.balanced.inward.p90"] = [factor for inward, factor, _ in every if inward]
+            found["sensitivity.balanced.outward.p90"] = [factor for inward, factor, _ in every if not inward]
+            found["sensitivity.balanced.answer_kept.p90"] = [f for inward, f, allowed in every if inward and allowed]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,13 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures[f"{name}.{key}_over_least.p90"] = percentile(values, 0.9)
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
-    moved = {kind: [factor for found in results for factor in found.moved[kind]] for kind in MOVES}
-    factors = {"": [*moved["inward"], *moved["outward"]]} | {f".{kind}": moved[kind] for kind in MOVES}
     header = ["objective", "time: mean", "p90", "cost: mean", "p90", "dominated", "place"]
     print_table(f"over {len(results)} workloads, times the least", header, rows)
-    for kind, found in factors.items():
-        figures[key := f"sensitivity.balanced{kind}.p90"] = percentile(found, 0.9)
-        print(f"{key}: {figures[key]:.3f} ({len(found)} moves)")
+    print(f"the least-time answers are dominated as often by noise alone: {figures['time.dominated']:.3f}")
+    for key, factors in sensitivity([move for found in results for move in found.moved]).items():
+        figures[key] = percentile(factors, 0.9)
+        print(f"{key}: {figures[key]:.3f} ({len(factors)} moves)")
     write_json(options.json, figures)
     return 0
 
