@@ -253,7 +253,7 @@ def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_ru
     expect(figure.locator("svg.marks .mark-symbol.role-mark path")).to_have_count(120)
     with page.expect_response(lambda answer: "charts/eval_loss" in answer.url and "logarithmic=true" in answer.url):
         page.get_by_role("combobox", name="Values").select_option("logarithmic")
-    page.get_by_role("combobox", name="Smoothing").select_option("median of 1/15")
+    page.get_by_role("combobox", name="Smoothing").select_option("strong")
     expect(figure.locator(".subtitle")).to_have_text("Line: median of every 8")
     assert "logarithmic=true" in page.url
     seeded.telemetry(run_id, 1, range(3), {"lr": [0.1, 0.2, 0.3], "gpu_utilization": [0.5, 0.9, 0.8]})
@@ -324,6 +324,7 @@ def test_a_job_is_pasted_corrected_and_changed_with_the_keyboard_alone(chromium:
     expect(page.get_by_role("heading", name="pasted")).to_be_visible()
     page.get_by_text("Change objective, limits or prices").press("Enter")
     page.get_by_label("Deadline (hours)").first.fill("a week")
+    expect(page.get_by_role("button", name="Save")).to_be_enabled()  # by the script, which loads after the charts'
     page.get_by_role("button", name="Save").press("Enter")
     expect(problem).to_contain_text("limits.deadline_s: ")
     expect(page.get_by_label("Deadline (hours)").first).to_have_value("a week")

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
 from tula_service.dashboard import charts
-from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
+from tula_service.dashboard.pages import MAX_COMPARED, User, compare_runs
 from tula_service.errors import Busy, NotFound
 from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
@@ -55,7 +55,7 @@ async def get_job_chart(
     def make() -> charts.Spec:
         job = jobs.get(store, caller, job_id)
         if name == "quality":
-            found = compare_runs(store, caller, job_id, column, trend=trend, cursor=cursor, only=run)
+            found = compare_runs(User(store, caller), job_id, column, trend=trend, cursor=cursor, only=run)
             return charts.quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
         _check_known("job", name, (*charts.JOB_CHARTS, "quality"))
         recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))

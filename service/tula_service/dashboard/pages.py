@@ -6,9 +6,8 @@ import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -49,9 +48,11 @@ MAX_COMPARED = 200
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
-@dataclass(frozen=True)
-class User:
-    """A caller whom `api.deps.authenticate` has authenticated; it guards every router but login and static files."""
+class User(NamedTuple):
+    """A caller whom `api.deps.authenticate` has authenticated; it guards every router but login and static files.
+
+    What every use case takes first: `jobs.get(*user, job_id)`.
+    """
 
     store: Store
     principal: Principal
@@ -103,8 +104,7 @@ def jobs_page(
     wanted: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
-        user.store,
-        user.principal,
+        *user,
         search=search or None,
         state=wanted,
         include_archived=archived,
@@ -143,7 +143,7 @@ async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
     """Register the job that the body, a job.toml, describes, and answer its id: the page's script sends the text and
     lists what is wrong beside it. Raises InvalidInput, pydantic.ValidationError."""
     sent = await request.body()
-    made = await run_in_threadpool(lambda: jobs.register(user.store, user.principal, _specification(sent)))
+    made = await run_in_threadpool(lambda: jobs.register(*user, _specification(sent)))
     return JSONResponse({"id": made.job.id}, 201)
 
 
@@ -160,11 +160,11 @@ def job_page(
     job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
 ) -> HTMLResponse:
     """Everything about one job; of its training runs the newest, or those before the cursor `trainings`."""
-    job = jobs.get(user.store, user.principal, job_id)
-    recommendation = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective))
+    job = jobs.get(*user, job_id)
+    recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
     ranked = _ranked(recommendation)
-    listed = events.recent(user.store, user.principal, job_id, kinds=KINDS, limit=MAX_EVENTS)
-    trained = runs.list_runs(user.store, user.principal, job_id, kind="train", cursor=trainings, limit=MAX_TRAININGS)
+    listed = events.recent(*user, job_id, kinds=KINDS, limit=MAX_EVENTS)
+    trained = runs.list_runs(*user, job_id, kind="train", cursor=trainings, limit=MAX_TRAININGS)
     return _page(
         user,
         "job.html",
@@ -178,7 +178,7 @@ def job_page(
         trainings=trained.runs,
         older=trained.next_cursor,
         newest=trainings is None,
-        ledger=ledger.entries(user.store, user.principal, job_id, followed=True, limit=MAX_FOLLOWED).entries,
+        ledger=ledger.entries(*user, job_id, followed=True, limit=MAX_FOLLOWED).entries,
         events=listed,
     )
 
@@ -204,14 +204,14 @@ def what_if(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = predictions.predict(user.store, user.principal, job_id, question).candidates
+    found = predictions.predict(*user, job_id, question).candidates
     asked = [
         each
         for each in found
         if (not micro_steps or each.configuration.grad_accum_steps in micro_steps) and spot in (None, each.spot)
     ]
     ranked = sorted(asked, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
-    best = read(Recommendation, recommendations.get(user.store, user.principal, job_id, objective)).chosen
+    best = read(Recommendation, recommendations.get(*user, job_id, objective)).chosen
     left_out = max(0, len(ranked) - MAX_WHAT_IF)
     return HTMLResponse(render("what_if.html", candidates=ranked[:MAX_WHAT_IF], left_out=left_out, best=best))
 
@@ -228,8 +228,8 @@ def quality_page(
     cursor: Cursor = None,
 ) -> HTMLResponse:
     """Training runs side by side, by any column that they reported: a table of all, and a chart of all or of `run`."""
-    job = jobs.get(user.store, user.principal, job_id)
-    found = compare_runs(user.store, user.principal, job_id, column, trend=trend, cursor=cursor)
+    job = jobs.get(*user, job_id)
+    found = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
     view = {"column": found.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
     asked = [(name, value) for name, value in view.items() if value is not None]
     return _page(
@@ -248,7 +248,7 @@ def quality_page(
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
     """Predicted against measured over all jobs: the evidence for believing a prediction."""
-    found = [each for each in ledger.outcomes(user.store, user.principal) if each.entry.error is not None]
+    found = [each for each in ledger.outcomes(*user) if each.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
     for each in found:
         groups.setdefault((each.network, each.device), []).append(each)
@@ -260,11 +260,11 @@ def accuracy_page(user: CurrentUser) -> HTMLResponse:
 @router.get("/runs/{run_id}")
 def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     """One run, live while it lasts."""
-    run = runs.get(user.store, user.principal, run_id)
-    job = jobs.get(user.store, user.principal, run.job_id)
-    listed = events.recent(user.store, user.principal, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
+    run = runs.get(*user, run_id)
+    job = jobs.get(*user, run.job_id)
+    listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
     drawn = {column for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
-    logged = [name for name in columns_of(user.store, user.principal, run_id) if name not in drawn]
+    logged = [name for name in columns_of(*user, run_id) if name not in drawn]
     names = {name: charts.columns_of(name)[0] for name in (*charts.RUN_CHARTS, *logged[:MAX_LOGGED])}
     return _page(
         user,
@@ -274,25 +274,24 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
         names=names,
         left_out=max(0, len(logged) - MAX_LOGGED),
         events=listed,
-        output=runs.output(user.store, user.principal, run_id),
+        output=runs.output(*user, run_id),
     )
 
 
 @router.get("/admin")
 def admin_page(user: CurrentUser) -> HTMLResponse:
     """Tokens and projects."""
-    projects = visible_projects(user.store, user.principal)
+    projects = visible_projects(*user)
     return _page(
         user,
         "admin.html",
-        tokens=visible_tokens(user.store, user.principal),
+        tokens=visible_tokens(*user),
         projects=projects,
         project_names={project.id: project.name for project in projects},
     )
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Training runs by one column; `columns` are all that any of them has reported, `next_cursor` is of older runs."""
 
     column: str
@@ -302,8 +301,7 @@ class Comparison:
 
 
 def compare_runs(
-    store: Store,
-    principal: Principal,
+    user: User,
     job_id: str,
     column: str | None = None,
     *,
@@ -316,13 +314,13 @@ def compare_runs(
     Without a column, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. The
     more runs, the fewer points of each.
     """
-    page = runs.list_runs(store, principal, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
+    page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
-    columns = sorted({name for names in columns_of_runs(store, principal, job_id, listed).values() for name in names})
+    columns = sorted({name for names in columns_of_runs(*user, job_id, listed).values() for name in names})
     wanted = column or next((name for name in (*QUALITY_COLUMNS, *columns) if name in columns), QUALITY_COLUMNS[0])
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _POINTS_OF_ALL // max(1, len(listed))))
     query = SeriesQuery("", wanted, max_points=points, trend_points=min(trend, points))
-    series = read_of_runs(store, principal, job_id, listed, query)
+    series = read_of_runs(*user, job_id, listed, query)
     found = [charts.QualityRun(run, series[run.id]) for run in listed if run.id in series]
     return Comparison(wanted, columns, found, page.next_cursor)
 

@@ -47,7 +47,7 @@ class BoundedDict(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
 class Principal:
     """The sender of a request: `scope` is agent, read, user or admin.
 
-    Agents are bound to one job, readers and users to one project. What a reader may not do, `api/scopes.py` refuses.
+    Agents are bound to one job, readers and users to one project. What a reader may not do, `api/deps.py` refuses.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Principal:
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
 """The user of this machine, while no token exists and the service listens on loopback only."""
 PUBLIC: Final = Principal(name="public", scope="public")
-"""Anyone, of a service that only reads: `api/scopes.py` lets them see figures of all jobs, and no job."""
+"""Anyone, of a service that only reads: `api/deps.py` lets them see figures of all jobs, and no job."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:

@@ -131,41 +131,24 @@ def _nothing(runs: Sequence[Run]) -> str:
 
 
 def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
-    rows: list[Row] = []
-    seen = set()
-    for entry in ledger.entries:
-        row = _entry_row(entry)
-        if row is not None:
-            seen.add(entry.run_id)
-            rows.append(row)
-    return rows + [
-        _row(run.configuration, (run.predicted_step_time_s, None, None), run.step_time_s, _KINDS[2])
+    followed = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
+    others = [
+        _row(run.configuration, run.predicted_step_time_s, run.step_time_s) | {"kind": _KINDS[2]}
         for run in runs
-        if run.id not in seen and run.step_time_s is not None and run.predicted_step_time_s
+        if run.id not in followed and run.step_time_s is not None and run.predicted_step_time_s
     ]
+    return [*followed.values(), *others]
 
 
 def _entry_row(entry: LedgerEntry) -> Row | None:
-    predicted = entry.predicted_step_time_s
-    if entry.measured_step_time_s is None or predicted is None or entry.configuration is None:
+    predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
+    if measured is None or predicted is None or entry.configuration is None:
         return None
-    interval = (predicted.value, predicted.low, predicted.high)
-    return _row(entry.configuration, interval, entry.measured_step_time_s, _KINDS[0 if entry.within_interval else 1])
+    interval = {"low": predicted.low, "high": predicted.high, "kind": _KINDS[0 if entry.within_interval else 1]}
+    return _row(entry.configuration, predicted.value, measured) | interval
 
 
-def _row(
-    configuration: Configuration,
-    predicted: tuple[float, float | None, float | None],
-    measured: float,
-    kind: str,
-) -> Row:
-    value, low, high = predicted
-    return {
-        "configuration": name_of(configuration),
-        "predicted": value,
-        "low": low,
-        "high": high,
-        "measured": measured,
-        "error": measured / value - 1,
-        "kind": kind,
-    }
+def _row(configuration: Configuration, predicted: float, measured: float) -> Row:
+    error = measured / predicted - 1
+    values = {"predicted": predicted, "low": None, "high": None, "measured": measured, "error": error}
+    return {"configuration": name_of(configuration), **values}

@@ -100,11 +100,7 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def _frontier_layers(recommendation: Recommendation, x: Spec, y: Spec) -> list[Spec]:
-    names, colours, _ = _line_styles(recommendation.candidates)
-    symbols = vega.legend(names, lines=False)
-    colour = vega.field("cluster", scale={"domain": names, "range": colours}, legend=symbols)
-    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
-    shape = vega.field("cluster", scale={"domain": names, "range": shapes}, legend=symbols)
+    colour, shape = _by_cluster(recommendation.candidates, lines=False)
     along = {"x": vega.field("x_low:Q"), "x2": {"field": "x_high"}, "y": y, "color": colour}
     upright = {"x": x, "y": vega.field("y_low:Q"), "y2": {"field": "y_high"}, "color": colour}
     base = {"x": x, "y": y, "tooltip": _TIPS}
@@ -152,7 +148,6 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         _row(candidate) | {"value": each.value / unit.size, "low": each.low / unit.size, "high": each.high / unit.size}
         for candidate, each in drawn
     ]
-    names, colours, dashes = _line_styles(recommendation.candidates)
     batches = sorted({row["batch"] for row in rows})
     ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
     x = vega.field(
@@ -162,8 +157,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         axis={"values": batches, "format": "d", "labelOverlap": True},
     )
     y = vega.field("value:Q", title=f"Total {quantity} ({unit.name})", **vega.axis_between(ends))
-    colour = vega.field("cluster", scale={"domain": names, "range": colours}, legend=vega.legend(names))
-    dash = vega.field("cluster", scale={"domain": names, "range": dashes}, legend=vega.legend(names))
+    colour, dash = _by_cluster(recommendation.candidates, lines=True)
     marked = _marked(recommendation, quantity, unit)
     ruled = _ruled(recommendation, batches)
     base = {"x": x, "y": y, "tooltip": _TIPS}
@@ -329,21 +323,26 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
     return list({candidate.configuration: candidate for candidate in ranked}.values())[:_MOST_BARS]
 
 
-def _line_styles(candidates: Iterable[Candidate]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names of the clusters by instance type and size, each with its colour and its dash.
+def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
+    """Colour, and dash of lines or shape of points, by instance type and number of nodes.
 
     The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
     instance types compete: then it says which type.
     """
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
-    names, colours, dashes = [], [], []
-    for kind, nodes in sorted(seen):
+    names, colours, looks = [], [], []
+    for at, (kind, nodes) in enumerate(sorted(seen)):
         place = sizes.index(nodes)
         names.append(cluster_name(seen[kind, nodes]))
         colours.append(PALETTE[place % len(PALETTE)])
-        dashes.append(list(DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]))
-    return names, colours, dashes
+        dash = DASHES[(place if len(types) == 1 else types.index(kind)) % len(DASHES)]
+        looks.append(list(dash) if lines else _SHAPES[at % len(_SHAPES)])
+    named = vega.legend(names, lines=lines)
+    return (
+        vega.field("cluster", scale={"domain": names, "range": colours}, legend=named),
+        vega.field("cluster", scale={"domain": names, "range": looks}, legend=named),
+    )
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:

@@ -11,7 +11,7 @@ from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
 from tula_wire.format import configuration
 
-ALARM: Final = PALETTE[6]
+_ALARM: Final = PALETTE[6]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 
 
@@ -25,11 +25,8 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     }
     if not found:
         return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
-    read = {
-        (c.configuration.instance_type, c.configuration.local_batch_size)
-        for c in recommendation.candidates
-        if c.profiled
-    }
+    profiled = [c.configuration for c in recommendation.candidates if c.profiled]
+    read = {(each.instance_type, each.local_batch_size) for each in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
     unit = vega.bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
     curve: list[Row] = [
@@ -44,17 +41,17 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         for (kind, batch), estimate in sorted(found.items())
     ]
     limits: list[Row] = [
-        {"type": kind, "value": size / unit.size, "label": _ceiling_name(kind)} for kind, size in ceilings.items()
+        {"value": size / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
+        for kind, size in ceilings.items()
     ]
+    over = [run.configuration for run in job.plan if run.state == "out_of_memory"]
     crashes: list[Row] = [
         {
-            "type": run.configuration.instance_type,
-            "batch": run.configuration.local_batch_size,
-            "value": ceilings.get(run.configuration.instance_type, curve[-1]["high"] * unit.size) / unit.size,
-            "label": f"out of memory at {run.configuration.local_batch_size} a rank",
+            "batch": each.local_batch_size,
+            "value": ceilings.get(each.instance_type, curve[-1]["high"] * unit.size) / unit.size,
+            "label": f"out of memory at {each.local_batch_size} a rank",
         }
-        for run in job.plan
-        if run.state == "out_of_memory"
+        for each in over
     ]
     kinds = sorted({row["type"] for row in curve})
     batches = {"values": sorted({row["batch"] for row in curve}), "format": "d", "labelOverlap": True}
@@ -63,59 +60,55 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     y = vega.field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
     look = {"domain": kinds, "range": list(PALETTE[: len(kinds)])}
     colour = vega.field("type", scale=look, legend=None if len(kinds) == 1 else vega.legend(kinds))
-    tips = [vega.field(f"{name}:Q", format=",.3~g", title=head) for name, head in _COLUMNS]
+    heads = {"batch": "Local batch", "value": "Peak", "low": "Low (90 %)", "high": "High (90 %)"}
+    tips = [vega.field(f"{name}:Q", format=",.3~g", title=head) for name, head in heads.items()]
     band = {"x": x, "y": vega.field("low:Q"), "y2": {"field": "high"}, "color": colour}
     point = {"x": x, "y": y, "color": colour, "fill": vega.filled_where("datum.read", colour), "tooltip": tips}
+    crash = {"x": vega.field("batch:Q"), "y": vega.field("value:Q"), "tooltip": vega.field("label")}
     layers = [
         vega.layer("curve", "area", band, opacity=0.16),
         vega.layer("curve", "line", {"x": x, "y": y, "color": colour}, strokeWidth=2),
         vega.layer("curve", "point", point, size=50, strokeWidth=1.8, filled=False),
+        *_ceiling("ceiling", {"y": vega.field("value:Q")}, align="left", x=4, dy=-7),
+        vega.layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=_ALARM),
     ]
-    if limits:
-        layers += _ceiling("ceiling", {"y": vega.field("value:Q")}, align="left", x=4, dy=-7)
-    if crashes:
-        crash = {"x": vega.field("batch:Q"), "y": vega.field("value:Q"), "tooltip": vega.field("label")}
-        layers.append(
-            vega.layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=ALARM)
-        )
-    chart = vega.layered(*layers)
-    largest = ", ".join(f"{_prefix(kind)}{size}" for kind, size in sorted(recommendation.max_local_batch_size.items()))
+    largest = ", ".join(
+        f"{'' if kind == DEFAULT_INSTANCE_TYPE else f'{kind} '}{batch}"
+        for kind, batch in sorted(recommendation.max_local_batch_size.items())
+    )
     subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
     if largest:
         subtitle += f"; largest batch that fits: {largest}"
-    return vega.finish(chart, title, subtitle, {"curve": curve, "ceiling": limits, "crashes": crashes})
-
-
-_COLUMNS = (("batch", "Local batch"), ("value", "Peak"), ("low", "Low (90 %)"), ("high", "High (90 %)"))
+    datasets = {"curve": curve, "ceiling": limits, "crashes": crashes}
+    return vega.finish(vega.layered(*layers), title, subtitle, datasets)
 
 
 def _ceiling(data: str, at: Spec, **text: Any) -> list[Spec]:
     """A dashed line with its label."""
     return [
-        vega.layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=ALARM),
+        vega.layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=_ALARM),
         *vega.outlined(data, at | {"text": vega.field("label")}, fontStyle="italic", **text),
     ]
 
 
-def _ceiling_name(kind: str) -> str:
-    return "memory of a rank" if kind == DEFAULT_INSTANCE_TYPE else f"memory of {kind}"
-
-
-def _prefix(kind: str) -> str:
-    return "" if kind == DEFAULT_INSTANCE_TYPE else f"{kind} "
-
-
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     """Stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
-    sizes = [reading.peak_bytes for reading in readings.values()]
+    peaks = [reading.peak_bytes for reading in readings.values()]
     capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
-    unit = vega.bytes_unit([*sizes, *capacities])
-    rows: list[Row] = []
-    for rank, reading in sorted(readings.items()):
-        for order, (part, size) in enumerate(zip(_COMPONENTS, _split(reading), strict=True)):
-            if size > 0:
-                row = {"rank": f"rank {rank}", "at": rank, "part": part, "order": order, "value": size / unit.size}
-                rows.append(row | {"peak": reading.peak_bytes / unit.size})
+    unit = vega.bytes_unit([*peaks, *capacities])
+    rows: list[Row] = [
+        {
+            "rank": f"rank {rank}",
+            "at": rank,
+            "part": part,
+            "order": order,
+            "value": size / unit.size,
+            "peak": reading.peak_bytes / unit.size,
+        }
+        for rank, reading in sorted(readings.items())
+        for order, (part, size) in enumerate(zip(_COMPONENTS, _split(reading), strict=True))
+        if size > 0
+    ]
     tips = [
         vega.field("rank", title="Rank"),
         vega.field("part", title="Part"),
@@ -124,23 +117,25 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     ]
     y = vega.field("rank", sort={"field": "at", "op": "min"}, title=None)
     bars = {"y": y, "tooltip": tips, **vega.stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
-    layers = [vega.layer("ranks", "bar", bars)]
-    if capacities:
-        layers += _ceiling("capacity", {"x": vega.field("value:Q")}, align="right", baseline="top", dx=-5, y=3)
-    chart = vega.layered(*layers, height={"step": max(22, min(60, 220 // len(readings)))})
+    chart = vega.layered(
+        vega.layer("ranks", "bar", bars),
+        *_ceiling("capacity", {"x": vega.field("value:Q")}, align="right", baseline="top", dx=-5, y=3),
+        height={"step": max(22, min(60, 220 // len(readings)))},
+    )
     title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
-    subtitle = f"Highest peak of each rank; the greatest is {max(sizes) / unit.size:.3g} {unit.name}"
+    subtitle = f"Highest peak of each rank; the greatest is {max(peaks) / unit.size:.3g} {unit.name}"
     return vega.finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
 
 
 def _split(reading: MemoryReading) -> list[int]:
     """Bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
-    known = [
-        reading.parameter_bytes or 0,
-        reading.gradient_bytes or 0,
-        reading.optimizer_bytes or 0,
-        reading.activation_bytes or 0,
-        reading.batch_bytes or 0,
-    ]
+    parts = (
+        reading.parameter_bytes,
+        reading.gradient_bytes,
+        reading.optimizer_bytes,
+        reading.activation_bytes,
+        reading.batch_bytes,
+    )
+    known = [part or 0 for part in parts]
     return [*known, max(0, reading.peak_bytes - sum(known))]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isinf
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
@@ -27,57 +26,61 @@ _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
 """Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One drawing area: its columns share a y axis titled `title`."""
 
-    columns: tuple[str, ...]
     title: str
+    columns: tuple[str, ...]
     logarithmic: bool = False
 
 
-PANELS: Final[dict[str, tuple[str, tuple[Panel, ...]]]] = {
+_CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     "step_time": (
         "step time",
-        (Panel(("step_time_s",), "Step time"), Panel(("skew_s",), "Wait for the slowest rank")),
+        "The agent reports every step once training runs.",
+        (Panel("Step time", ("step_time_s",)), Panel("Wait for the slowest rank", ("skew_s",))),
     ),
-    "memory": ("memory of a rank", (Panel(("memory_bytes",), "Memory"),)),
+    "memory": (
+        "memory of a rank",
+        "The agent reports each rank's peak within the first steps.",
+        (Panel("Memory", ("memory_bytes",)),),
+    ),
     "gradient": (
         "gradient",
-        (
-            Panel(("grad_norm",), "Norm"),
-            Panel(("gradient_variability",), "Variability Δ(G)", logarithmic=True),
-        ),
+        "run.watch(model, optimizer) lets the agent measure it.",
+        (Panel("Norm", ("grad_norm",)), Panel("Variability Δ(G)", ("gradient_variability",), logarithmic=True)),
     ),
     "scale": (
         "gradient scaling",
-        (Panel(("scale",), "Scale factor"), Panel(("scaled_share",), "Share of scaled steps")),
+        "A TulaOptimizer reports it.",
+        (Panel("Scale factor", ("scale",)), Panel("Share of scaled steps", ("scaled_share",))),
     ),
-    "loss": ("loss", (Panel(("loss",), "Loss"),)),
-    "accuracy": ("accuracy", (Panel(("accuracy", "validation_accuracy"), "Accuracy"),)),
+    "loss": (
+        "loss",
+        "run.log(loss=...) in the training script reports it.",
+        (Panel("Loss", ("loss",)),),
+    ),
+    "accuracy": (
+        "accuracy",
+        "run.log(validation_accuracy=...) in the training script reports it.",
+        (Panel("Accuracy", ("accuracy", "validation_accuracy")),),
+    ),
 }
-RUN_CHARTS: Final = tuple(PANELS)
+"""What a chart is of, where its columns come from (for the message while there are none), and its panels."""
+RUN_CHARTS: Final = tuple(_CHARTS)
+_UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
-SOURCES: Final = {
-    "step_time": "The agent reports every step once training runs.",
-    "memory": "The agent reports each rank's peak within the first steps.",
-    "gradient": "run.watch(model, optimizer) lets the agent measure it.",
-    "scale": "A TulaOptimizer reports it.",
-    "loss": "run.log(loss=...) in the training script reports it.",
-    "accuracy": "run.log(validation_accuracy=...) in the training script reports it.",
-}
-"""Where a chart's columns come from, for the message while there are none."""
+
+def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
+    """A name that is none of `RUN_CHARTS` is that of a column."""
+    words = name.replace("_", " ")
+    source = f"run.log({name}=...) in the training script reports it."
+    return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
 
 
 def columns_of(name: str) -> tuple[str, ...]:
     """The telemetry columns that a chart of a run draws."""
-    return tuple(column for panel in panels_of(name)[1] for column in panel.columns)
-
-
-def panels_of(name: str) -> tuple[str, tuple[Panel, ...]]:
-    """What a chart of a run is of, and its panels. A name that is none of `RUN_CHARTS` is that of a column."""
-    words = name.replace("_", " ")
-    return PANELS.get(name) or (words, (Panel((name,), words[:1].upper() + words[1:]),))
+    return tuple(column for panel in _chart(name)[2] for column in panel.columns)
 
 
 def run_chart(
@@ -94,100 +97,96 @@ def run_chart(
     A column with a trend is drawn pale, the trend over it.
     """
     trends = trends or {}
-    noun, panels = panels_of(name)
+    noun, source, panels = _chart(name)
     title = f"{run.id}, {configuration(run.configuration)}: {noun}"
-    drawn = [panel for panel in panels if any(_has(series, column) for column in panel.columns)]
-    if not drawn:
-        return vega.message(title, _nothing(name))
     datasets: dict[str, list[Row]] = {}
     read: list[dict[str, str]] = []
     areas = []
-    for panel in drawn:
-        columns = [column for column in panel.columns if _has(series, column)]
-        unit = _unit(panel, [series[column] for column in columns])
+    for panel in panels:
+        values = {column: _values(series[column]) for column in panel.columns if column in series}
+        columns = [column for column, found in values.items() if found]
+        if not columns:
+            continue
+        fitting = _UNITS.get(columns[0])
+        unit = Unit(1, "") if fitting is None else fitting(values[columns[0]])
         rows = {column: _rows(series[column], unit) for column in columns}
         smooth = {column + _TREND: _rows(trends[column], unit) for column in columns if column in trends}
         for column in columns:
             label = (column.removesuffix("_s").removesuffix("_bytes") if unit.name else column).replace("_", " ")
             read.append({"column": column, "name": label, "unit": unit.name})
-        layers = _lines(panel, rows, smooth, unit, logarithmic)
-        for label, level in _levels(panel, unit, run, thresholds):
-            layers += _level(label, level)
-        areas.append(vega.layered(*layers, height=HEIGHT - 80 if len(drawn) == 1 else 130))
+        areas.append([*_lines(panel, rows, smooth, unit, logarithmic), *_level(columns[0], unit, run, thresholds)])
         datasets |= rows | smooth
+    if not areas:
+        wanted = " or ".join(columns_of(name))
+        return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {wanted}.")
     # The selection is of one panel, so that it exists once however many there are.
-    areas[0]["layer"][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
-    chart = areas[0] if len(areas) == 1 else {"vconcat": areas, "resolve": {"scale": {"x": "shared"}}}
+    areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
+    if len(areas) == 1:
+        chart = vega.layered(*areas[0], height=HEIGHT - 80)
+    else:
+        stacked = [vega.layered(*layers, height=130) for layers in areas]
+        chart = {"vconcat": stacked, "resolve": {"scale": {"x": "shared"}}}
     subtitle = _subtitle(list(series.values()), list(trends.values()))
     return vega.finish(chart, title, subtitle, datasets) | {"usermeta": {"readout": read}}
 
 
 def _lines(
-    panel: Panel,
-    rows: Mapping[str, list[Row]],
-    smooth: Mapping[str, list[Row]],
-    unit: Unit,
-    logarithmic: bool,
+    panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
     """A line for each column, and over it its trend."""
     positive = all(row["value"] > 0 for found in rows.values() for row in found)
-    kind = ("log" if positive else "symlog") if logarithmic else "symlog" if panel.logarithmic else "linear"
-    scales: dict[str, Spec] = {
-        "log": {"type": "log", "nice": False},
-        "symlog": {"type": "symlog", "constant": 0.05},
-    }
-    share = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
+    scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
+    if logarithmic and positive:
+        scale = {"type": "log", "nice": False}
+    elif logarithmic or panel.logarithmic:
+        scale = {"type": "symlog", "constant": 0.05}
     steps = {"labelExpr": _STEP_LABEL, "tickMinStep": 1, "tickCount": 8}
     x = vega.field("step:Q", title="Step", axis=steps, scale={"zero": False, "nice": False})
     title = panel.title + (f" ({unit.name})" if unit.name else "")
-    y = vega.field("value:Q", title=title, axis={"tickCount": 5}, scale=scales.get(kind, share))
+    y = vega.field("value:Q", title=title, axis={"tickCount": 5}, scale=scale)
     colour: Spec = {"value": PALETTE[0]}
     if len(rows) > 1:
         names = list(rows)
-        colour = vega.field(
-            "series", scale={"domain": names, "range": list(PALETTE[: len(names)])}, legend=vega.legend(names)
-        )
+        look = {"domain": names, "range": list(PALETTE[: len(names)])}
+        colour = vega.field("series", scale=look, legend=vega.legend(names))
     # Few points stay visible as points; a thousand would draw one thick band.
     few = max(map(len, rows.values())) < _FEW
-    look: Spec = {"clip": True, "tooltip": None, "point": {"size": 24, "filled": True} if few else False}
     layers: list[Spec] = []
     for place, column in enumerate(rows):
-        look["strokeDash"] = [1, 0] if place == 0 else [6, 3]
         for name in (column, column + _TREND):
             if name in rows or name in smooth:
                 pale = name == column and column + _TREND in smooth
-                line = vega.layer(name, "line", {"color": colour, "x": x, "y": y}, strokeWidth=1 if pale else 2, **look)
-                line["mark"]["opacity"] = 0.35 if pale else 1
+                line = vega.layer(
+                    name,
+                    "line",
+                    {"color": colour, "x": x, "y": y},
+                    strokeWidth=1 if pale else 2,
+                    opacity=0.35 if pale else 1,
+                    strokeDash=[6, 3] if place else [1, 0],
+                    point={"size": 24, "filled": True} if few else False,
+                    clip=True,
+                    tooltip=None,
+                )
                 layers.append(line | {"transform": [{"calculate": f"'{column}'", "as": "series"}]})
     return layers
 
 
-def _level(label: str, value: float) -> list[Spec]:
-    """A dashed line across the panel, with its label."""
+def _level(column: str, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> list[Spec]:
+    """A dashed line with its label: where the step time was predicted, or the variability from which steps scale."""
+    if column == "step_time_s" and run.predicted_step_time_s:
+        level = run.predicted_step_time_s / unit.size
+        label = f"predicted {level:.3g} {unit.name}"
+    elif column == "gradient_variability":
+        asked = None if thresholds is None else thresholds.delta
+        level = _DELTA if asked is None else asked
+        label = f"δ = {level:g}{' by default' if asked is None else ''}: sensitive above"
+    else:
+        return []
     y = vega.field("value:Q")
     rule = vega.layer("", "rule", {"y": y}, strokeDash=[5, 4], color=FAINT, strokeWidth=1.5)
-    text = vega.outlined("", {"y": y, "text": vega.field("label")}, align="left", x=4, dy=-7, fontStyle="italic")
-    return [each | {"data": {"values": [{"value": value, "label": label}]}} for each in (rule, *text)]
-
-
-def _levels(panel: Panel, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> tuple[tuple[str, float], ...]:
-    if "step_time_s" in panel.columns and run.predicted_step_time_s:
-        predicted = run.predicted_step_time_s / unit.size
-        return ((f"predicted {predicted:.3g} {unit.name}", predicted),)
-    if "gradient_variability" in panel.columns:
-        asked = None if thresholds is None else thresholds.delta
-        delta = _DELTA if asked is None else asked
-        return ((f"δ = {delta:g}{' by default' if asked is None else ''}: sensitive above", delta),)
-    return ()
-
-
-def _unit(panel: Panel, found: Sequence[TelemetrySeries]) -> Unit:
-    values = [value for each in found for value in each.values if value is not None]
-    if panel.columns in (("step_time_s",), ("skew_s",)):
-        return vega.time_unit(values)
-    if panel.columns == ("memory_bytes",):
-        return vega.bytes_unit(values)
-    return Unit(1, "")
+    at = {"y": y, "text": vega.field("label")}
+    text = vega.outlined("", at, align="left", x=4, dy=-7, fontStyle="italic")
+    return [each | {"data": {"values": [{"value": level, "label": label}]}} for each in (rule, *text)]
 
 
 def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
@@ -204,8 +203,8 @@ def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
     ]
 
 
-def _has(series: Mapping[str, TelemetrySeries], column: str) -> bool:
-    return column in series and any(value is not None for value in series[column].values)
+def _values(found: TelemetrySeries) -> list[float]:
+    return [value for value in found.values if value is not None]
 
 
 def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
@@ -219,14 +218,7 @@ def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries
     return text[:1].upper() + text[1:]
 
 
-def _nothing(name: str) -> str:
-    wanted = " or ".join(columns_of(name))
-    source = SOURCES.get(name, f"run.log({name}=...) in the training script reports it.")
-    return f"Nothing received yet. {source}\nThis chart draws {wanted}."
-
-
-@dataclass(frozen=True)
-class QualityRun:
+class QualityRun(NamedTuple):
     """A training run and the series by which it is judged."""
 
     run: Run
@@ -236,19 +228,17 @@ class QualityRun:
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
     """One column of several runs over epochs or steps, a colour per method, or per run where no method is named."""
     title = f"{job.name}: training runs"
-    drawn = [each for each in runs if any(value is not None for value in each.series.values)]
+    drawn = [each for each in runs if _values(each.series)]
     if not drawn:
         return vega.message(title, "No training run has reported this yet.")
     column = drawn[0].series.column
     name = column.replace("_", " ")
-    listed = {each.run.id: _run_row(each.run) for each in drawn}
-    methods = sorted({row["method"] for row in listed.values()})
-    rows: list[Row] = [
-        {"run": each.run.id, "step": step, "value": float(f"{value:.6g}")}
-        for each in drawn
-        for step, value in zip(each.series.steps, each.series.values, strict=True)
-        if value is not None
+    listed: list[Row] = [
+        {"run": run.id, "method": run.method or run.id, "batch": run.configuration.global_batch_size}
+        for run, _ in drawn
     ]
+    methods = sorted({row["method"] for row in listed})
+    rows = [{"run": each.run.id, **row} for each in drawn for row in _rows(each.series, Unit(1, ""))]
     named = len(methods) <= _MOST_NAMED
     positive = all(row["value"] > 0 for row in rows)
     scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
@@ -285,8 +275,4 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in drawn) else ""
     subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; the pointer names a line'}"
     chart = {**lines, "width": WIDTH, "height": HEIGHT}
-    return vega.finish(chart, title, subtitle, {"runs": list(listed.values()), "points": rows})
-
-
-def _run_row(run: Run) -> Row:
-    return {"run": run.id, "method": run.method or run.id, "batch": run.configuration.global_batch_size}
+    return vega.finish(chart, title, subtitle, {"runs": listed, "points": rows})
