@@ -21,8 +21,8 @@ import sqlalchemy as sa
 
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, NewSamples, SampleColumns, Store, tables
-from tula_wire import Configuration, JobSpec, routes
+from tula_service.store import DEFAULT_PROJECT_ID, NewJob, NewRun, Store, tables
+from tula_wire import Configuration, JobSpec, SampleBatch, routes
 
 FEW = 100
 FLAT = ("cached", "fresh", "list", "job page", "front page")
@@ -77,7 +77,7 @@ def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str
 
 def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tuple[str, str]:
     """A job with profiled runs and their samples; the job and one of its runs."""
-    steps = np.arange(samples_per_run)
+    steps = list(range(samples_per_run))
     with store.transaction() as tx:
         wanted = spec(f"job-{number}")
         job, _ = tx.jobs.create(
@@ -86,8 +86,9 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
         run_id = ""
         for place, configuration in enumerate(CONFIGURATIONS):
             run = tx.runs.create(job.id, NewRun("profile", configuration))
-            columns = SampleColumns(steps, steps, step_times(configuration, samples_per_run, number * RUNS + place))
-            tx.samples.add(run.key, job.id, NewSamples(0, "bench", columns))
+            times = step_times(configuration, samples_per_run, number * RUNS + place).tolist()
+            batch = SampleBatch(rank=0, boot_id="bench", sequence=steps, step=steps, step_time_s=times)
+            tx.samples.add(run.key, job.id, batch)
             tx.runs.transition(run.id, expected=["pending"], to="succeeded")
             run_id = run.id
     return job.id, run_id

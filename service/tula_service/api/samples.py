@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from tula_service.api.bodies import parse, read_body, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.store.sample_reader import SampleFilter
+from tula_service.store.samples import SampleFilter
 from tula_service.usecases import samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 

@@ -47,7 +47,6 @@ from tula_service.store.ledger import Ledger
 from tula_service.store.lessons import Lessons
 from tula_service.store.recommendations import AnswerCache
 from tula_service.store.runs import Runs
-from tula_service.store.sample_reader import SampleReader
 from tula_service.store.samples import Samples
 from tula_service.store.scaling import Scaling
 from tula_service.store.telemetry import Telemetry
@@ -88,7 +87,6 @@ class Transaction:
         self.runs = Runs(connection, now)
         self.leases = Leases(connection, now)
         self.samples = Samples(connection, now, writable=writable)
-        self.sample_reader = SampleReader(connection, now)
         self.telemetry = Telemetry(connection, now)
         self.ledger = Ledger(connection, now)
         self.answers = AnswerCache(connection, now)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.domain import BucketTimeline, MemoryReading, PlanState
+from tula_service.domain import PlanState
 from tula_service.domain import RunRecord as RunRecord
 from tula_wire import Configuration
 from tula_wire.enums import Basis, Objective, RunKind, RunOrigin, RunState
@@ -122,34 +122,6 @@ class SampleColumns:
     skew_s: FloatArray | None = None
     straggler_rank: IntArray | None = None
     rank: IntArray | None = None
-
-
-@dataclass(frozen=True)
-class NewSamples:
-    """One batch of one rank as it arrived, with the configuration that its process saw.
-
-    `epochs_before` are the epochs of its training before the process started, None if it did not report them.
-    """
-
-    rank: int
-    boot_id: str
-    columns: SampleColumns
-    warmup: bool = False
-    world_size: int | None = None
-    local_batch_size: int | None = None
-    grad_accum_steps: int | None = None
-    timing_method: str = "wall"
-    memory: MemoryReading | None = None
-    timeline: BucketTimeline | None = None
-    epochs_before: float | None = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How many rows were new, and how many had been stored before."""
-
-    stored: int
-    duplicates: int
 
 
 @dataclass(frozen=True)

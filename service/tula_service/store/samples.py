@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
@@ -13,26 +13,63 @@ import sqlalchemy as sa
 from tula_service.domain import BucketTimeline, MemoryReading, RunSummary
 from tula_service.perfmodel.step_summary import StepTimeSummary, summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
-from tula_service.store.records import FloatArray, IntArray, NewSamples, SampleColumns, Stored
+from tula_service.store.records import FloatArray, IntArray, SampleColumns
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
+from tula_wire import SampleBatch
 
 _LOG = logging.getLogger("tula.service")
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
-_ROW = ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", *_FLOATS, "straggler_rank")
-_SQLITE = f"INSERT OR IGNORE INTO step_samples ({', '.join(_ROW)}) VALUES ({', '.join('?' * len(_ROW))})"
+_COLUMNS = ("sequence", "step", "step_time_s", *_FLOATS, "straggler_rank")
+_INSERT = f"INTO step_samples (source_key, run_key, rank, warmup, {', '.join(_COLUMNS)})"
+_SQLITE = f"INSERT OR IGNORE {_INSERT} VALUES ({', '.join('?' * (4 + len(_COLUMNS)))})"
 _POSTGRES = (
-    f"INSERT INTO step_samples ({', '.join(_ROW)}) "
-    "SELECT %s, sequence, %s, %s, step, %s, step_time_s, " + ", ".join(_FLOATS) + ", straggler_rank "
-    "FROM unnest(%s::bigint[], %s::bigint[], %s::float8[], " + "%s::float8[], " * len(_FLOATS) + "%s::int[]) "
-    "AS row(sequence, step, step_time_s, " + ", ".join(_FLOATS) + ", straggler_rank) "
-    "ON CONFLICT (source_key, sequence) DO NOTHING"
+    f"INSERT {_INSERT} SELECT %s, %s, %s, %s, row.* FROM unnest(%s::bigint[], %s::bigint[], "
+    + "%s::float8[], " * (1 + len(_FLOATS))
+    + "%s::int[]) AS row ON CONFLICT (source_key, sequence) DO NOTHING"
 )
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
 """What a process reports of its configuration."""
+
+
+SampleCursor: TypeAlias = tuple[int, int]
+"""The last row of a page: its process and its sequence number, the primary key of the table."""
+
+MOST_READ: Final = 20_000
+"""Rows that a page may read for a filter that few of them match: some tens of milliseconds."""
+
+MOST_PROCESSES: Final = 64
+"""Processes that a page reads; each costs a query."""
+
+_WHOLE: Final = 10**18 - 1
+"""In a cursor: all rows of the process; no sequence number is so large."""
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Selects samples of a job; None selects all. The range of steps includes both ends."""
+
+    run_id: str | None = None
+    rank: int | None = None
+    warmup: bool | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    @property
+    def of_rows(self) -> list[sa.ColumnElement[bool]]:
+        """The conditions on rows, without those on processes."""
+        table = step_samples.c
+        found: list[sa.ColumnElement[bool]] = []
+        if self.warmup is not None:
+            found.append(table.warmup == self.warmup)
+        if self.first_step is not None:
+            found.append(table.step >= self.first_step)
+        if self.last_step is not None:
+            found.append(table.step <= self.last_step)
+        return found
 
 
 class Samples(Repository):
@@ -42,8 +79,8 @@ class Samples(Repository):
         super().__init__(connection, now)
         self._writable = writable
 
-    def add(self, run_key: int, job_id: str, batch: NewSamples) -> Stored:
-        """Store a batch; rows already there by (run, rank, boot id, sequence) are counted as duplicates.
+    def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
+        """Store a batch and return the number of new rows: by (run, rank, boot id, sequence), the first is kept.
 
         New rows move the run's sample count, and they or another memory reading the job's data version.
         """
@@ -52,38 +89,22 @@ class Samples(Repository):
             job = sa.select(jobs.c.key).where(jobs.c.id == job_id)
             self._connection.execute(job.with_for_update(read=True, key_share=True))
         source = self._source(run_key, batch)
-        columns = batch.columns
-        optional = [getattr(columns, name) for name in _FLOATS]
-        if self._postgres:
-            # One statement for all rows; NaN means "not measured" on this side of the store and NULL on the other.
-            arguments: list[Any] = [each.tolist() for each in (columns.sequence, columns.step, columns.step_time_s)]
-            arguments += [_nullable(column, columns.sequence.size) for column in optional]
-            arguments.append(_ranks(columns.straggler_rank, columns.sequence.size))
-            stored = self._connection.exec_driver_sql(
-                _POSTGRES, (source, run_key, batch.rank, batch.warmup, *arguments)
-            ).rowcount
+        size = len(batch.sequence)
+        optional = [getattr(batch, name) or [None] * size for name in (*_FLOATS, "straggler_rank")]
+        columns = (batch.sequence, batch.step, batch.step_time_s, *optional)
+        if self._postgres:  # one statement for all rows
+            arguments = (source, run_key, batch.rank, batch.warmup, *columns)
+            stored = self._connection.exec_driver_sql(_POSTGRES, arguments).rowcount
         else:
-            size = columns.sequence.size
-            rows = zip(
-                [source] * size,
-                columns.sequence.tolist(),
-                [run_key] * size,
-                [batch.rank] * size,
-                columns.step.tolist(),
-                [batch.warmup] * size,
-                columns.step_time_s.tolist(),
-                *(_nullable(column, size) for column in optional),
-                _ranks(columns.straggler_rank, size),
-                strict=True,
-            )
-            stored = self._connection.exec_driver_sql(_SQLITE, list(rows)).rowcount
+            rows = [(source, run_key, batch.rank, batch.warmup, *row) for row in zip(*columns, strict=True)]
+            stored = self._connection.exec_driver_sql(_SQLITE, rows).rowcount
         memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
         if stored or memory_changed:
             self._bump(job_id)  # before the run's row is changed
             self._connection.execute(
                 sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
             )
-        return Stored(stored, int(columns.sequence.size) - stored)
+        return stored
 
     def recent(
         self, run_key: int, *, limit: int = SUMMARY_ROWS, warmup: bool = False, rank: int | None = None
@@ -166,6 +187,49 @@ class Samples(Repository):
         if row is not None and row["num_samples"]:
             self._compute(run_key, row["num_samples"])
 
+    def page(
+        self,
+        job_id: str,
+        wanted: SampleFilter,
+        *,
+        cursor: SampleCursor | None = None,
+        limit: int = 500,
+    ) -> tuple[list[RowMap], SampleCursor | None]:
+        """Rows of a job ordered by process and sequence; and the cursor of the next page, None on the last.
+
+        Every page is read along the primary key, one process at a time, and so costs the same as the first. `warmup`
+        and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows
+        that matched, even none, and the next page continues there.
+        """
+        found: list[RowMap] = []
+        unread = MOST_READ
+        sources = self._processes(job_id, wanted, cursor)
+        table = step_samples.c
+        for source, after in sources[:MOST_PROCESSES]:
+            rows = [table.source_key == source, table.sequence > after]
+            reached = after
+            if wanted.of_rows:
+                read, reached = self._reach(source, after, unread)
+                unread -= read
+                rows += [table.sequence <= reached, *wanted.of_rows]
+            statement = (
+                sa.select(step_samples, runs.c.id.label("run_id"), sample_sources.c.boot_id)
+                .join(sample_sources, sample_sources.c.key == table.source_key)
+                .join(runs, runs.c.key == table.run_key)
+                .where(*rows)
+                .order_by(table.sequence)
+                .limit(limit + 1 - len(found))
+            )
+            found += self._rows(statement)
+            if len(found) > limit:
+                last = found[limit - 1]
+                return found[:limit], (int(last["source_key"]), int(last["sequence"]))
+            if unread <= 0:
+                return found, (source, reached)
+        if len(sources) > MOST_PROCESSES:
+            return found, (sources[MOST_PROCESSES - 1][0], _WHOLE)
+        return found, None
+
     def count_processes(self) -> int:
         """The number of processes that have sent samples of runs that are running now."""
         joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
@@ -184,10 +248,10 @@ class Samples(Repository):
         )
         return int(self._connection.execute(statement).rowcount)
 
-    def _source(self, run_key: int, batch: NewSamples) -> int:
+    def _source(self, run_key: int, batch: SampleBatch) -> int:
         facts = {name: getattr(batch, name) for name in _SEEN}
         if batch.timeline is not None:
-            facts["timeline"] = {name: list(values) for name, values in asdict(batch.timeline).items()}
+            facts["timeline"] = batch.timeline.model_dump()
         table = sample_sources.c
         known = self._row(
             sa.select(sample_sources).where(
@@ -290,16 +354,34 @@ class Samples(Repository):
             _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
             return StepTimeSummary(num_steps=0, step_time_s=None, relative_sd=None, straggler_rank=None)
 
+    def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
+        """The number of rows of a process after `after`, up to `most`, and the last one's sequence number."""
+        table = step_samples.c
+        some = (
+            sa.select(table.sequence)
+            .where(table.source_key == source, table.sequence > after)
+            .order_by(table.sequence)
+            .limit(most)
+            .subquery("some")
+        )
+        count, last = self._connection.execute(sa.select(sa.func.count(), sa.func.max(some.c.sequence))).one()
+        return int(count), after if last is None else int(last)
 
-def _nullable(column: FloatArray | None, size: int) -> list[float | None]:
-    if column is None:
-        return [None] * size
-    if not np.isnan(column).any():
-        return list(column.tolist())
-    return [None if value != value else value for value in column.tolist()]
-
-
-def _ranks(column: IntArray | None, size: int) -> list[int | None]:
-    if column is None:
-        return [None] * size
-    return [None if value < 0 else value for value in column.tolist()]
+    def _processes(self, job_id: str, wanted: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
+        """The next processes of the job, one more than a page reads, each with the sequence number to read after."""
+        key = sample_sources.c.key
+        statement = (
+            sa.select(key)
+            .join(runs, runs.c.key == sample_sources.c.run_key)
+            .where(runs.c.job_id == job_id)
+            .order_by(key)
+            .limit(MOST_PROCESSES + 1)
+        )
+        if wanted.run_id is not None:
+            statement = statement.where(runs.c.id == wanted.run_id)
+        if wanted.rank is not None:
+            statement = statement.where(sample_sources.c.rank == wanted.rank)
+        if cursor is not None:
+            statement = statement.where(key >= cursor[0] if cursor[1] < _WHOLE else key > cursor[0])
+        keys = self._connection.execute(statement).scalars().all()
+        return [(int(one), cursor[1] if cursor is not None and one == cursor[0] else -1) for one in keys]

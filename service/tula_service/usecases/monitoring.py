@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
+import numpy as np
+
 import tula_wire as wire
 from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.step_summary import robust_mean
-from tula_service.store import JobRecord, NewSamples, RunRecord, Store, Transaction
+from tula_service.store import JobRecord, RunRecord, Store, Transaction
 from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
@@ -58,7 +60,7 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
     return monitor.spent_s + took_s, monitor.spent_usd + rate * took_s
 
 
-def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bool:
+def ingest(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> bool:
     """Update a training run's monitor with new samples of its first rank, and announce recovery and broken limits.
 
     The last `num_new` rows are new: where a batch is resent in part, those that were stored before come first. Runs in
@@ -68,7 +70,7 @@ def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bo
     if run.kind != "train" or new.rank != 0 or run.drift_state is None:
         return False
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
-    times, step = new.columns.step_time_s[-num_new:], int(new.columns.step.max())
+    times, step = np.array(new.step_time_s[-num_new:]), max(new.step)
     monitor = Monitor.read(run.drift_state).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
     if not new.warmup:
         left = _examples_left(tx, run, monitor, new, step)
@@ -85,7 +87,7 @@ def ingest(tx: Transaction, run: RunRecord, new: NewSamples, num_new: int) -> bo
     return monitor.alarm is not None
 
 
-def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: NewSamples, step: int) -> float | None:
+def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: wire.SampleBatch, step: int) -> float | None:
     """None while it is not needed, or if a run that continues another did not report its starting epoch."""
     fired = monitor.detector is not None and monitor.detector.alarm is not None
     unknown = new.epochs_before is None and monitor.spent_s > 0.0

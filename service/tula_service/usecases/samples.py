@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import numpy as np
 import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
-from tula_service.domain import BucketTimeline
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough
-from tula_service.store import NewSamples, RunRecord, SampleColumns, Store, Transaction
-from tula_service.store.records import FloatArray, IntArray
-from tula_service.store.sample_reader import SampleCursor, SampleFilter
+from tula_service.store import RunRecord, Store, Transaction
+from tula_service.store.samples import SampleCursor, SampleFilter
 from tula_service.usecases import fabrics, monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
-from tula_wire import samples as wire_samples
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import percent
 
@@ -42,32 +37,31 @@ class SampleIngest:
         Raises NotFound, and InvalidInput for a rank beyond both the run's world size and the one its process saw.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
-        new = samples_from_wire(batch)
         diagnosis_due = False
         with self._store.transaction() as tx:
             try:
-                counted = tx.samples.add(run_key, job_id, new)
+                stored = tx.samples.add(run_key, job_id, batch)
             except sa.exc.IntegrityError:  # deleted since its key was cached
                 raise NotFound.of("run", run_id) from None
             run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank("rank", batch.rank, world_size)
-            slowest = new.columns.straggler_rank
-            if slowest is not None and (highest := int(slowest.max())) >= world_size:
+            highest = max(filter(None, batch.straggler_rank or ()), default=0)
+            if highest >= world_size:
                 raise _no_such_rank("straggler_rank", highest, world_size)
-            if counted.stored:
-                diagnosis_due = monitoring.ingest(tx, run, new, counted.stored)
+            if stored:
+                diagnosis_due = monitoring.ingest(tx, run, batch, stored)
             stop, reason = _stop_advice(tx, run)
             tx.leases.renew(run_id)
-            if counted.stored and self._runs.may_announce(run_id):
+            if stored and self._runs.may_announce(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
-        if batch.all_reduces is not None and counted.stored:
+        if batch.all_reduces is not None and stored:
             # In a transaction by itself: it changes other jobs, which samples never lock.
             with suppress(NotFound):  # deleted meanwhile
                 fabrics.add_of_run(self._store, run_id, batch.all_reduces)
         if diagnosis_due:
             self._background.enqueue(run_id, partial(monitoring.diagnose, self._store, run_id))
-        return SamplesAccepted(stored=counted.stored, duplicates=counted.duplicates, stop=stop, reason=reason)
+        return SamplesAccepted(stored=stored, duplicates=len(batch.sequence) - stored, stop=stop, reason=reason)
 
 
 def list_samples(
@@ -85,7 +79,7 @@ def list_samples(
         raise InvalidInput("run_id holds characters that no id has: use one of the job's runs.", field="run_id")
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        rows, following = tx.sample_reader.page(job_id, wanted, cursor=after, limit=limit)
+        rows, following = tx.samples.page(job_id, wanted, cursor=after, limit=limit)
     samples = [StepSample(**{name: row[name] for name in StepSample.model_fields}) for row in rows]
     return SamplePage(samples=samples, next_cursor=None if following is None else f"{following[0]}-{following[1]}")
 
@@ -122,43 +116,3 @@ def _no_such_rank(field: str, rank: int, world_size: int) -> InvalidInput:
         "send the rank as torch.distributed counts it, or the world_size that the process saw.",
         field=field,
     )
-
-
-def samples_from_wire(batch: SampleBatch) -> NewSamples:
-    """The wire's batch as the store's columns; null becomes NaN."""
-    return NewSamples(
-        rank=batch.rank,
-        boot_id=batch.boot_id,
-        columns=SampleColumns(
-            sequence=np.asarray(batch.sequence, np.int64),
-            step=np.asarray(batch.step, np.int64),
-            step_time_s=np.asarray(batch.step_time_s, np.float64),
-            compute_time_s=_column(batch.compute_time_s),
-            comm_time_s=_column(batch.comm_time_s),
-            exposed_comm_time_s=_column(batch.exposed_comm_time_s),
-            input_time_s=_column(batch.input_time_s),
-            optimizer_time_s=_column(batch.optimizer_time_s),
-            skew_s=_column(batch.skew_s),
-            straggler_rank=_ranks(batch.straggler_rank),
-        ),
-        warmup=batch.warmup,
-        world_size=batch.world_size,
-        local_batch_size=batch.local_batch_size,
-        grad_accum_steps=batch.grad_accum_steps,
-        timing_method=batch.timing_method,
-        memory=batch.memory,
-        timeline=None if batch.timeline is None else _timeline(batch.timeline),
-        epochs_before=batch.epochs_before,
-    )
-
-
-def _timeline(timeline: wire_samples.BucketTimeline) -> BucketTimeline:
-    return BucketTimeline(tuple(timeline.bucket_bytes), tuple(timeline.ready_s))
-
-
-def _column(values: Sequence[float | None] | None) -> FloatArray | None:
-    return None if values is None else np.array(values, np.float64)
-
-
-def _ranks(values: Sequence[int | None] | None) -> IntArray | None:
-    return None if values is None else np.array([-1 if value is None else value for value in values], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,12 @@ from tula_service.store import (
     NewChunk,
     NewJob,
     NewRun,
-    NewSamples,
     RunRecord,
-    SampleColumns,
     Store,
     Transaction,
 )
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
-from tula_wire import Configuration
+from tula_wire import Configuration, SampleBatch
 from tula_wire.enums import RunKind
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
@@ -46,25 +45,19 @@ def samples(
     rank: int = 0,
     boot_id: str = "boot",
     warmup: bool = False,
-    step_time_s: np.ndarray | None = None,
+    step_time_s: Sequence[float] | None = None,
     **facts: Any,
-) -> NewSamples:
+) -> SampleBatch:
     """`count` rows from sequence 0 on; the first has neither a compute time nor a straggler."""
-    compute = np.full(count, 0.25)
-    compute[0] = np.nan
-    stragglers = np.ones(count, np.int64)
-    stragglers[0] = -1
-    return NewSamples(
+    return SampleBatch(
         rank=rank,
         boot_id=boot_id,
-        columns=SampleColumns(
-            sequence=np.arange(count),
-            step=np.arange(count),
-            step_time_s=np.linspace(0.5, 0.6, count) if step_time_s is None else step_time_s,
-            compute_time_s=compute,
-            optimizer_time_s=np.full(count, 0.05),
-            straggler_rank=stragglers,
-        ),
+        sequence=list(range(count)),
+        step=list(range(count)),
+        step_time_s=np.linspace(0.5, 0.6, count).tolist() if step_time_s is None else list(step_time_s),
+        compute_time_s=[None] + [0.25] * (count - 1),
+        optimizer_time_s=[0.05] * count,
+        straggler_rank=[None] + [1] * (count - 1),
         warmup=warmup,
         **facts,
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
+import tula_wire as wire
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tula_service.domain import BucketTimeline, MemoryReading
 from tula_service.store import Store
@@ -20,13 +21,13 @@ class TestSamples:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            assert tx.samples.add(run.key, job.id, samples(10)).stored == 10
+            assert tx.samples.add(run.key, job.id, samples(10)) == 10
         with store.transaction() as tx:
             partly = tx.samples.add(run.key, job.id, samples(15))
-            assert (partly.stored, partly.duplicates) == (5, 10)
+            assert partly == 5
             assert tx.runs.get(run.id).num_samples == 15
-            assert tx.samples.add(run.key, job.id, samples(15, rank=1)).stored == 15
-            assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")).stored == 15
+            assert tx.samples.add(run.key, job.id, samples(15, rank=1)) == 15
+            assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")) == 15
 
     def test_samples_and_a_change_of_their_run_wait_for_each_other_in_turn(self, postgres_url: str) -> None:
         """Both need the job and the run: taken in turns, each would hold what the other waits for."""
@@ -36,7 +37,7 @@ class TestSamples:
 
         def add() -> int:
             with store.transaction() as tx:
-                return tx.samples.add(run.key, job.id, samples(10)).stored
+                return tx.samples.add(run.key, job.id, samples(10))
 
         with ThreadPoolExecutor(1) as agent:
             with store.transaction() as tx:
@@ -58,8 +59,8 @@ class TestSamples:
         with store.transaction() as tx:
             tx.samples.add(run.key, job.id, sent)
             found = tx.samples.recent(run.key)
-        np.testing.assert_array_equal(found.step, sent.columns.step)
-        np.testing.assert_array_equal(found.step_time_s, sent.columns.step_time_s)
+        np.testing.assert_array_equal(found.step, sent.step)
+        np.testing.assert_array_equal(found.step_time_s, sent.step_time_s)
         assert found.compute_time_s is not None
         assert found.compute_time_s.tolist()[1:] == [0.25] * 3
         assert np.isnan(found.compute_time_s[0])
@@ -107,13 +108,13 @@ class TestSamples:
     def test_a_timeline_is_part_of_its_run(self, store: Store) -> None:
         job = a_job(store)
         timed, other = a_run(store, job.id), a_run(store, job.id)
-        timeline = BucketTimeline((1e6, 2e6), (0.25, 0.5))
+        timeline = wire.samples.BucketTimeline(bucket_bytes=[2**20, 2**21], ready_s=[0.25, 0.5])
         with store.transaction() as tx:
             tx.samples.add(timed.key, job.id, samples(5))
             tx.samples.add(timed.key, job.id, samples(5, boot_id="again", timeline=timeline))
             tx.samples.add(other.key, job.id, samples(5))
             found = {summary.run_id: summary.timeline for summary in tx.samples.summaries(job.id)}
-        assert found == {timed.id: timeline, other.id: None}
+        assert found == {timed.id: BucketTimeline((2**20, 2**21), (0.25, 0.5)), other.id: None}
 
     def test_a_run_out_of_memory_is_summarised_without_samples(self, store: Store) -> None:
         job = a_job(store)

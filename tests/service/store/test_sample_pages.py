@@ -7,7 +7,8 @@ import sqlalchemy as sa
 
 from tests.service.store.examples import a_job, a_run, samples
 from tula_service.errors import InvalidInput, NotFound
-from tula_service.store import Store, sample_reader
+from tula_service.store import Store
+from tula_service.store import samples as stored_samples
 from tula_service.usecases.access import ANONYMOUS, Principal
 from tula_service.usecases.samples import SampleFilter, list_samples
 from tula_wire import StepSample
@@ -80,8 +81,8 @@ def test_a_filter_that_matches_nothing_reads_no_more_a_page_than_one_that_does(
     store: Store, filled: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many rows and processes a job has: a page ends where it has read its share, and the next goes on."""
-    monkeypatch.setattr(sample_reader, "MOST_READ", 10)
-    monkeypatch.setattr(sample_reader, "MOST_PROCESSES", 4)
+    monkeypatch.setattr(stored_samples, "MOST_READ", 10)
+    monkeypatch.setattr(stored_samples, "MOST_PROCESSES", 4)
     asked: list[str] = []
     sa.event.listen(store.engine, "before_cursor_execute", lambda _c, _k, said, *_: asked.append(said))
     job_id, _ = filled
