@@ -1,4 +1,4 @@
-"""Fits the numbers of `perfmodel/roofline.py` to step times of single devices, and scores them with families left out.
+"""Fits the numbers of `perfmodel/priors.py` to step times of single devices, and scores them with families left out.
 
     python -m benchmarks._fit_roofline [--json OUT]
 
@@ -24,7 +24,7 @@ from benchmarks.cold_start import FAMILIES, TABLE, precision_of
 from benchmarks.support.grids import read_rows
 from benchmarks.support.report import median, percentile, print_table, write_json
 from tula_service.analysis.priors import BYTES_PER_NUMBER, hardware_of
-from tula_service.perfmodel.roofline import FLOOR_S, KEPT_PER_OUTPUT
+from tula_service.perfmodel.priors import FLOOR_S, KEPT_PER_OUTPUT
 
 Array: TypeAlias = npt.NDArray[np.float64]
 WEIGHT_OF_DEVICES, WEIGHT_OF_NETWORKS = 4.0, 10.0

@@ -27,8 +27,7 @@ from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, print_table, write_json
-from tula_service.perfmodel.choice import Goal, Limits
-from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.choice import Goal, Limits, Offer, Training
 from tula_wire.enums import Objective
 
 GOALS = ("time", "cost", "deadline")

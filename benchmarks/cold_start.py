@@ -28,8 +28,13 @@ from benchmarks.support.grids import DATA, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
 from tula_service.analysis.priors import BYTES_PER_NUMBER, facts_of, hardware_of
 from tula_service.perfmodel.points import Points
-from tula_service.perfmodel.priors import EarlierScale, StepTimePrior, prior_from_hardware, scale_from_jobs
-from tula_service.perfmodel.roofline import KEPT_PER_OUTPUT
+from tula_service.perfmodel.priors import (
+    KEPT_PER_OUTPUT,
+    EarlierScale,
+    StepTimePrior,
+    prior_from_hardware,
+    scale_from_jobs,
+)
 from tula_service.perfmodel.step_time_form import log_terms
 from tula_wire.jobs import Precision
 

@@ -45,8 +45,7 @@ from benchmarks.support.peers.black_box import seconds_per_epoch
 from benchmarks.support.report import mean, print_table, write_json
 from examples.demo import SPEC
 from tula_client import Client
-from tula_service.perfmodel.choice import Goal
-from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.choice import Goal, Offer, Training
 from tula_wire.enums import Objective
 
 GOALS: Final[tuple[Objective, ...]] = ("time", "cost")

@@ -10,9 +10,8 @@ import tula_wire as wire
 from tula_service.analysis import job_data, priors, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
-from tula_service.perfmodel.choice import Choice, duration
+from tula_service.perfmodel.choice import Choice, Estimate, duration
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
 from tula_wire.recommendations import ScalingRule

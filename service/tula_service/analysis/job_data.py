@@ -13,9 +13,9 @@ import numpy.typing as npt
 import tula_wire as wire
 from tula_service.domain import RunRecord, RunSummary
 from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
+from tula_service.perfmodel.choice import Offer, Spot
 from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Offer, Spot
 from tula_wire.enums import Objective
 
 FloatArray = npt.NDArray[np.float64]

@@ -16,6 +16,7 @@ from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
 from tula_service.perfmodel.intervals import calibrate_intervals
 from tula_service.perfmodel.priors import (
+    GUESSED_ACTIVATIONS_SD,
     ROOFLINE_SD,
     UNKNOWN_PRECISION_SD,
     EarlierScale,
@@ -25,12 +26,12 @@ from tula_service.perfmodel.priors import (
     StepTimePrior,
     Traffic,
     generic_prior,
+    guessed_activation_bytes,
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
     scale_from_jobs,
 )
-from tula_service.perfmodel.roofline import GUESSED_ACTIVATIONS_SD, guessed_activation_bytes
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration

@@ -24,7 +24,7 @@ _OF_A_STEP_SD = 0.25  # of the log of a step's collectives, beside all-reduces o
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
 _OVERLAP_SD = 0.5
 """Of log(g - 1) where buckets were timed: the form is within 10 % of simulated steps of up to sixteen equal buckets."""
-_OVERLAPS = np.linspace(-4.0, 4.0, 81).tolist()
+_OVERLAPS = np.linspace(-4.0, 4.0, 81)
 _PACES = (0.5, 1.0, 2.0, 4.0)
 _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's link
 
@@ -155,16 +155,11 @@ def overlap_of(buckets: Buckets, reduce_s: Sequence[FloatArray]) -> float:
     Local batches of half to four times the timed one are simulated, by a backward pass as many times as long.
     """
     compute_s = float(np.asarray(buckets.ready_s)[-1])
-    cases = [(pace, each) for pace in _PACES for each in reduce_s]
-    steps = np.log([buckets.end_s(each, pace) for pace, each in cases])
-    compute = np.log([pace * compute_s for pace, _ in cases])
-    collectives = np.log([float(each.sum()) for _, each in cases])
-
-    def missed(log_overlap: float) -> float:
-        g = 1.0 + math.exp(log_overlap)
-        return float(np.sum((np.logaddexp(g * compute, g * collectives) / g - steps) ** 2))
-
-    return float(min(_OVERLAPS, key=missed))
+    cases = [(pace * compute_s, each.sum(), buckets.end_s(each, pace)) for pace in _PACES for each in reduce_s]
+    compute, collectives, steps = np.log(cases).T
+    g = 1.0 + np.exp(_OVERLAPS)[:, None]
+    missed = np.sum((np.logaddexp(g * compute, g * collectives) / g - steps) ** 2, axis=1)
+    return float(_OVERLAPS[np.argmin(missed)])
 
 
 def with_fabric(

@@ -6,15 +6,14 @@ Repeats of one configuration are merged first; `data_warnings` names what the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from scipy.linalg import cholesky
 from scipy.linalg.lapack import dtrtri
 
-from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
+from tula_service.perfmodel.points import FloatArray, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import (
     COLLECTIVES,
@@ -288,60 +287,54 @@ _SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviatio
 _IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
 
 
-@dataclass(frozen=True)
-class Merged:
-    """One row per configuration and how many measurements went into it, shape (n,)."""
-
-    observations: StepTimeObservations
-    repeats: FloatArray
-
-    def targets(self, rows: npt.NDArray[np.intp], scales: ResidualScales) -> Targets:
-        """What the fit has to meet on these rows; a mean of k runs has 1/k of the run-to-run variance."""
-        chosen, repeats = self.observations.take(rows), self.repeats[rows]
-        within = np.nan_to_num(chosen.relative_sd, nan=0.0)
-        compute = np.where(
-            np.isfinite(chosen.compute_time_s), chosen.compute_time_s, chosen.step_time_s - chosen.exposed_comm_time_s
-        )
-        micro = compute / chosen.points.grad_accum_steps
-        usable = np.isfinite(micro) & (micro > 0.0) & (compute <= chosen.step_time_s * 1.02)
-        return Targets(
-            points=chosen.points,
-            log_step=np.log(chosen.step_time_s),
-            noise_variance=scales.noise**2 / repeats + within**2,
-            log_compute=np.log(np.where(usable, micro, np.nan)),
-        )
+def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
+    """What the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k has 1/k of their variance."""
+    compute = np.where(
+        np.isfinite(observations.compute_time_s),
+        observations.compute_time_s,
+        observations.step_time_s - observations.exposed_comm_time_s,
+    )
+    usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
+    return Targets(
+        points=observations.points,
+        log_step=np.log(observations.step_time_s),
+        noise_variance=scales.noise**2 / repeats + np.nan_to_num(observations.relative_sd) ** 2,
+        log_compute=np.log(np.where(usable, compute / observations.points.grad_accum_steps, np.nan)),
+    )
 
 
-def merge_repeats(observations: StepTimeObservations) -> tuple[Merged, tuple[str, ...]]:
-    """Merge rows of equal configuration by the median of three or more and by the geometric mean of two."""
+def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, list[str]]:
+    """One row for each configuration, by the median of three or more and the geometric mean of two; of how many rows
+    each is made, shape (n,); and a sentence for each whose rows contradict one another."""
     points = observations.points
-    keys: dict[tuple[object, ...], list[int]] = {}
+    groups: defaultdict[object, list[int]] = defaultdict(list)
     for row, key in enumerate(points.rows()):
-        keys.setdefault(key, []).append(row)
-    if len(keys) == len(points):
-        return Merged(observations, np.ones(len(points))), ()
-    groups = list(keys.values())
-    notes = []
-    for group in groups:
-        times = observations.step_time_s[group]
+        groups[key].append(row)
+    notes, columns = [], defaultdict(list)
+    for group in groups.values():
+        first, times = group[0], observations.step_time_s[group]
         if times.max() > _CONTRADICTION * times.min():
-            first = group[0]
             notes.append(
                 f"Repeats at world size {points.world_size[first]:.0f} and local batch "
                 f"{points.local_batch_size[first]:.0f} contradict one another "
                 f"({times.min():.4g} s to {times.max():.4g} s); their median is used."
             )
-    with np.errstate(all="ignore"):
-        middle = [float(np.exp(np.median(np.log(observations.step_time_s[group])))) for group in groups]
-        sds = [_standard_error(observations, group) for group in groups]
-    parts = {
-        name: [_middle(getattr(observations, name)[group]) for group in groups]
-        for name in StepTimeObservations.OPTIONAL
-    }
-    merged = StepTimeObservations.at(
-        points.take([group[0] for group in groups]), middle, **(parts | {"relative_sd": sds})
-    )
-    return Merged(merged, np.array([float(len(group)) for group in groups])), tuple(notes)
+        for name in StepTimeObservations.OPTIONAL:
+            known = getattr(observations, name)[group]
+            known = known[np.isfinite(known)]
+            columns[name].append(float(np.median(known)) if known.size else math.nan)
+        if len(group) > 1:  # the error of the middle follows from those within the runs and from how they differ
+            logs = np.log(times)
+            middle = float(np.median(logs))
+            between = _SD_PER_DEVIATION * float(np.median(np.abs(logs - middle)))
+            within = columns["relative_sd"].pop()
+            error = math.hypot(0.0 if math.isnan(within) else within, between) / math.sqrt(len(group))
+            columns["relative_sd"].append(error)
+            columns["step_time_s"].append(math.exp(middle))
+        else:
+            columns["step_time_s"].append(float(times[0]))
+    merged = StepTimeObservations.at(points.take([group[0] for group in groups.values()]), **columns)
+    return merged, np.array([float(len(group)) for group in groups.values()]), notes
 
 
 def data_warnings(observations: StepTimeObservations) -> tuple[str, ...]:
@@ -360,38 +353,23 @@ def data_warnings(observations: StepTimeObservations) -> tuple[str, ...]:
 
 def _implausible(observations: StepTimeObservations) -> list[str]:
     """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
-    points, seconds = observations.points, observations.step_time_s
-    comparable = (
-        (np.array(points.instance_type, dtype=object)[:, None] == np.array(points.instance_type, dtype=object)[None, :])
-        & (points.grad_accum_steps[:, None] == points.grad_accum_steps[None, :])
-        & np.isclose((points.world_size / points.num_nodes)[:, None], (points.world_size / points.num_nodes)[None, :])
-    )
-    nodes, batch = (values[:, None] - values[None, :] for values in (points.num_nodes, points.local_batch_size))
-    less = comparable & (((nodes < 0) & (batch == 0)) | ((nodes == 0) & (batch < 0)))
-    ratio = np.where(less, seconds[:, None] / seconds[None, :], 0.0)
-    slow, fast = (int(row) for row in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
-    if ratio[slow, fast] <= _IMPLAUSIBLE:
+    rows = list(zip(observations.points.rows(), observations.step_time_s.tolist(), strict=True))
+    pairs = ((slow / fast, one, other) for one, slow in rows for other, fast in rows if _has_less_to_do(one, other))
+    ratio, one, other = max(pairs, default=(0.0, None, None))
+    if one is None or other is None or ratio <= _IMPLAUSIBLE:
         return []
+    nodes, batch = (one[1], other[1]), (one[3], other[3])
+    said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {b:.0f}" for n, b in zip(nodes, batch, strict=True)]
     return [
-        f"A step of {_configuration_text(points, slow)} took {ratio[slow, fast]:.3g} times as long as one of "
-        f"{_configuration_text(points, fast)}, which has more to do: one of them ran under other "
-        "conditions (threads of a process, other work on the node); measure both again (tula tune --again)."
+        f"A step of {said[0]} took {ratio:.3g} times as long as one of {said[1]}, which has more to do: one of them "
+        "ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
+        "--again)."
     ]
 
 
-def _configuration_text(points: Points, row: int) -> str:
-    nodes = int(points.num_nodes[row])
-    return f"{nodes} node{'s' if nodes > 1 else ''} at local batch {points.local_batch_size[row]:.0f}"
-
-
-def _standard_error(observations: StepTimeObservations, group: Sequence[int]) -> float:
-    """Of the middle log step time of a configuration's rows: by the errors within them, and by how they differ."""
-    logs = np.log(observations.step_time_s[group])
-    between = _SD_PER_DEVIATION * float(np.median(np.abs(logs - np.median(logs))))
-    within = _middle(observations.relative_sd[group])
-    return math.hypot(0.0 if math.isnan(within) else within, between) / math.sqrt(len(group))
-
-
-def _middle(values: FloatArray) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else float("nan")
+def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
+    """Fewer nodes at one local batch, or a smaller one on as many, with all else the same."""
+    (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
+    comparable = (name, steps) == (other_name, other_steps) and math.isclose(world / nodes, other_world / other_nodes)
+    less = (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)
+    return comparable and less

@@ -12,10 +12,9 @@ from scipy import special
 
 from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.candidates import Column, column_of, columns_of
-from tula_service.perfmodel.choice import Goal, Recommendation, barred_by, price_candidates, recommend
+from tula_service.perfmodel.choice import Estimate, Goal, Recommendation, barred_by, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
-from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import jacobian, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ import numpy.typing as npt
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 FloatArray = npt.NDArray[np.float64]
+PointKey: TypeAlias = tuple[str, float, float, float, float]
+"""Instance type, nodes, world size, local batch and accumulation: equal for equal points."""
 
 
 class ObservationError(ValueError):
@@ -91,8 +93,8 @@ class Points:
         ranks, earlier = self.world_size / self.num_nodes, np.maximum(self.grad_accum_steps - 1.0, 1e-30)
         return np.asarray(np.log([self.local_batch_size, ranks, self.num_nodes, earlier]))
 
-    def rows(self) -> list[tuple[str, float, float, float, float]]:
-        """A key for each point that is equal for equal points."""
+    def rows(self) -> list[PointKey]:
+        """The key of each point."""
         columns = (self.num_nodes, self.world_size, self.local_batch_size, self.grad_accum_steps)
         return list(zip(self.instance_type, *(values.tolist() for values in columns), strict=True))
 

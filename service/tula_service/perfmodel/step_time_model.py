@@ -9,16 +9,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.perfmodel.input_wait import InputWait, fit_input_wait, without_waits
 from tula_service.perfmodel.intervals import Interval, log_interval
-from tula_service.perfmodel.map_fit import Posterior, data_warnings, fit_posterior, merge_repeats, prior_posterior
+from tula_service.perfmodel.map_fit import (
+    Posterior,
+    data_warnings,
+    fit_posterior,
+    merge_repeats,
+    prior_posterior,
+    targets_of,
+)
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
-from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
+from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
 
 _RANGE_TOLERANCE = 1.05
+_LEAST_SHARE = 0.01  # of a step: below it, a wait is that of taking a batch from a full queue
+_HIDES_NOTHING = 0.02  # how strongly, where the runs do not tell loading from hiding
+_LEAST_REST = 0.02  # of a step
+_PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
+_MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,29 @@ class StepTimePredictions:
         names = ("compute_s", "exposed_comm_s", "input_s")
         rows = zip(*(getattr(self, name).tolist() for name in names), strict=True)
         return tuple(dict(zip(names, row, strict=True)) for row in rows)
+
+
+@dataclass(frozen=True)
+class InputWait:
+    """How long a step waits for data: a loader needs so long for each example, and a share of the step's rest hides it.
+
+        t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
+
+    A loader in the training process hides nothing (h = 0), workers that fill a queue hide up to all of the rest
+    (h = 1). Of one instance type: L in seconds, h, the relative error of a wait, and the waits that were measured, s.
+    """
+
+    s_per_example: float
+    hidden: float
+    relative_sd: float
+    measured_s: Mapping[PointKey, float]
+
+    def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
+        """Seconds of waiting, shape (n,), in steps that take `rest_s` without; as measured where it was."""
+        loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
+        waits = np.maximum(loading - self.hidden * rest_s, 0.0)
+        known = [self.measured_s.get(row) for row in points.rows()]
+        return np.array([wait if seen is None else seen for wait, seen in zip(waits, known, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -157,8 +191,8 @@ def fit_step_time(
         return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
     optimizer_s = _optimizer_s(observations)
-    merged, notes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
-    measured = merged.observations.points
+    merged, repeats, notes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
+    measured = merged.points
     counts = Counter(sorted(measured.instance_type))
     by_count = sorted(counts, key=lambda name: -counts[name])
     most = by_count[0]
@@ -170,11 +204,11 @@ def fit_step_time(
         if posteriors:
             start = _carried(posteriors[most], most, name, priors)
         rows = measured.rows_of(name)
-        targets = merged.targets(rows, start.scales)
+        targets = targets_of(merged.take(rows), repeats[rows], start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
         input_waits[name] = fit_input_wait(observations.take(observations.points.rows_of(name)))
         if form != "overlap":
-            paper_fits[name] = fit_paper_form(merged.observations.take(rows), form)
+            paper_fits[name] = fit_paper_form(merged.take(rows), form)
     missing = (
         f"The form {form} of {name} needs two configurations: until then the form overlap predicts."
         for name, found in paper_fits.items()
@@ -186,7 +220,7 @@ def fit_step_time(
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
-        notes=(*notes, *data_warnings(merged.observations), *missing),
+        notes=(*notes, *data_warnings(merged), *missing),
         observations=observations,
         priors=priors,
         posteriors=posteriors,
@@ -196,6 +230,40 @@ def fit_step_time(
         input_waits=input_waits,
         optimizer_s=optimizer_s,
     )
+
+
+def fit_input_wait(observations: StepTimeObservations) -> InputWait | None:
+    """Least squares, relative to the step, over the rows of one type that wait or would; None where none does."""
+    from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
+
+    reported = observations.take(np.isfinite(observations.input_time_s))
+    points, step_s = reported.points, reported.step_time_s
+    share = reported.input_time_s / step_s
+    columns = np.column_stack([points.local_batch_size * points.grad_accum_steps / step_s, share - 1.0])
+    waiting = share > _LEAST_SHARE
+    if not waiting.any():
+        return None
+    scale = float(columns[:, 0].max())
+    for _ in range(_MOST_ROUNDS):
+        known = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
+        found = lsq_linear(known, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [scale, 1.0]
+        predicted = np.maximum(columns @ found, 0.0)
+        before, waiting = waiting, waiting | (predicted > _LEAST_SHARE)
+        if (before == waiting).all():
+            break
+    missed = (predicted - share)[waiting] / np.maximum(share[waiting], _LEAST_SHARE)
+    dof = _PRIOR_DOF + max(int(waiting.sum()) - 2, 0)
+    variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
+    measured = dict(zip(points.rows(), reported.input_time_s.tolist(), strict=True))
+    return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
+
+
+def without_waits(observations: StepTimeObservations) -> StepTimeObservations:
+    """The same runs as if no step had waited for data; what was measured less surely than the whole says so."""
+    waits = np.nan_to_num(observations.input_time_s)
+    rest = np.maximum(observations.step_time_s - waits, _LEAST_REST * observations.step_time_s)
+    sd = observations.relative_sd * observations.step_time_s / rest
+    return replace(observations, step_time_s=rest, relative_sd=sd, input_time_s=np.full(len(observations), np.nan))
 
 
 def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:

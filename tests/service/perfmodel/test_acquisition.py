@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Goal, Limits, Recommendation, choose, recommend
+from tula_service.perfmodel.choice import Estimate, Goal, Limits, Offer, Recommendation, Training, choose, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, expected_gain, most_promising, plan
 from tula_service.perfmodel.points import StepTimeObservations
-from tula_service.perfmodel.pricing import Estimate, Offer, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 

@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel import choice as perfmodel_choice
-from tula_service.perfmodel.choice import Choice, Goal, Limits, pareto_frontier
+from tula_service.perfmodel.choice import (
+    Choice,
+    Estimate,
+    Goal,
+    Limits,
+    Offer,
+    Spot,
+    Training,
+    pareto_frontier,
+    price,
+    spot_slowdown,
+)
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate, Offer, Spot, Training, price, spot_slowdown
 from tula_wire.enums import Objective
 
 SPREAD = 1.2

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Goal, Limits, recommend
+from tula_service.perfmodel.choice import Goal, Limits, Offer, Training, recommend
 from tula_service.perfmodel.planner import PlanBudget, log_value, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
-from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration
