@@ -22,7 +22,8 @@ from rich.console import Console
 
 from tula_client import Client, JobHandle, TulaError
 from tula_client.cli.output import estimate, table
-from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
+from tula_client.launch.reporter import Reporter
+from tula_client.launch.run_loop import Runner, RunnerOptions
 from tula_client.launch.template import Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Candidate, Recommendation, Run, RunCreate
@@ -133,7 +134,7 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
     with work.locked() as holder:
-        runner = Runner(client, work, holder, RunnerOptions(), Reporter())
+        runner = Runner(client, work, holder, RunnerOptions(), Reporter(Console(quiet=True)))
         wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
         active = runner.start(client.create_run(job.id, wanted), Template(tuple(words)))
         try:

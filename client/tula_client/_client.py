@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`: the same methods over two transports."""
+"""`Client` and `AsyncClient`, and handles of a job: the same methods over two transports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from tula_client import _flows
 from tula_client import _settings as settings
 from tula_client._errors import ServiceUnavailableError, ServiceUnreachableError
 from tula_client._events import EventReader
-from tula_client._request import Awaited, Blocking, Method, Question, RetryPolicy
+from tula_client._request import Awaited, Blocking, Method, Question, RetryPolicy, of_job
 from tula_client._transport import AsyncTransport, SyncTransport
-from tula_client.handle import AsyncJobHandle, JobHandle
 from tula_client.profile_run import AsyncProfileRun, ProfileRun
 from tula_wire import Configuration, Event, JobSpec, Objective, Recommendation
 
@@ -198,6 +197,50 @@ class AsyncClient(_Methods, Awaited):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+class _JobMethods:
+    """What both handles can do: calls and flows that take the job's id first."""
+
+    client: Client | AsyncClient
+    id: str
+
+    status = of_job(calls.job)
+    recommendation = of_job(calls.recommendation)
+    predict = of_job(calls.predictions)
+    chart = of_job(calls.chart)
+    wait = of_job(_flows.wait)
+    runs = of_job(_flows.runs)
+    rows = of_job(_flows.rows)
+    to_dataframe = of_job(_flows.to_dataframe)
+    plot = of_job(_flows.plot)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, url={self.client.url!r})"
+
+
+class JobHandle(_JobMethods, Blocking):
+    """One job of one service. Every access queries the service: the handle caches nothing."""
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self.client: Client = client
+        self.id = job_id
+
+    def events(self, last_id: int | None = None) -> Iterator[Event]:
+        """Events of the job as they happen; ends when the caller stops."""
+        return self.client.events(self.id, last_id=last_id)
+
+
+class AsyncJobHandle(_JobMethods, Awaited):
+    """Like `JobHandle`, with methods to await."""
+
+    def __init__(self, client: AsyncClient, job_id: str) -> None:
+        self.client: AsyncClient = client
+        self.id = job_id
+
+    def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
+        """Like `JobHandle.events`."""
+        return self.client.events(self.id, last_id=last_id)
 
 
 def recommend(

@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 
 from tests.client.launch.fakes import FakeService, configuration
-from tula_client.cli.progress import ProgressReporter
 from tula_client.launch.judge import Outcome
+from tula_client.launch.reporter import Reporter
 from tula_wire.jobs import ProfilingCost
 
 
@@ -27,7 +27,7 @@ def left(launches, runs, seconds, usd=None):
 def printed_of(*costs, terminal=False):
     """What the reporter prints of a job of two runs whose plan costs this, in turn."""
     service, printed = FakeService([configuration(), configuration(2)]), io.StringIO()
-    with ProgressReporter(Console(file=printed, force_terminal=terminal, width=120)) as reporter:
+    with Reporter(Console(file=printed, force_terminal=terminal, width=120)) as reporter:
         for cost in costs:
             reporter.job(service.job("job-1").model_copy(update={"profiling_cost": cost}))
     return printed.getvalue()
@@ -51,7 +51,7 @@ def test_a_training_prints_its_lines_its_log_and_its_step_time(tmp_path):
     run = service.change(run.id, step_time_s=0.0319)
     for quiet in (False, True):
         printed = io.StringIO()
-        with ProgressReporter(Console(file=printed, width=120), quiet=quiet) as reporter:
+        with Reporter(Console(file=printed, width=120), quiet=quiet) as reporter:
             reporter.started(run, tmp_path / "[log]")
             reporter.output(["epoch 1: [loss] \x1b[31m2.5\x1b[0m"])
             reporter.finished(run, Outcome("succeeded"), tmp_path / "[log]", 7.41)

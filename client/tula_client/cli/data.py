@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tula_client._client import Client
+from tula_client._client import Client, JobHandle
 from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli.output import JobName, Json, emit
-from tula_client.handle import JobHandle
 from tula_client.tables import Row, Table, write_file
 from tula_wire import Candidate, Run
 

@@ -21,12 +21,12 @@ from tula_client.cli.output import (
     escaped,
     estimate,
     facts,
-    rest_of_plan,
     saving,
     table,
 )
 from tula_client.cli.recommend import recommendation_view
 from tula_client.launch.registration import register
+from tula_client.launch.reporter import rest_of_plan
 from tula_client.launch.spec import load_spec
 from tula_wire import JOBS_COUNTED, Event, Job, JobPage, JobPatch, JobState, Ledger, LedgerEntry, Objective, Run
 from tula_wire.format import configuration, duration, money, percent

@@ -13,17 +13,17 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
 from tula_client._errors import UsageError
 from tula_client.cli.output import JobName, Json, console, emit
-from tula_client.cli.progress import ProgressReporter
 from tula_client.cli.recommend import recommendation_view
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
-from tula_client.launch.run_loop import Reporter, Runner, RunnerOptions
+from tula_client.launch.reporter import Reporter
+from tula_client.launch.run_loop import Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import TrainOptions, train
@@ -173,13 +173,8 @@ def _templates(command: list[str], launcher: str | None, stop_command: str | Non
     return Template(tuple(words)), stop
 
 
-@contextmanager
-def _reporter(as_json: bool, quiet: bool = False) -> Iterator[Reporter]:
-    if as_json:
-        yield Reporter()
-        return
-    with ProgressReporter(console(), quiet=quiet) as reporter:
-        yield reporter
+def _reporter(as_json: bool, quiet: bool = False) -> Reporter:
+    return Reporter(Console(quiet=True) if as_json else console(), quiet=quiet)
 
 
 @contextmanager

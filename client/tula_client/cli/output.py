@@ -18,7 +18,6 @@ from rich.table import Table
 
 from tula_wire import Configuration, Estimate
 from tula_wire.format import NOTHING, count, duration, money, size
-from tula_wire.jobs import ProfilingCost
 from tula_wire.text import UNPRINTABLE, printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -109,11 +108,3 @@ def brief(value: Configuration | None) -> str:
     nodes = f"{value.num_nodes}{kind}" + (f" x {value.ranks_per_node} ranks" if value.ranks_per_node != 1 else "")
     accumulation = f" x {value.grad_accum_steps}" if value.grad_accum_steps != 1 else ""
     return f"{nodes}, {value.global_batch_size} ({value.local_batch_size}{accumulation})"
-
-
-def rest_of_plan(cost: ProfilingCost) -> str:
-    """What is left of a plan: `2 launches of 8 runs, about 3 min 20 s and $0.21`; without prices no money."""
-    launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
-    runs = f" of {cost.runs_left} runs" if cost.runs_left > cost.launches_left else ""
-    usd = "" if cost.left_usd is None else f" and {money(cost.left_usd)}"
-    return f"{launches}{runs}, about {duration(cost.left_s)}{usd}"

@@ -29,6 +29,7 @@ from tula_client._errors import (
 )
 from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import Process, command_environment, of_first_rank, run_variables, start
+from tula_client.launch.reporter import Reporter
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
 from tula_wire import (
@@ -66,28 +67,6 @@ TOKEN_EXPIRES_S: Final = 30 * 86_400.0
 """Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
 _ENDED: Final = ("succeeded", "failed", "out_of_memory", "cancelled")
-
-
-class Reporter:
-    """Called for every event, in order; must not raise. This one reports nothing."""
-
-    def job(self, job: Job) -> None:
-        """The job changed: its plan, or how much of it is done."""
-
-    def started(self, run: Run, log: Path) -> None:
-        """The command of a run was started."""
-
-    def output(self, lines: Sequence[str]) -> None:
-        """What the command of a training has just written."""
-
-    def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """The command of a run ended and was judged; `took_s`, of the launch, is 0 for its smaller batches."""
-
-    def waiting(self, reason: str) -> None:
-        """Nothing can be started at present."""
-
-    def note(self, text: str) -> None:
-        """A message for the user."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Progress of a plan in the terminal: active runs, remaining runs, and the estimated time."""
+"""What `tula tune` and `tula run` print while they work: runs, what is left of the plan, and messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from tula_client.cli.output import rest_of_plan
 from tula_client.launch.judge import Outcome
-from tula_client.launch.run_loop import Reporter
 from tula_wire import Configuration, Job, Run
-from tula_wire.format import configuration, duration
+from tula_wire.format import configuration, duration, money
+from tula_wire.jobs import ProfilingCost
 
 _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "failed", "cancelled": "cancelled"}
 
 
-class ProgressReporter(Reporter):
-    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet`: not what a training writes."""
+class Reporter:
+    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet`: not what a training writes.
+
+    The methods are called for every event, in order, and must not raise. A console that is quiet prints nothing.
+    """
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self._console = console
@@ -36,7 +38,7 @@ class ProgressReporter(Reporter):
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
         )
         self._task: TaskID | None = None
         self._running: dict[str, Configuration] = {}
@@ -54,7 +56,7 @@ class ProgressReporter(Reporter):
         self._progress.stop()
 
     def job(self, job: Job) -> None:
-        """Update the bar, and print what is left of the plan and what it costs."""
+        """The job changed: update the bar, and print what is left of the plan and what it costs."""
         self._job, self._job_known_at = job, time.monotonic()
         if self._task is None:
             self._task = self._progress.add_task("", total=None)
@@ -65,7 +67,7 @@ class ProgressReporter(Reporter):
             self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
 
     def started(self, run: Run, log: Path) -> None:
-        """Print the run that starts."""
+        """The command of a run was started: print which."""
         self._running[run.id] = run.configuration
         purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
         self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
@@ -74,12 +76,15 @@ class ProgressReporter(Reporter):
         self._describe()
 
     def output(self, lines: Sequence[str]) -> None:
-        """Print what the training has written."""
+        """Print what the command of a training has just written."""
         for line in lines if not self._quiet else ():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """Print one line per run; for a failed one also its log and the last lines with an error."""
+        """The command of a run ended and was judged: print one line; of a failure also the log and its last lines.
+
+        `took_s`, of the launch, is 0 for its smaller batches.
+        """
         self._running.pop(run.id, None)
         word = _WORDS.get(outcome.state, outcome.state)
         word = "trained" if (run.kind, outcome.state) == ("train", "succeeded") else word
@@ -95,13 +100,13 @@ class ProgressReporter(Reporter):
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Print the reason, unless it is the last one printed."""
+        """Nothing can be started at present: print why, unless that was printed last."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
 
     def note(self, text: str) -> None:
-        """Print the message."""
+        """Print a message for the user."""
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
@@ -118,3 +123,11 @@ class ProgressReporter(Reporter):
         side_by_side = max(1, len(self._running))
         seconds = cost.left_s / side_by_side - (time.monotonic() - self._job_known_at)
         return f"; {left} left, about {duration(max(0.0, seconds))}"
+
+
+def rest_of_plan(cost: ProfilingCost) -> str:
+    """What is left of a plan: `2 launches of 8 runs, about 3 min 20 s and $0.21`; without prices no money."""
+    launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
+    runs = f" of {cost.runs_left} runs" if cost.runs_left > cost.launches_left else ""
+    usd = "" if cost.left_usd is None else f" and {money(cost.left_usd)}"
+    return f"{launches}{runs}, about {duration(cost.left_s)}{usd}"
