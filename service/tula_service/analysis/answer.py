@@ -27,7 +27,7 @@ from tula_service.perfmodel.choice import (
 )
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
-from tula_service.perfmodel.noise_scale import learning_rate_factor, max_sensible_batch_size, statistical_efficiency
+from tula_service.perfmodel.noise_scale import StatisticalEfficiency
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
@@ -36,29 +36,6 @@ from tula_wire.enums import Objective
 
 MODEL_VERSION = "step-time-7"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
-
-
-@dataclass(frozen=True)
-class StatisticalEfficiency:
-    """Progress per example (Pollux 2021, equation 7) relative to the smallest global batch of the job."""
-
-    noise_scale: float
-    base_batch_size: int
-
-    def of(self, configuration: Configuration) -> float:
-        """Progress per example; 1 at the base batch."""
-        batch = configuration.global_batch_size
-        return statistical_efficiency(batch, self.noise_scale, base_batch_size=self.base_batch_size)
-
-    def learning_rate_factor(self, configuration: Configuration) -> float:
-        """The learning rate's, over that of the base batch."""
-        batch = configuration.global_batch_size
-        return learning_rate_factor(batch, self.noise_scale, base_batch_size=self.base_batch_size)
-
-    @property
-    def max_sensible_batch_size(self) -> int:
-        """The global batch at which the efficiency is one half."""
-        return max_sensible_batch_size(self.noise_scale, base_batch_size=self.base_batch_size)
 
 
 @dataclass(frozen=True)
@@ -151,7 +128,9 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, min(c.global_batch_size for c in evidence.candidates))
         if wanted == "time_to_quality":
-            goal = replace(goal, steps_factor={c: 1.0 / efficiency.of(c) for c in evidence.candidates})
+            goal = replace(
+                goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
+            )
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
     found = recommend(
         evidence.candidates,

@@ -198,7 +198,7 @@ def _candidate(
         extrapolated=estimate.extrapolated,
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
-        statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c),
+        statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
         learning_rate_factor=scaling.learning_rate_factor(
             answer.spec.model, c.global_batch_size / base, _by_noise_scale(answer, c)
         ),
@@ -304,7 +304,7 @@ def _learning_rate(answer: Answer, c: Configuration) -> str:
 
 
 def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
-    return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c)
+    return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c.global_batch_size)
 
 
 def _scaling_rule(answer: Answer, chosen: Estimate | None) -> ScalingRule | None:

@@ -55,15 +55,6 @@ _MIN_PAIRS_TO_CALIBRATE = 3
 
 
 @dataclass(frozen=True)
-class JobScale:
-    """How fast an earlier job ran: the network, the hardware and what was learned of its step time there."""
-
-    model: wire.ModelSpec
-    cluster: wire.ClusterSpec
-    learned: StepTimePrior
-
-
-@dataclass(frozen=True)
 class Lessons:
     """What earlier jobs of the project learned, sorted by how much they have in common with this job.
 
@@ -78,7 +69,7 @@ class Lessons:
     same_network: Mapping[str, tuple[StepTimePrior, ...]]
     other_networks: Mapping[str, tuple[tuple[StepTimePrior, float | None], ...]]
     other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
-    scales: tuple[JobScale, ...]
+    scales: tuple[EarlierScale, ...]
     pairs: tuple[Sequence[float], ...]
     fabrics: Mapping[str, Fabric] = field(default_factory=dict)
     buckets: Mapping[str, Buckets] = field(default_factory=dict)
@@ -96,7 +87,7 @@ def lessons_of(data: JobData) -> Lessons:
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
-    scales: dict[tuple[str, int | None, str], JobScale] = {}
+    scales: dict[tuple[str, int | None, str], EarlierScale] = {}
     pairs = [*data.prediction_pairs]
     for job in data.earlier_jobs:
         known = _same_network(job.model, data.spec.model)
@@ -109,7 +100,7 @@ def lessons_of(data: JobData) -> Lessons:
             learned = _as_prior(job.posteriors[cluster.instance_type])
             if len(scales) < _MAX_SCALES:
                 key = (job.model.name, job.model.parameters, device_of(cluster))
-                scales.setdefault(key, JobScale(job.model, cluster, learned))
+                scales.setdefault(key, earlier_scale(job.model, cluster, learned))
             if on_this and known:
                 same.setdefault(cluster.instance_type, []).append(learned)
             elif on_this:
@@ -248,7 +239,7 @@ def _scale(
     hardware: Mapping[str, Hardware],
     reference: float,
     *,
-    scales: Sequence[JobScale],
+    scales: Sequence[EarlierScale],
 ) -> StepTimePrior:
     """The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
     hardware figures corrected by how fast earlier jobs ran.
@@ -267,12 +258,10 @@ def _scale(
     nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
     if nearest is not guess:
         return replace(nearest, basis="prior")
-    earlier = [_earlier_scale(scale) for scale in scales]
-    device = device_of(cluster)
     return scale_from_jobs(
         guess,
-        earlier,
-        device=device,
+        scales,
+        device=device_of(cluster),
         flops_sd=facts.flops_sd,
         device_sd=mine.device_sd,
         rule_sd=facts.rule_sd,
@@ -331,15 +320,14 @@ def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: in
     return traffic, 0.0 if counted else GUESSED_ACTIVATIONS_SD
 
 
-def _earlier_scale(scale: JobScale) -> EarlierScale:
-    """Error of the hardware-based prior for that job, at its reference batch size."""
-    facts, hardware = facts_of(scale.model), hardware_of(scale.cluster, scale.model.precision)
-    batch = scale.learned.reference_batch_size or 1.0
-    guess = prior_from_hardware(facts, hardware, reference_batch_size=batch)
+def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> EarlierScale:
+    """Error of the hardware-based prior for an earlier job, which learned this on such a cluster."""
+    facts, hardware = facts_of(model), hardware_of(cluster, model.precision)
+    guess = prior_from_hardware(facts, hardware, reference_batch_size=learned.reference_batch_size or 1.0)
     return EarlierScale(
-        float(scale.learned.mean[0] - guess.mean[0]),
-        device_of(scale.cluster),
-        math.hypot(facts.flops_sd, float(scale.learned.sd[0])),
+        float(learned.mean[0] - guess.mean[0]),
+        device_of(cluster),
+        math.hypot(facts.flops_sd, float(learned.sd[0])),
         hardware.device_sd,
         facts.rule_sd,
     )

@@ -18,6 +18,7 @@ The rule for the learning rate of a larger batch is the best of our experiments 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tula_wire as wire
-from tula_service.perfmodel.noise_scale import NoiseScale, estimate_noise_scale
+from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_wire.recommendations import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
@@ -46,24 +47,32 @@ _MIN_STEPS = 32
 _MIN_DROP, _EVALUATIONS = 0.01, 2
 
 
+RECENT_COLUMNS = ("gradient_noise_scale", "gradient_variability")
+WHOLE_COLUMNS = ("validation_accuracy", "thresholds_version", "delta", "scripted_delta")
+"""Agents send these by evaluation, or only when they change, so that all of them is read."""
+
+
 @dataclass(frozen=True)
 class ScalingTelemetry:
-    """What the newest training run has reported up to `last_step`; `*_steps` are the steps of the column after them.
+    """What the newest training run has reported up to `last_step`: steps and values of the columns above, by name.
 
-    `reported_delta` is in force at the agent, `delta_is_scripted` where its script passed it explicitly. `versions`
-    are the thresholds versions that its ranks took up.
+    `delta` is in force at the agent, `scripted_delta` is positive where its script passed it explicitly.
+    `thresholds_version` are the versions that its ranks took up.
     """
 
     run_id: str
     last_step: int
-    noise_scale: FloatArray
-    variability: FloatArray
-    accuracy_steps: IntArray
-    accuracy: FloatArray
-    version_steps: IntArray
-    versions: FloatArray
-    reported_delta: float | None
-    delta_is_scripted: bool
+    columns: Mapping[str, tuple[IntArray, FloatArray]]
+
+    def known(self, name: str) -> tuple[IntArray, FloatArray]:
+        """A column without its missing values."""
+        steps, values = self.columns[name]
+        return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+    def newest(self, name: str) -> float | None:
+        """The newest positive value of a column; None without one."""
+        values = self.columns[name][1]
+        return float(values[values > 0.0][-1]) if np.any(values > 0.0) else None
 
 
 def first_body() -> Body:
@@ -91,8 +100,9 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
             mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step}
             body["tuned"] = {"delta": delta, **mark, "before": {"delta": body["tuned"].get("delta")}}
             reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
-    noise = estimate_noise_scale(seen.noise_scale) if seen.noise_scale.size else None
-    if noise is not None and _noise_moved(body.get("gradient_noise_scale"), noise):
+    column, old = seen.columns["gradient_noise_scale"][1], body.get("gradient_noise_scale")
+    noise = estimate_noise_scale(column) if column.size else None
+    if noise is not None and (old is None or abs(math.log(noise.value / old)) >= math.log(_HYSTERESIS)):
         body |= {"gradient_noise_scale": noise.value, "gradient_noise_scale_error": noise.error}
         reasons.append(
             f"gradient noise scale {noise.value:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
@@ -106,9 +116,11 @@ def _tuned(body: Body, seen: ScalingTelemetry) -> float | None:
     A later drop in accuracy would be blamed on a hidden number, although it never was in force.
     """
     policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
-    if seen.delta_is_scripted or all("delta" in body["set"].get(policy, {}) for policy in policies):
+    hidden = all("delta" in body["set"].get(policy, {}) for policy in policies)
+    if hidden or seen.newest("scripted_delta") is not None:
         return None
-    return tuned_delta(seen.variability, float(body["tuned"].get("delta") or seen.reported_delta or _DEFAULT_DELTA))
+    delta = float(body["tuned"].get("delta") or seen.newest("delta") or _DEFAULT_DELTA)
+    return tuned_delta(seen.columns["gradient_variability"][1], delta)
 
 
 def tuned_delta(variability: FloatArray, delta: float) -> float | None:
@@ -136,9 +148,9 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
     tuned = body["tuned"]
     if tuned.get("run_id") != seen.run_id or body.get("rolled_back") == seen.run_id:
         return None
-    taken_up = seen.version_steps[np.isfinite(seen.versions) & (seen.versions >= tuned["version"])]
-    known = np.isfinite(seen.accuracy)
-    steps, accuracy = seen.accuracy_steps[known], seen.accuracy[known]
+    version_steps, versions = seen.known("thresholds_version")
+    taken_up = version_steps[versions >= tuned["version"]]
+    steps, accuracy = seen.known("validation_accuracy")
     under = steps >= (taken_up[0] if taken_up.size else tuned["from_step"])
     before, after = accuracy[~under], accuracy[under]
     if not before.size or after.size < _EVALUATIONS:
@@ -151,10 +163,6 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
         f"accuracy fell from {before[best]:.4g} at step {steps[~under][best]} to {after[-1]:.4g} "
         f"under thresholds version {tuned['version']}, by more than {tolerance:.2g}"
     )
-
-
-def _noise_moved(old: float | None, noise: NoiseScale) -> bool:
-    return old is None or abs(math.log(noise.value / old)) >= math.log(_HYSTERESIS)
 
 
 def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:

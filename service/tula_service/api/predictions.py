@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
+from tula_service.analysis.what_if import WhatIf
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.usecases import predictions
 from tula_wire import Predictions, routes
@@ -35,7 +36,7 @@ def get_predictions(
     ] = None,
 ) -> Predictions:
     """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
-    question = predictions.WhatIf(
+    question = WhatIf(
         num_nodes=num_nodes,
         global_batch_size=global_batch_size,
         local_batch_size=local_batch_size,

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
+from tula_service.analysis.what_if import WhatIf
 from tula_service.dashboard import charts
 from tula_service.dashboard.format import render
 from tula_service.errors import InvalidInput
@@ -197,7 +198,7 @@ def what_if(
     spot: bool | None = None,
 ) -> HTMLResponse:
     """A fragment for the job's page: what is allowed first, then the quickest, each beside the recommendation."""
-    question = predictions.WhatIf(
+    question = WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
         instance_type=instance_type,

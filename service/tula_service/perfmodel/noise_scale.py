@@ -53,23 +53,26 @@ def estimate_noise_scale(values: ArrayLike) -> NoiseScale | None:
     return NoiseScale(math.exp(centre), math.exp(centre - half_width), math.exp(centre + half_width))
 
 
-def statistical_efficiency(global_batch_size: float, noise_scale: float, *, base_batch_size: float) -> float:
-    """Progress per example relative to the base batch: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
+@dataclass(frozen=True)
+class StatisticalEfficiency:
+    """What a global batch B is worth at a noise scale, both in examples, relative to the base batch B_0."""
 
-    1 at B_0 = `base_batch_size`, falling with B; above 1 below it. All are positive numbers of examples.
-    """
-    return (noise_scale + base_batch_size) / (noise_scale + global_batch_size)
+    noise_scale: float
+    base_batch_size: float
 
+    def of(self, global_batch_size: float) -> float:
+        """Progress per example: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7); 1 at B_0, falling with B."""
+        return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
-def learning_rate_factor(global_batch_size: float, noise_scale: float, *, base_batch_size: float) -> float:
-    """By what the learning rate of the base batch grows with the batch: as the policy `gain` does, at most B / B_0.
+    def learning_rate_factor(self, global_batch_size: float) -> float:
+        """By what the learning rate of the base batch grows: as the policy `gain` does, at most B / B_0.
 
-    (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
-    """
-    weighted = NOISE_WEIGHT * noise_scale
-    return (1.0 + weighted / base_batch_size) / (1.0 + weighted / global_batch_size)
+        (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
+        """
+        weighted = NOISE_WEIGHT * self.noise_scale
+        return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
 
-
-def max_sensible_batch_size(noise_scale: float, *, base_batch_size: float) -> int:
-    """Largest B whose examples keep half of their worth: B_noise + 2 B_0."""
-    return int(noise_scale + 2.0 * base_batch_size + 1e-9)
+    @property
+    def max_sensible_batch_size(self) -> int:
+        """Largest B whose examples keep half of their worth: B_noise + 2 B_0."""
+        return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)

@@ -6,7 +6,7 @@
         run = tx.runs.create(job.id, NewRun(...))
     with store.reading() as tx:                    # never writes
         page = tx.jobs.list(project_id=..., limit=50)
-        summaries = tx.samples.summaries(job.id)   # what a fit reads, one record per run
+        summaries = tx.samples.summaries(job.id, summarise)   # what a fit reads, one record per run
 
 A transaction has one repository for each noun (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories take and
 return the frozen records of `store/records.py`, and raise `errors.NotFound` and `errors.Conflict`. Creating a run,

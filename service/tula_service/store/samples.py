@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
 
 from tula_service.domain import BucketTimeline, MemoryReading, RunSummary
-from tula_service.perfmodel.step_summary import StepTimeSummary, summarise
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.records import FloatArray, IntArray, SampleColumns
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 from tula_wire import SampleBatch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _LOG = logging.getLogger("tula.service")
 SUMMARY_ROWS = 4096
@@ -34,6 +36,9 @@ _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
 """What a process reports of its configuration."""
 
+
+Summarise: TypeAlias = Callable[..., "DataclassInstance"]
+"""Makes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
 
 SampleCursor: TypeAlias = tuple[int, int]
 """The last row of a page: its process and its sequence number, the primary key of the table."""
@@ -163,10 +168,11 @@ class Samples(Repository):
                 found.setdefault(row["rank"], MemoryReading(**same_fields(MemoryReading, row)))
         return found
 
-    def summaries(self, job_id: str) -> list[RunSummary]:
+    def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
         """One summary for each run of the job that has samples or ran out of memory, oldest run first.
 
-        Stale summaries are computed again, and stored if the transaction writes; every worker computes the same.
+        Stale summaries are computed again by `summarise`, and stored if the transaction writes; every worker computes
+        the same.
         """
         rows = self._rows(
             sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
@@ -179,13 +185,13 @@ class Samples(Repository):
         )
         keys = [row["key"] for row in rows]
         memory, timelines = self._highest(keys), self._timelines(keys)
-        return [self._summary(row, memory.get(row["key"]), timelines.get(row["key"])) for row in rows]
+        return [self._summary(row, memory.get(row["key"]), timelines.get(row["key"]), summarise) for row in rows]
 
-    def refresh(self, run_key: int) -> None:
+    def refresh(self, run_key: int, summarise: Summarise) -> None:
         """Compute and keep the summary of one run now, so that `RunRecord.step_time_s` is current."""
         row = self._row(sa.select(runs.c.key, runs.c.num_samples).where(runs.c.key == run_key))
         if row is not None and row["num_samples"]:
-            self._compute(run_key, row["num_samples"])
+            self._compute(run_key, row["num_samples"], summarise)
 
     def page(
         self,
@@ -301,14 +307,16 @@ class Samples(Repository):
             if row["timeline"] is not None
         }
 
-    def _summary(self, row: RowMap, memory: MemoryReading | None, timeline: BucketTimeline | None) -> RunSummary:
+    def _summary(
+        self, row: RowMap, memory: MemoryReading | None, timeline: BucketTimeline | None, summarise: Summarise
+    ) -> RunSummary:
         values: dict[str, Any]
         if row["num_samples"] == 0:
             values = {"num_samples": 0}
         elif row["summary_of_num_samples"] == row["num_samples"]:
             values = {column.name: row[f"summary_{column.name}"] for column in run_summaries.c}
         else:
-            values = self._compute(row["key"], row["num_samples"])
+            values = self._compute(row["key"], row["num_samples"], summarise)
         names = {field.name for field in fields(RunSummary)} & {column.name for column in run_summaries.c}
         figures: dict[str, Any] = {name: values.get(name) for name in names}
         return RunSummary(
@@ -321,10 +329,10 @@ class Samples(Repository):
             **figures,
         )
 
-    def _compute(self, run_key: int, of_num_samples: int) -> dict[str, Any]:
+    def _compute(self, run_key: int, of_num_samples: int, summarise: Summarise) -> dict[str, Any]:
         table = step_samples.c
         measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
-        figures = self._figures(run_key)
+        figures = self._figures(run_key, summarise)
         seen = self._row(
             sa.select(sample_sources)
             .where(sample_sources.c.run_key == run_key)
@@ -332,27 +340,21 @@ class Samples(Repository):
             .limit(1)
         )
         facts = {name: None if seen is None else seen[name] for name in _SEEN}
-        values = {"of_num_samples": of_num_samples, "num_samples": measured, **asdict(figures), **facts}
+        values = {"of_num_samples": of_num_samples, "num_samples": measured, **figures, **facts}
         if self._writable:
             insert = self._insert(run_summaries).values(run_key=run_key, **values)
             self._connection.execute(insert.on_conflict_do_update(index_elements=["run_key"], set_=values))
         return values
 
-    def _figures(self, run_key: int) -> StepTimeSummary:
+    def _figures(self, run_key: int, summarise: Summarise) -> dict[str, Any]:
         """Those of the newest samples; none where they cannot be computed, so that a run never fails its job."""
+        recent = self.recent(run_key)
+        columns = {name: getattr(recent, name) for name in (*_FLOATS, "straggler_rank")}
         try:
-            recent = self.recent(run_key)
-            return summarise(
-                recent.step,
-                recent.step_time_s,
-                straggler_rank=recent.straggler_rank,
-                **{name: getattr(recent, name) for name in _FLOATS},
-            )
-        except sa.exc.SQLAlchemyError:  # says nothing of the samples
-            raise
+            return asdict(summarise(recent.step, recent.step_time_s, **columns))
         except Exception:
             _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
-            return StepTimeSummary(num_steps=0, step_time_s=None, relative_sd=None, straggler_rank=None)
+            return {"num_steps": 0, **dict.fromkeys(("step_time_s", "relative_sd", *_FLOATS, "straggler_rank"))}
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
         """The number of rows of a process after `after`, up to `most`, and the last one's sequence number."""

@@ -25,6 +25,7 @@ from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import EarlierLessons, JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.store.records import FloatArray
 from tula_service.usecases import ledger
@@ -54,7 +55,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         objective=job.objective,
         data_version=job.data_version,
         runs=runs,
-        summaries=tx.samples.summaries(job.id),
+        summaries=tx.samples.summaries(job.id, summarise),
         earlier_jobs=[_earlier_job(each) for each in earlier],
         prediction_pairs=tx.lessons.prediction_pairs(job.id),
         trained_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),

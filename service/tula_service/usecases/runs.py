@@ -11,6 +11,7 @@ import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.domain import RUN_TRANSITIONS
 from tula_service.errors import Conflict, InvalidInput, NotFound
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
@@ -346,7 +347,7 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
         raise Conflict("The run changed its state in the meantime: read it and decide again.", field="state")
     if wanted == "running":
         tx.leases.renew(run.id, lease_s=request.lease_s)
-    tx.samples.refresh(run.key)
+    tx.samples.refresh(run.key, summarise)
     moved = tx.runs.get(run.id)
     data = {"state": wanted, "message": message, "step_time_s": moved.step_time_s}
     tx.events.append(run.job_id, "run", run_id=run.id, data={k: v for k, v in data.items() if v is not None})

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
 from tula_service.errors import InvalidInput, NotFound
-from tula_service.perfmodel.step_summary import measured_precisely_enough
+from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise
 from tula_service.store import RunRecord, Store, Transaction
 from tula_service.store.samples import SampleCursor, SampleFilter
 from tula_service.usecases import fabrics, monitoring
@@ -99,7 +99,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
         return True, f"The run has ended already ({run.state})."
     if run.kind != "profile" or run.instruction is None:
         return False, None
-    tx.samples.refresh(run.key)
+    tx.samples.refresh(run.key, summarise)
     recent = tx.samples.recent(run.key, rank=0)
     wanted = int(run.instruction["measuring_steps"])
     if recent.step.size >= wanted:

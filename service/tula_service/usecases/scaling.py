@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,27 +111,9 @@ def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry 
     if run.scaling_step is not None and new < (1 if run.state in FINAL_STATES else TUNE_EVERY_STEPS):
         return None
     first = max(0, last_step - _LOOK_BACK_STEPS)
-    accuracy_steps, accuracy = tx.telemetry.read(run.key, "validation_accuracy")
-    version_steps, versions = tx.telemetry.read(run.key, "thresholds_version")
-    return scaling.ScalingTelemetry(
-        run_id=run.id,
-        last_step=last_step,
-        noise_scale=tx.telemetry.read(run.key, "gradient_noise_scale", first_step=first)[1],
-        variability=tx.telemetry.read(run.key, "gradient_variability", first_step=first)[1],
-        accuracy_steps=accuracy_steps,
-        accuracy=accuracy,
-        version_steps=version_steps,
-        versions=versions,
-        reported_delta=_newest(tx, run, "delta"),
-        delta_is_scripted=_newest(tx, run, "scripted_delta") is not None,
-    )
-
-
-def _newest(tx: Transaction, run: RunRecord, column: str) -> float | None:
-    """The newest usable value of a column, which agents send only when it changes; all are positive."""
-    _, values = tx.telemetry.read(run.key, column)
-    known = values[values > 0.0]
-    return float(known[-1]) if known.size else None
+    columns = {name: tx.telemetry.read(run.key, name, first_step=first) for name in scaling.RECENT_COLUMNS}
+    columns |= {name: tx.telemetry.read(run.key, name) for name in scaling.WHOLE_COLUMNS}
+    return scaling.ScalingTelemetry(run.id, last_step, columns)
 
 
 def _view(version: int, body: scaling.Body, policy: str | None) -> wire.ScalingThresholds:
@@ -162,26 +143,19 @@ def _patched(body: scaling.Body, patch: wire.ScalingPatch, policy: str | None) -
         value = getattr(patch, name)
         if value == by_user.get(name):
             continue
-        if value is None:
-            del by_user[name]
-            changed.append(f"{target}: {name} free")
-            continue
         by_user[name] = value
-        changed.append(f"{target}: {name} = {value if isinstance(value, str) else format(value, 'g')}")
-    if patch.model_fields_set & {"s_min", "s_max"}:
-        _refuse_crossing(by_user)
+        number = f"{value:g}" if isinstance(value, float) else value
+        changed.append(f"{target}: {name} {'free' if value is None else f'= {number}'}")
+    # A script's own bounds are not compared.
+    s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max", math.inf)
+    if patch.model_fields_set & {"s_min", "s_max"} and s_max < s_min:
+        raise InvalidInput(
+            f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min.",
+            field="s_max" if "s_max" in by_user else "s_min",
+        )
+    by_user = {name: value for name, value in by_user.items() if value is not None}
     body = {**body, "set": {**body["set"], target: by_user}}
     if changed and body["policy"] == "static" and "static_scale" not in body["set"].get("static", {}):
         text = "The policy `static` needs its factor: give static_scale (a script that passes its own keeps that)."
         raise InvalidInput(text, field="static_scale")
     return body, changed
-
-
-def _refuse_crossing(by_user: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if a user's bounds leave no factor between them; a script's own bounds are not compared."""
-    s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max", math.inf)
-    if s_max < s_min:
-        raise InvalidInput(
-            f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min.",
-            field="s_max" if "s_max" in by_user else "s_min",
-        )

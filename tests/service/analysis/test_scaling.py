@@ -7,11 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tula_service.analysis.scaling import Body, ScalingTelemetry, first_body, in_force, next_body, tuned_delta
+from tula_service.analysis.scaling import (
+    RECENT_COLUMNS,
+    WHOLE_COLUMNS,
+    Body,
+    FloatArray,
+    IntArray,
+    ScalingTelemetry,
+    first_body,
+    in_force,
+    next_body,
+    tuned_delta,
+)
 
-NOTHING = np.zeros(0)
-NO_STEPS = np.zeros(0, np.int64)
-SEEN = ScalingTelemetry("run", 400, NOTHING, NOTHING, NO_STEPS, NOTHING, NO_STEPS, NOTHING, None, ())
+NOTHING = np.zeros(0, np.int64), np.zeros(0)
+SEEN = ScalingTelemetry("run", 400, dict.fromkeys((*RECENT_COLUMNS, *WHOLE_COLUMNS), NOTHING))
 
 
 def tuned(delta: float) -> Body:
@@ -25,7 +35,15 @@ def seen(*accuracy: float, before: int) -> ScalingTelemetry:
     steps = np.arange(100, 100 * len(accuracy) + 1, 100)
     versions = np.array([1.0, 2.0])
     taken_up = np.array([0, 100 * before + 50])
-    return replace(SEEN, accuracy_steps=steps, accuracy=np.array(accuracy), version_steps=taken_up, versions=versions)
+    return with_columns(SEEN, validation_accuracy=(steps, np.array(accuracy)), thresholds_version=(taken_up, versions))
+
+
+def with_columns(telemetry: ScalingTelemetry, **columns: tuple[IntArray, FloatArray]) -> ScalingTelemetry:
+    return replace(telemetry, columns={**telemetry.columns, **columns})
+
+
+def varying(values: FloatArray, telemetry: ScalingTelemetry = SEEN) -> ScalingTelemetry:
+    return with_columns(telemetry, gradient_variability=(np.arange(values.size), values))
 
 
 def test_delta_moves_to_where_one_step_in_ten_is_sensitive() -> None:
@@ -36,20 +54,20 @@ def test_delta_moves_to_where_one_step_in_ten_is_sensitive() -> None:
 
 
 def test_thresholds_that_fit_the_variability_are_not_published_again() -> None:
-    telemetry = replace(SEEN, variability=np.random.default_rng(0).uniform(0.0, 0.8, 4000))
+    telemetry = varying(np.random.default_rng(0).uniform(0.0, 0.8, 4000))
     body = next_body(first_body(), 1, telemetry)
     assert body is not None
     assert next_body(body, 2, telemetry) is None
 
 
 def test_a_short_or_empty_column_changes_nothing() -> None:
-    assert next_body(first_body(), 1, replace(SEEN, variability=np.array([0.1, np.inf, np.nan]))) is None
+    assert next_body(first_body(), 1, varying(np.array([0.1, np.inf, np.nan]))) is None
     assert next_body(first_body(), 1, SEEN) is None
 
 
 def test_numbers_that_the_script_passed_are_not_tuned() -> None:
-    calm = replace(SEEN, variability=np.full(200, 0.1))
-    body = next_body(first_body(), 1, replace(calm, delta_is_scripted=True))
+    calm = varying(np.full(200, 0.1))
+    body = next_body(first_body(), 1, with_columns(calm, scripted_delta=(np.array([0]), np.array([0.5]))))
     assert body is None
 
 
@@ -61,7 +79,7 @@ def test_a_number_that_a_user_set_overrides_the_tuned_one_of_its_policy_only() -
 
 
 def test_a_number_that_a_users_value_hides_is_not_tuned() -> None:
-    calm = replace(SEEN, variability=np.full(200, 0.1))
+    calm = varying(np.full(200, 0.1))
     by_user = {"ags": {"delta": 0.7}}
     assert next_body(first_body() | {"policy": "ags", "set": by_user}, 1, calm) is None
     assert next_body(first_body() | {"set": by_user | {"static": {"delta": 0.7}}}, 1, calm) is None
@@ -78,7 +96,7 @@ def test_a_lasting_drop_restores_the_delta_before() -> None:
 def test_a_run_whose_thresholds_were_rolled_back_is_not_tuned_again() -> None:
     body = next_body(tuned(delta=0.1), 2, seen(0.70, 0.74, 0.60, 0.61, before=2))
     assert body is not None
-    calm = replace(seen(0.70, 0.74, 0.60, 0.61, before=2), variability=np.full(200, 0.1))
+    calm = varying(np.full(200, 0.1), seen(0.70, 0.74, 0.60, 0.61, before=2))
     assert next_body(body, 3, calm) is None
     assert next_body(body, 3, replace(calm, run_id="next")) is not None
 

@@ -127,7 +127,8 @@ def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
             raise OverflowError("a case that was not thought of")
         return summarise(step, step_time_s, **others)
 
-    monkeypatch.setattr("tula_service.store.samples.summarise", broken)
+    for name in ("samples", "runs", "recommendations"):
+        monkeypatch.setattr(f"tula_service.usecases.{name}.summarise", broken)
     red = service.tenant("red")
     with service.client(red.user, Accept="text/html") as client:
         runs = {}

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.noise_scale import (
-    estimate_noise_scale,
-    learning_rate_factor,
-    max_sensible_batch_size,
-    statistical_efficiency,
-)
+from tula_service.perfmodel.noise_scale import StatisticalEfficiency, estimate_noise_scale
 
 SIZES = st.floats(1.0, 1e6)
 
@@ -36,7 +31,7 @@ def test_too_little_to_go_by_is_none(column):
 @given(noise=SIZES, base=SIZES, a=SIZES, b=SIZES)
 def test_efficiency_falls_with_batch_is_one_at_the_base_and_never_beats_perfect_scaling(noise, base, a, b):
     low, high = sorted((a, b))
-    at_low, at_high, at_base = (statistical_efficiency(b, noise, base_batch_size=base) for b in (low, high, base))
+    at_low, at_high, at_base = map(StatisticalEfficiency(noise, base).of, (low, high, base))
     assert at_high <= at_low
     assert at_base == pytest.approx(1.0)
     if low >= base:
@@ -45,16 +40,18 @@ def test_efficiency_falls_with_batch_is_one_at_the_base_and_never_beats_perfect_
 
 @given(noise=SIZES, base=SIZES)
 def test_the_largest_sensible_batch_keeps_half_and_one_more_example_would_not(noise, base):
-    best = max_sensible_batch_size(noise, base_batch_size=base)
-    at, beyond = (statistical_efficiency(size, noise, base_batch_size=base) for size in (best, best + 1.001))
+    efficiency = StatisticalEfficiency(noise, base)
+    best = efficiency.max_sensible_batch_size
+    at, beyond = efficiency.of(best), efficiency.of(best + 1.001)
     assert beyond < 0.5 * (1 + 1e-9) <= at * (1 + 1e-8)
 
 
 @given(noise=SIZES, base=SIZES, a=SIZES, b=SIZES)
 def test_the_learning_rate_grows_with_the_batch_and_never_faster_than_it(noise, base, a, b):
     low, high = base + min(a, b), base + max(a, b)
-    at_low, at_high = (learning_rate_factor(size, noise, base_batch_size=base) for size in (low, high))
-    assert learning_rate_factor(base, noise, base_batch_size=base) == pytest.approx(1.0)
+    efficiency = StatisticalEfficiency(noise, base)
+    at_low, at_high = efficiency.learning_rate_factor(low), efficiency.learning_rate_factor(high)
+    assert efficiency.learning_rate_factor(base) == pytest.approx(1.0)
     assert at_low >= 1.0 - 1e-9
     assert at_low <= at_high * (1 + 1e-9)
     assert at_high <= high / base * (1 + 1e-9)

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from benchmarks.support.postgres import PostgresServer
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import LedgerRecord, Store
 from tula_service.store.migrations import head_revision, upgrade_schema
 
@@ -27,7 +28,7 @@ def fill(store: Store) -> None:
     run = a_run(store, job.id)
     with store.transaction() as tx:
         tx.samples.add(run.key, job.id, samples(20))
-        tx.samples.refresh(run.key)
+        tx.samples.refresh(run.key, summarise)
         add_chunk(tx, run.key, a_chunk(0, 10))
         tx.answers.put(job.id, "kept", data_version=1, model_version="1", body="{}")
         entry = LedgerRecord("", job.id, "knee", "profiled", None, {}, "1", 1, (0.5, 0.4, 0.6), None)

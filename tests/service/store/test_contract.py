@@ -13,6 +13,7 @@ from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
 from tula_service.domain import MemoryReading
 from tula_service.errors import Conflict, NotFound
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import (
     DEFAULT_PROJECT_ID,
     LedgerOutcome,
@@ -460,7 +461,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
     run = a_run(store, job.id)
     with store.transaction() as tx:
         tx.samples.add(run.key, job.id, samples(5, memory=MemoryReading("peak_rss", 1)))
-        tx.samples.refresh(run.key)
+        tx.samples.refresh(run.key, summarise)
         add_chunk(tx, run.key, a_chunk(0, 5))
         tx.events.append(job.id, "job")
         tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 import tula_wire as wire
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tula_service.domain import BucketTimeline, MemoryReading
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store
 
 
@@ -80,7 +81,7 @@ class TestSamples:
                 samples(100, step_time_s=times, local_batch_size=16, memory=MemoryReading("peak_rss", 2**30)),
             )
             tx.samples.add(run.key, job.id, samples(1, rank=1, memory=MemoryReading("peak_rss", 2**31)))
-            (summary,) = tx.samples.summaries(job.id)
+            (summary,) = tx.samples.summaries(job.id, summarise)
         assert summary.step_time_s == pytest.approx(0.5, rel=1e-6)
         assert summary.optimizer_time_s == pytest.approx(0.05)
         assert summary.num_samples == 101
@@ -92,7 +93,7 @@ class TestSamples:
             assert list(tx.samples.memory_by_rank(run.key, limit=1)) == [1], "the highest peaks"
         assert summary.relative_sd is not None
         with store.reading() as tx:
-            assert tx.samples.summaries(job.id) == [summary], "a reader without write access sees the same"
+            assert tx.samples.summaries(job.id, summarise) == [summary], "a reader without write access sees the same"
             assert tx.runs.get(run.id).step_time_s == pytest.approx(0.5, rel=1e-6)
 
     def test_a_resent_batch_changes_no_version(self, store: Store) -> None:
@@ -113,7 +114,7 @@ class TestSamples:
             tx.samples.add(timed.key, job.id, samples(5))
             tx.samples.add(timed.key, job.id, samples(5, boot_id="again", timeline=timeline))
             tx.samples.add(other.key, job.id, samples(5))
-            found = {summary.run_id: summary.timeline for summary in tx.samples.summaries(job.id)}
+            found = {summary.run_id: summary.timeline for summary in tx.samples.summaries(job.id, summarise)}
         assert found == {timed.id: BucketTimeline((2**20, 2**21), (0.25, 0.5)), other.id: None}
 
     def test_a_run_out_of_memory_is_summarised_without_samples(self, store: Store) -> None:
@@ -121,7 +122,7 @@ class TestSamples:
         run = a_run(store, job.id)
         with store.transaction() as tx:
             tx.runs.transition(run.id, expected=["pending"], to="out_of_memory", failed_local_batch_size=64)
-            (summary,) = tx.samples.summaries(job.id)
+            (summary,) = tx.samples.summaries(job.id, summarise)
         assert (summary.state, summary.failed_local_batch_size) == ("out_of_memory", 64)
         assert summary.step_time_s is None
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tests.service.store.examples import CONFIGURATION, a_job, samples
 from tests.support.clock import ManualClock
 from tula_service.errors import NotFound
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import NewRun, Store
 from tula_wire.enums import FINAL_STATES, RunState
 
@@ -176,7 +177,7 @@ class JobsAndRuns(RuleBasedStateMachine):
                 version = tx.jobs.data_version(job)
                 assert version >= self.versions[job], "a data version never goes back"
                 self.versions[job] = version
-                for summary in tx.samples.summaries(job):
+                for summary in tx.samples.summaries(job, summarise):
                     if not found[summary.run_id].num_samples:
                         assert summary.step_time_s is None  # out of memory before anything was measured
                         continue

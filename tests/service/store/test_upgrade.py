@@ -26,6 +26,7 @@ from tests.service.store.examples import a_job
 from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.analysis.scaling import in_force
 from tula_service.errors import InvalidInput, SchemaMismatch
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
 from tula_service.store.tables import METADATA, scaling_versions
@@ -116,7 +117,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
         assert (job.name, job.spec) == ("kept", {"name": "kept"})
         (run,) = tx.runs.list(job.id)
         assert run.num_samples == 20
-        (summary,) = tx.samples.summaries(job.id)
+        (summary,) = tx.samples.summaries(job.id, summarise)
         assert summary.step_time_s == pytest.approx(0.55, rel=0.01)
         steps, values = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(10))
