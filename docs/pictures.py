@@ -30,7 +30,7 @@ from tula_wire.format import duration, percent
 WIDTH, HEIGHT, COLOURS = 1280, 860, 256
 PICTURES = ("workflow.svg", "job.png", "frontier.png", "run.png")
 """The workflow with a run's numbers, a job's recommendation, its chart of time against cost, a training run's page."""
-BOX, GAP, LINE = 215, 32, 22
+BOX, GAP, LINE = 220, 27, 22
 """Width of a step of the workflow, and space between two steps and between two lines, in pixels."""
 
 

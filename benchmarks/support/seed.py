@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +37,11 @@ class Seeded:
         answer = httpx.patch(self.url + routes.RUN.format(run_id=run_id), json={"holder": "seed", **body}, timeout=60)
         assert answer.is_success, answer.text
 
-    def telemetry(self, run_id: str, sequence: int, steps: range, columns: dict[str, list[float]]) -> None:
+    def telemetry(
+        self, run_id: str, sequence: int, steps: range, columns: Mapping[str, Sequence[float | None]]
+    ) -> None:
         """Send a chunk."""
-        body = {"boot_id": "b", "sequence": sequence, "steps": list(steps), "columns": columns}
+        body = {"boot_id": "b", "sequence": sequence, "steps": list(steps), "columns": dict(columns)}
         self.post(routes.RUN_TELEMETRY.format(run_id=run_id), body)
 
 

@@ -297,6 +297,19 @@ def test_one_pointer_reads_every_chart_of_a_run(visit: Visit, seeded: Seeded) ->
     expect(norm).to_have_text(re.compile(r"^At step 1,\d{3}: grad norm [\d.]+, gradient variability [\d.]+$"))
 
 
+def test_a_column_that_ended_earlier_says_of_which_step_its_last_value_is(visit: Visit, seeded: Seeded) -> None:
+    job_id = seeded.post(routes.JOBS, specification("ended-earlier"))["job"]["id"]
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}}
+    run_id = str(seeded.post(routes.JOB_RUNS.format(job_id=job_id), body)["id"])
+    steps = range(10)
+    seeded.telemetry(run_id, 0, steps, {"accuracy": [0.5] * 10, "validation_accuracy": [0.25] * 5 + [None] * 5})
+    page = visit(f"/runs/{run_id}")
+    draw_all(page)
+    readout = page.locator("[data-chart$='/accuracy'] .readout")
+    expect(readout).to_have_text("Last step 9: accuracy 0.5, validation accuracy 0.25 (step 4)")
+    expect(page.locator("[data-live='facts']")).to_contain_text("not known yet")  # whether a rank keeps others waiting
+
+
 def test_a_job_is_archived_from_its_page_and_brought_back(visit: Visit, seeded: Seeded) -> None:
     made = seeded.post(routes.JOBS, specification("to-archive"))["job"]["id"]
     page = visit(f"/jobs/{made}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, get_origin
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from starlette.routing import compile_path
 
 from tula_service.api.middleware import Metrics
@@ -249,3 +249,8 @@ AppServices = Annotated[Services, Depends(_services)]
 
 Caller = Annotated[Principal, Depends(authenticate)]
 """Who is calling, as an endpoint's parameter; resolved once per request."""
+
+Cursor = Annotated[
+    str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before.")
+]
+"""Where a page of a list begins, as an endpoint's parameter."""

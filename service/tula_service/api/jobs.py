@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Response
 
 from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.api.deps import AppServices, Caller, Cursor, reject_unknown_query
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
 
@@ -32,10 +32,7 @@ def list_jobs(
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
-    cursor: Annotated[
-        str | None,
-        Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before."),
-    ] = None,
+    cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
 ) -> JobPage:
     """Jobs, newest first."""

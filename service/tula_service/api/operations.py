@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -45,16 +45,18 @@ def get_metrics(services: AppServices) -> Response:
 
 
 def _lines(seen: Overview) -> Iterator[str]:
-    by_state = {f'{{state="{state}"}}': float(number) for state, number in seen.runs_by_state.items()}
-    yield from _gauge("tula_runs", "Runs by state.", by_state)
-    yield from _gauge("tula_agents_seen", "Processes that measure runs which are running.", {"": seen.num_agents})
-    yield from _gauge("tula_fits_kept", "Answers kept for the data they rest on.", {"": seen.num_answers})
-    quantiles = {f'{{quantile="{share}"}}': value for share, value in seen.prediction_error.items()}
-    yield from _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", quantiles)
-
-
-def _gauge(name: str, about: str, values: Mapping[str, float]) -> Iterator[str]:
-    yield f"# HELP {name} {about}"
-    yield f"# TYPE {name} gauge"
-    for labels, value in sorted(values.items()):
-        yield f"{name}{labels} {value:g}"
+    gauges: tuple[tuple[str, str, dict[str, float]], ...] = (
+        ("tula_runs", "Runs by state.", {f'{{state="{state}"}}': count for state, count in seen.runs_by_state.items()}),
+        ("tula_agents_seen", "Processes that measure runs which are running.", {"": seen.num_agents}),
+        ("tula_fits_kept", "Answers kept for the data they rest on.", {"": seen.num_answers}),
+        (
+            "tula_prediction_error_recent",
+            "Absolute relative error of step time.",
+            {f'{{quantile="{share}"}}': value for share, value in seen.prediction_error.items()},
+        ),
+    )
+    for name, about, values in gauges:
+        yield f"# HELP {name} {about}"
+        yield f"# TYPE {name} gauge"
+        for labels, value in sorted(values.items()):
+            yield f"{name}{labels} {value:g}"

@@ -9,7 +9,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.api.deps import AppServices, Caller, Cursor, reject_unknown_query
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
 
@@ -38,10 +38,7 @@ def list_runs(
     caller: Caller,
     services: AppServices,
     kind: Annotated[RunKind | None, Query(description="Only runs of this kind.")] = None,
-    cursor: Annotated[
-        str | None,
-        Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before."),
-    ] = None,
+    cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=500, description="Most runs on a page.")] = 100,
 ) -> RunList:
     """Runs of a job, newest first."""

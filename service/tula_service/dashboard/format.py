@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
@@ -105,26 +104,10 @@ def event_sentence(event: Event) -> str:
     return f"{noun} {state}{f': {why}' if why else ''}"
 
 
-_FILTERS: Final[dict[str, Callable[..., object]]] = {
-    "duration": duration,
-    "money": money,
-    "size": size,
-    "count": count,
-    "percent": functools.partial(percent, digits=0),
-    "share": percent,
-    "signed": signed,
-    "tone": tone,
-    "tone_against": tone_against,
-    "saving": saving,
-    "against": against,
-    "duration_interval": duration_interval,
-    "money_interval": money_interval,
-    "moment": moment,
-    "configuration": configuration,
-    "words": words,
-    "event_warns": event_warns,
-    "event_sentence": event_sentence,
-}
+_FILTERS: Final = (
+    *(duration, money, size, count, configuration, signed, tone, tone_against, saving, against),
+    *(duration_interval, money_interval, moment, words, event_warns, event_sentence),
+)
 
 
 @functools.cache
@@ -136,7 +119,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(_FILTERS)
+    environment.filters |= {each.__name__: each for each in _FILTERS}
+    environment.filters |= {"share": percent, "percent": functools.partial(percent, digits=0)}
     return environment
 
 

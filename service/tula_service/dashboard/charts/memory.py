@@ -9,7 +9,7 @@ from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import PALETTE, Row, Spec
 from tula_service.domain import MemoryReading
 from tula_wire import DEFAULT_INSTANCE_TYPE, Job, Recommendation, Run
-from tula_wire.format import configuration
+from tula_wire.format import configuration, size
 
 _ALARM: Final = PALETTE[6]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
@@ -41,8 +41,8 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         for (kind, batch), estimate in sorted(found.items())
     ]
     limits: list[Row] = [
-        {"value": size / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
-        for kind, size in ceilings.items()
+        {"value": most / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
+        for kind, most in ceilings.items()
     ]
     over = [run.configuration for run in job.plan if run.state == "out_of_memory"]
     crashes: list[Row] = [
@@ -102,12 +102,12 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
             "at": rank,
             "part": part,
             "order": order,
-            "value": size / unit.size,
+            "value": held / unit.size,
             "peak": reading.peak_bytes / unit.size,
         }
         for rank, reading in sorted(readings.items())
-        for order, (part, size) in enumerate(zip(_COMPONENTS, _split(reading), strict=True))
-        if size > 0
+        for order, (part, held) in enumerate(zip(_COMPONENTS, _split(reading), strict=True))
+        if held > 0
     ]
     tips = [
         vega.field("rank", title="Rank"),
@@ -124,7 +124,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     )
     title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
-    subtitle = f"Highest peak of each rank; the greatest is {max(peaks) / unit.size:.3g} {unit.name}"
+    subtitle = f"Highest peak of each rank; the greatest is {size(max(peaks))}"
     return vega.finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
 
 

@@ -215,17 +215,17 @@ function startZoom() {
 function showValues(figure, step) {
   const known = drawn.get(figure), readout = $(".readout", figure);
   if (!known?.spec?.usermeta?.readout || !known.view) { readout.textContent = ""; return; }
-  const values = [];
-  let at = step;
-  for (const { column, name, unit } of known.spec.usermeta.readout) {
+  const found = known.spec.usermeta.readout.map(({ column, name, unit }) => {
     const rows = known.spec.datasets[column];
     let low = 0, high = rows.length - 1;
     while (step !== null && low < high) { const middle = (low + high) >> 1; if (rows[middle].step < step) low = middle + 1; else high = middle; }
     if (step === null) low = high;
     if (low > 0 && step !== null && step - rows[low - 1].step < rows[low].step - step) low -= 1;
-    at = rows[low].step;
-    values.push(`${name} ${number(rows[low].value, 4)}${unit && ` ${unit}`}`);
-  }
+    return { at: rows[low].step, text: `${name} ${number(rows[low].value, 4)}${unit && ` ${unit}`}` };
+  });
+  // Columns end at different steps: what is older than the last one says of which step it is.
+  const at = step === null ? Math.max(...found.map((each) => each.at)) : found.at(-1).at;
+  const values = found.map((each) => each.text + (step === null && each.at < at ? ` (step ${each.at.toLocaleString("en")})` : ""));
   readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${values.join(", ")}`;
 }
 
