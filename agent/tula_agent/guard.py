@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from types import TracebackType
 
 logger = logging.getLogger("tula_agent")
@@ -16,11 +15,11 @@ class Guard:
     """Catches what a part of the agent raises, logs the first failure, and leaves the part out when it keeps failing.
 
     `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through.
+    It has no lock, which could not be pickled with a framework's callback: at worst a log line comes twice.
     """
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def __call__(self, part: str) -> _Quiet:
         """A context manager that catches what `part` raises."""
@@ -32,8 +31,7 @@ class Guard:
 
     def note(self, part: str, error: BaseException) -> None:
         """Count a failure of `part`; the first is logged with its traceback, the last as the end of that part."""
-        with self._lock:
-            count = self.failures[part] = self.failures.get(part, 0) + 1
+        count = self.failures[part] = self.failures.get(part, 0) + 1
         if count == 1:
             logger.warning("%s failed, training continues without it: %r", part, error, exc_info=error)
         elif count == GIVE_UP_AFTER:

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 def capture_randomness(loader: Any = None) -> dict[str, Any]:
     """The state of every generator that a step may draw from: torch (CPU, CUDA), NumPy, Python, the loader's own."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(_flat(random.getstate()))}
+    version, words, gauss_next = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, *words, gauss_next]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
@@ -128,10 +129,3 @@ def _generators(loader: Any) -> list[torch.Generator]:
     found = [getattr(holder, "generator", None) for holder in holders]
     unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
     return list(unique.values())
-
-
-def _flat(state: tuple[Any, ...]) -> Iterator[Any]:
-    version, words, gauss = state
-    yield version
-    yield from words
-    yield gauss

@@ -6,7 +6,6 @@ two packages imports the other.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,26 +60,25 @@ class DeviceTiming(NamedTuple):
 
 
 class PendingScalar:
-    """A scalar on its way to pinned host memory. With `root`, `poll` answers its square root."""
+    """A scalar on its way to pinned host memory."""
 
-    __slots__ = ("_event", "_host", "_root")
+    __slots__ = ("_event", "_host")
 
-    def __init__(self, scalar: torch.Tensor, root: bool = False) -> None:
+    def __init__(self, scalar: torch.Tensor) -> None:
         self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._host.copy_(scalar.detach().float(), non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(scalar.device))  # the current device may be another one
-        self._root = root
 
     def poll(self) -> float | None:
         """The number, or None while the copy is under way; never waits."""
         if not self._event.query():  # type: ignore[no-untyped-call]
             return None
-        return _rooted(float(self._host), self._root)
+        return float(self._host)
 
 
-def to_number(value: Any, root: bool = False) -> float | PendingScalar:
-    """A float where that needs no wait, else a `PendingScalar`; with `root`, its square root.
+def to_number(value: Any) -> float | PendingScalar:
+    """A float where that needs no wait, else a `PendingScalar`.
 
     Raises TypeError or ValueError for anything that is not one number.
     """
@@ -89,13 +87,9 @@ def to_number(value: Any, root: bool = False) -> float | PendingScalar:
         if value.numel() != 1:
             raise ValueError(f"a tensor of shape {tuple(value.shape)} is not one number: log its mean")
         if value.device.type == "cuda":
-            return PendingScalar(value.reshape(()), root)
+            return PendingScalar(value.reshape(()))
         value = value.detach().reshape(()).item()
-    return _rooted(float(value), root)
-
-
-def _rooted(number: float, root: bool) -> float:
-    return math.sqrt(number) if root and number >= 0 else number
+    return float(value)
 
 
 class Interval:

@@ -219,9 +219,8 @@ class Recorder:
             self._begin_in_group()
             if self.leads and self.timer.step == 0 and not self.timer.watched:
                 self._optimizer_calls = OptimizerCalls()
-        for optimizer in self.objects.optimizers:
-            if hasattr(optimizer, "next_epoch"):
-                optimizer.next_epoch()
+        for optimizer in self.objects.scaled:
+            optimizer.next_epoch()
         self.exporter.start()
 
     def want_batch(self) -> None:
@@ -260,7 +259,7 @@ class Recorder:
             self._first_batch(size)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.objects.batch_observers.references:
+        if self.objects.scaled.references:
             self.objects.observe_batch(batch, self.batches.share_of(self.cut_to))
         if self.leads and self.timer.step < EVERY_STEP_UNTIL:
             length = sequence_length_of(batch)
@@ -449,7 +448,7 @@ class Recorder:
         if interval is not None:
             self.readings.device.append((step, interval)) if sampled else interval.release()
         self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
-        if self.leads and self.objects.telemetry_sources.references:
+        if self.leads and self.objects.scaled.references:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
                 if name != "gradient_noise_scale" or self.cut_to is None:

@@ -44,15 +44,13 @@ class WeakList(Generic[T]):
 class TrackedObjects:
     """The models and optimizers given to `run.watch`, over all its calls.
 
-    batch_observers: optimizers that want each batch (`observe_batch`). telemetry_sources: those that report numbers
-    (`telemetry`).
+    scaled: the optimizers that scale gradients (`TulaOptimizer`), which want each batch and report numbers.
     """
 
     def __init__(self) -> None:
         self.models: WeakList[torch.nn.Module] = WeakList()
         self.optimizers: WeakList[Any] = WeakList()
-        self.batch_observers: WeakList[Any] = WeakList()
-        self.telemetry_sources: WeakList[Any] = WeakList()
+        self.scaled: WeakList[Any] = WeakList()
         self._reported: weakref.WeakKeyDictionary[Any, dict[str, float]] = weakref.WeakKeyDictionary()
 
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
@@ -63,14 +61,12 @@ class TrackedObjects:
         new = [optimizer for optimizer in optimizers if self.optimizers.add(optimizer)]
         for optimizer in new:
             if hasattr(optimizer, "observe_batch"):
-                self.batch_observers.add(optimizer)
-            if hasattr(optimizer, "telemetry"):
-                self.telemetry_sources.add(optimizer)
+                self.scaled.add(optimizer)
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
         """Name and value of each reported number that differs from the last time."""
-        for optimizer in self.telemetry_sources:
+        for optimizer in self.scaled:
             reported = self._reported.setdefault(optimizer, {})
             for name, value in optimizer.telemetry().items():
                 if reported.get(name) != value and name != "step":
@@ -78,7 +74,7 @@ class TrackedObjects:
                     yield name, value
 
     def observe_batch(self, batch: Any, share: float, times: int = 1) -> None:
-        """Hand the batch of a micro-step, a `share` of the loader's, to the observers; `times`: of how many such."""
-        for optimizer in self.batch_observers:
+        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such."""
+        for optimizer in self.scaled:
             for _ in range(times):
                 optimizer.observe_batch(batch, share=share)

@@ -32,11 +32,11 @@ class TulaCallback(Callback):
     At a training's limit it stops too, and saves `stopped.ckpt` beside the checkpoints, if the trainer keeps any.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
-    become telemetry. `run` is the agent's run, None before `fit`.
+    become telemetry. `run` is the agent's run, one that does nothing before `fit`.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
-        self.run: Run | None = None
+        self.run = Run(None)
         self._dataset_size = dataset_size
         self._pause = ExitStack()
         self._fit = ExitStack()
@@ -47,29 +47,24 @@ class TulaCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch model and optimizers; the strategy's model is the DDP module if DDP is used."""
-        if self.run is not None:
-            with self.run.guard("reading the epoch of a resumed fit"):
-                self.run.begin_at(_epochs_before(trainer))
-            model = getattr(trainer.strategy, "model", None) or pl_module
-            self.run.watch(model, list(trainer.optimizers))
-            self._cut_batches(trainer, self.run)
+        with self.run.guard("reading the epoch of a resumed fit"):
+            self.run.begin_at(_epochs_before(trainer))
+        model = getattr(trainer.strategy, "model", None) or pl_module
+        self.run.watch(model, list(trainer.optimizers))
+        self._cut_batches(trainer, self.run)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
-        if self.run is not None:
-            pulls = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
-            self.run.begin_loop(cuts=not pulls)  # a module that pulls moves them itself
+        pulls = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+        self.run.begin_loop(cuts=not pulls)  # a module that pulls moves them itself
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step begins."""
         self._pause.close()
-        if self.run is not None:
-            self.run.batch_arrived(batch, trainer.train_dataloader)
+        self.run.batch_arrived(batch, trainer.train_dataloader)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """A micro-step ends."""
-        if self.run is None:
-            return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self.run.log(loss=loss)
@@ -83,13 +78,11 @@ class TulaCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Stop timing the loop."""
-        if self.run is not None:
-            self.run.end_loop()
+        self.run.end_loop()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Until the next micro-step, time counts in no step."""
-        if self.run is not None:
-            self._pause.enter_context(self.run.paused())
+        self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """The same: what saves is called last in a batch's end, and the file is written after this."""
@@ -97,7 +90,7 @@ class TulaCallback(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the metrics of the validation."""
-        if self.run is not None and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             metrics = columns(trainer.callback_metrics)
             metrics.pop("loss", None)  # logged at every step already
             self.run.log(**metrics)
@@ -105,14 +98,12 @@ class TulaCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Report the exception now, since Lightning ends some processes itself."""
         self._fit.close()
-        if self.run is not None:
-            self.run.report_exception(exception)
+        self.run.report_exception(exception)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Send the remaining measurements and end the run."""
         self._fit.close()
-        if self.run is not None:
-            self.run.finish()
+        self.run.finish()
 
     def _cut_batches(self, trainer: Any, run: Run) -> None:
         """Until fit ends, move to the device only the examples that the run is to measure: the rest takes memory."""

@@ -26,11 +26,11 @@ class TulaTrainerCallback(TrainerCallback):
     """Measures `train`; stops it when a profiling run has enough samples, and saves and stops at a training's limit.
 
     The trainer loads all micro-batches of a step before it calls back, so input time is that of the whole step.
-    `run` is the agent's run, None before training.
+    `run` is the agent's run, one that does nothing before training.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
-        self.run: Run | None = None
+        self.run = Run(None)
         self._dataset_size = dataset_size
         self._pause = ExitStack()
 
@@ -46,20 +46,16 @@ class TulaTrainerCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
-        if self.run is not None:
-            self.run.begin_loop()
+        self.run.begin_loop()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
         self._pause.close()
-        if self.run is not None:
-            stand_in = torch.empty(args.train_batch_size, 0)
-            self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
+        stand_in = torch.empty(args.train_batch_size, 0)
+        self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """A step ends."""
-        if self.run is None:
-            return
         self.run.batch_done()
         if self.run.stopping:
             control.should_training_stop = True
@@ -71,18 +67,16 @@ class TulaTrainerCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Stop timing the loop."""
-        if self.run is not None:
-            self.run.end_loop()
+        self.run.end_loop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:  # noqa: ARG002
         """Log loss, learning rate and evaluation metrics, but not the summary at the end."""
-        if self.run is not None and logs and "train_runtime" not in logs:
+        if logs and "train_runtime" not in logs:
             self.run.log(**columns(logs))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Send the remaining measurements and end the run."""
-        if self.run is not None:
-            self.run.finish()
+        self.run.finish()
 
 
 def _watch_around(run: Run, model: Any) -> None:

@@ -48,7 +48,7 @@ class GradientReader:
         if loss_scale is not None:
             squared = squared / loss_scale.to(squared.device).square()
         self._spent += time.perf_counter() - started
-        values = [("grad_norm", to_number(squared, root=True))]
+        values = [("grad_norm", to_number(squared.sqrt()))]
         if self._first is None:
             self._first = (step, squared)
             return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -169,15 +169,10 @@ class GainPolicy:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: averages, and the measurement in flight (waited for here)."""
-        state = self._state
         return {
-            "noise": dict(vars(state.noise)),
-            "samples": state.samples,
+            "seen": asdict(self._state),
             "arrival": None if self._arrival is None else self._arrival.values(),
-            "norm": state.norm,
-            "measured_at": [state.measured_at, self._sent_at],
-            "variability": state.variability,
-            "factor": state.factor,
+            "sent_at": self._sent_at,
             "usual_norm": None if self._clip is None else self._clip.usual,
             "batch_size": self._meter.batch_size,
             "last_count": self._meter.last_count,
@@ -185,19 +180,15 @@ class GainPolicy:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Inverse of `state`."""
-        state = self._state = GainState(NoiseAverage(**saved["noise"]))
+        seen, arrival = saved["seen"], saved["arrival"]
+        state = self._state = GainState(**{**seen, "noise": NoiseAverage(**seen["noise"])})
         before, now = saved["batch_size"], self._meter.batch_size
         if now is None:
-            self._meter.counted_batch_size = before
-            self._meter.last_count = int(saved["last_count"])
+            self._meter.counted_batch_size, self._meter.last_count = before, saved["last_count"]
         elif before:  # S/B is kept per batch: a job resumed with another batch keeps its S
             state.noise.change_batch(now / before)
-        state.samples, state.factor = float(saved["samples"]), float(saved["factor"])
-        arrival = saved["arrival"]
         self._arrival = None if arrival is None else Arrival(torch.tensor(arrival, dtype=torch.float64))
-        state.norm = float(saved["norm"])
-        state.measured_at, self._sent_at = saved["measured_at"]
-        state.variability = float(saved["variability"])
+        self._sent_at = saved["sent_at"]
         if self._clip is not None:
             self._clip.usual = saved["usual_norm"]
 

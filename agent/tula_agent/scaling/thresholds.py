@@ -29,8 +29,7 @@ AGREE_EVERY = 16
 POLL_EVERY_S = 10.0
 
 _POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-_GRANULARITIES: dict[Granularity, int] = {"tensor": 0, "element": 2}
-"""By name their number in vectors and checkpoints."""
+_GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 _INTEGERS = WHOLE_THRESHOLDS | {"policy", "granularity"}
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""
@@ -94,7 +93,7 @@ class ScalingThresholds:
         numbers = {
             **vars(self),
             "policy": _POLICIES.index(self.policy),
-            "granularity": _GRANULARITIES[self.granularity],
+            "granularity": _GRANULARITIES.index(self.granularity),
         }
         return [_NONE if value is None else float(value) for value in numbers.values()]
 
@@ -105,13 +104,13 @@ class ScalingThresholds:
         values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
         values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
         values["policy"] = dict(enumerate(_POLICIES))[values["policy"]]
-        values["granularity"] = "element" if values["granularity"] == _GRANULARITIES["element"] else "tensor"
+        values["granularity"] = dict(enumerate(_GRANULARITIES))[values["granularity"]]
         return cls(**values)
 
 
 def _check_each(values: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first value that makes no sense by itself; a number may be None."""
-    for name, choices in (("policy", _POLICIES), ("granularity", (*_GRANULARITIES,))):
+    for name, choices in (("policy", _POLICIES), ("granularity", _GRANULARITIES)):
         if name in values and values[name] not in choices:
             raise ValueError(f"{name} is {values[name]!r:.40}: choose one of {', '.join(choices)}")
     for name, (least, most) in THRESHOLDS.items():

@@ -1,6 +1,7 @@
 """Lightning, with a model built from nothing."""
 
 import os
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -57,7 +58,7 @@ CHECKPOINT = sys.argv[2] if len(sys.argv) > 2 else None
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
 loader = torch.utils.data.DataLoader(data, batch_size=8)
-callback = TulaCallback(dataset_size=64)
+callback = pickle.loads(pickle.dumps(TulaCallback(dataset_size=64)))  # as a trainer that spawns its ranks sends it
 callbacks = [callback]
 if CHECKPOINT:
     # One that never comes to save by itself.

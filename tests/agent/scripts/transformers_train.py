@@ -1,6 +1,7 @@
 """The Hugging Face Trainer, with a model built from its configuration: nothing is downloaded."""
 
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -46,7 +47,7 @@ with tempfile.TemporaryDirectory() as temporary:
         train_dataset=rows,
         eval_dataset=rows[:8],
         compute_metrics=metrics,
-        callbacks=[TulaTrainerCallback(dataset_size=64)],
+        callbacks=[pickle.loads(pickle.dumps(TulaTrainerCallback(dataset_size=64)))],
     )
     checkpoint = Path(folder, "checkpoint-12")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint.is_dir() else None)
