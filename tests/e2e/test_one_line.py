@@ -92,7 +92,7 @@ def spec(name: str, **fields: Any) -> JobSpec:
 def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: str) -> Run:
     """One process's training, to its end."""
     spool = {"TULA_URL": url, "TULA_SPOOL_DIR": str(tmp_path / "spool")}
-    run = Run(read_config(spool | environ, job), dataset_size=job.dataset_size)
+    run = Run(read_config(spool | environ, job))
     for batch in run.steps([torch.randn(16, 2)] * steps):
         batch.sum()
     run.finish()

@@ -64,7 +64,7 @@ class Exporter:
         self._begin(spool_path, spool_limit_bytes)
 
     def _begin(self, spool_path: Path, spool_limit_bytes: int) -> None:
-        """What a process has of its own: lock, queue, spool and connection."""
+        """Lock, queue, spool and connection, which a forked child does not share."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._queue: deque[SpooledRequest] = deque()
