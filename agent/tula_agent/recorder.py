@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.batch_cut import first_examples
+from tula_agent.batches import LaunchBatches, batch_size_of, first_examples, sequence_length_of
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
-from tula_agent.launch_batches import LaunchBatches
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of
-from tula_agent.measure.step_timer import OptimizerCalls, StepTimer, batch_size_of, sequence_length_of
+from tula_agent.measure.step_timer import OptimizerCalls, StepTimer
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from tula_agent.batches import batch_size_of
 from tula_agent.config import is_launched, read_config
 from tula_agent.guard import logger
-from tula_agent.measure.step_timer import batch_size_of
 from tula_agent.rank_channel import current_group
 from tula_agent.run import GLOO_RELEASE_S, Run, init
 from tula_agent.torch_private import loader_iterator_class

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_agent.batch_cut import first_examples
+from tula_agent.batches import first_examples
 from tula_agent.config import read_config
 from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer

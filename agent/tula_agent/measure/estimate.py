@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_agent.measure.step_timer import map_tensors, tensors_in
+from tula_agent.batches import map_tensors, tensors_in
 from tula_agent.torch_private import autocast_dtype, storage_key, tensors_without_data
 
 _RECOMPUTED = 4.0 / 3.0

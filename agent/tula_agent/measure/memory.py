@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
-from tula_agent.measure.step_timer import batch_bytes
 from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
 from tula_wire.memory import MemoryReading, largest_local_batch_size, static_bytes
 

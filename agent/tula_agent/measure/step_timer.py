@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -168,66 +168,3 @@ def median_relative_error(times_s: Sequence[float]) -> float:
         return math.inf
     spread = 1.4826 * median(abs(value - centre) for value in times_s)
     return float(1.96 * 1.2533 * spread / math.sqrt(len(times_s)) / centre) if centre > 0 else math.inf
-
-
-def batch_size_of(batch: Any, loader: Any = None) -> int | None:
-    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's `batch_size`."""
-    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
-    shape = getattr(first, "shape", None)
-    if shape:
-        return int(shape[0])
-    for tensor in tensors_in(batch):
-        if len(tensor.shape) > 0:
-            return int(tensor.shape[0])
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
-
-
-def sequence_length_of(batch: Any) -> int | None:
-    """Tokens of an example, padding included: the length of `input_ids` or, in a sequence, of inputs and targets of one
-    shape, as next-token prediction has them. None where the batch is not of tokens.
-    """
-    if isinstance(batch, Mapping):
-        found: list[Any] = [batch.get("input_ids")]
-    else:
-        found = list(batch) if isinstance(batch, (list, tuple)) and len(batch) == 2 else [None]
-    if not all(hasattr(part, "element_size") and not part.dtype.is_floating_point for part in found):
-        return None
-    shapes = {tuple(part.shape) for part in found}
-    shape = shapes.pop()
-    return int(shape[1]) if len(shape) == 2 and not shapes else None
-
-
-def batch_bytes(batch: Any) -> int:
-    """Bytes of all tensors in `batch`."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
-
-
-def tensors_in(value: Any, depth: int = 4) -> list[Any]:
-    """Tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
-    if hasattr(value, "element_size") and hasattr(value, "shape"):
-        return [value]
-    if depth == 0 or isinstance(value, (str, bytes)):
-        return []
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = list(value[:64])
-    elif hasattr(value, "__dict__"):
-        parts = list(vars(value).values())
-    else:
-        return []
-    return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]
-
-
-def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
-    if hasattr(value, "element_size"):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(part, function) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(part, function) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(part, function) for part in value)
-    return value

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tula_agent.measure.step_timer import batch_size_of, map_tensors
+from tula_agent.batches import batch_size_of, map_tensors
 from tula_agent.scaling.math import MAX_RESIDUAL, common_factor, squares
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.torch_private import norm_squared

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, NamedTuple
 
+from tula_agent.batches import LaunchBatches
 from tula_agent.guard import Guard
-from tula_agent.launch_batches import LaunchBatches
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode

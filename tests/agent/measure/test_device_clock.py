@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent.sink import Sink
+from tula_agent.batches import LaunchBatches
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
-from tula_agent.launch_batches import LaunchBatches
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.readings import DeviceTiming, Readings, StepTiming
 from tula_agent.run import Run

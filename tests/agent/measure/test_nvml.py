@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tula_agent.batches import LaunchBatches
 from tula_agent.guard import Guard
-from tula_agent.launch_batches import LaunchBatches
 from tula_agent.measure.memory import context_bytes, device_use
 from tula_agent.readings import Readings, StepTiming
 from tula_agent.ship.request_builder import Identity, RequestBuilder

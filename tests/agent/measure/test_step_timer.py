@@ -9,13 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.measure.step_timer import (
-    StepTimer,
-    batch_bytes,
-    batch_size_of,
-    median_relative_error,
-    sequence_length_of,
-)
+from tula_agent.batches import batch_bytes, batch_size_of, sequence_length_of
+from tula_agent.measure.step_timer import StepTimer, median_relative_error
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tula_agent.batches import LaunchBatches
 from tula_agent.guard import Guard
-from tula_agent.launch_batches import LaunchBatches
 from tula_agent.readings import CommTiming, Readings, StepTiming
 from tula_agent.ship.request_builder import (
     Identity,

@@ -1,0 +1,162 @@
+"""Batches: what is read of one, its first examples, and the several that one launch measures."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn.utils.rnn import PackedSequence
+
+
+def batch_size_of(batch: Any, loader: Any = None) -> int | None:
+    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's `batch_size`."""
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
+    shape = getattr(first, "shape", None)
+    if shape:
+        return int(shape[0])
+    for tensor in tensors_in(batch):
+        if len(tensor.shape) > 0:
+            return int(tensor.shape[0])
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def sequence_length_of(batch: Any) -> int | None:
+    """Tokens of an example, padding included: the length of `input_ids` or, in a sequence, of inputs and targets of one
+    shape, as next-token prediction has them. None where the batch is not of tokens.
+    """
+    if isinstance(batch, Mapping):
+        found: list[Any] = [batch.get("input_ids")]
+    else:
+        found = list(batch) if isinstance(batch, (list, tuple)) and len(batch) == 2 else [None]
+    if not all(hasattr(part, "element_size") and not part.dtype.is_floating_point for part in found):
+        return None
+    shapes = {tuple(part.shape) for part in found}
+    shape = shapes.pop()
+    return int(shape[1]) if len(shape) == 2 and not shapes else None
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of all tensors in `batch`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[Any]:
+    """Tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
+    if hasattr(value, "element_size") and hasattr(value, "shape"):
+        return [value]
+    if depth == 0 or isinstance(value, (str, bytes)):
+        return []
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value[:64])
+    elif hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    else:
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
+    if hasattr(value, "element_size"):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, function) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, function) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(part, function) for part in value)
+    return value
+
+
+def first_examples(value: Any, size: int, count: int) -> Any:
+    """The first `count` of the `size` examples in a batch: tensors and lists whose leading length is `size` are cut.
+
+    Containers are copied, not changed. Raises TypeError where a part has another leading length, or may be either a
+    list of examples or a list of tensors.
+    """
+    if isinstance(value, PackedSequence):
+        raise TypeError("it holds a packed sequence")
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        if len(shape) and shape[0] != size:
+            raise TypeError(f"it holds a tensor of shape {tuple(shape)}, whose leading length is not {size}")
+        return value[:count] if len(shape) else value
+    if not tensors_in(value):
+        return value[:count] if isinstance(value, (list, tuple)) and len(value) == size else value
+    if isinstance(value, (list, tuple)):
+        return _first_of_sequence(value, size, count)
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value)
+        for key, part in value.items():
+            copied[key] = first_examples(part, size, count)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **{name: first_examples(part, size, count) for name, part in parts.items()})
+    raise TypeError(f"it is, or holds, a {type(value).__name__}")
+
+
+def _first_of_sequence(value: Any, size: int, count: int) -> Any:
+    """Of a list of examples, the first; of a list of tensors, each cut."""
+    try:
+        parts = [first_examples(part, size, count) for part in value]
+    except TypeError:
+        if len(value) != size:
+            raise
+        return value[:count]
+    if len(value) == size:
+        raise TypeError(f"a {type(value).__name__} of {size} tensors may be the examples or parts of all examples")
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+class LaunchBatches:
+    """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
+
+    whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
+    """
+
+    def __init__(self, run_id: str, whole: int | None, smaller: Sequence[tuple[int, str]] = ()) -> None:
+        self.whole = whole
+        self._run_id = run_id
+        self._runs: dict[int, str] = {}
+        self._due: list[tuple[int, str]] = []
+        self.use(smaller)
+
+    @property
+    def batch(self) -> int | None:
+        """The batch to cut to; None: the whole batch is due."""
+        return self._due[0][0] if self._due else None
+
+    @property
+    def several(self) -> bool:
+        """True where the launch has more than one run."""
+        return bool(self._runs)
+
+    @property
+    def run_id(self) -> str:
+        """The run that is being measured."""
+        return self._due[0][1] if self._due else self._run_id
+
+    def use(self, smaller: Sequence[tuple[int, str]]) -> None:
+        """Measure these batches, then the whole one; what was measured of others stays theirs."""
+        self._due = list(smaller) if self.whole is not None else []
+        self._runs.update(self._due)
+
+    def next(self) -> None:
+        """The batch that was due is measured."""
+        del self._due[:1]
+
+    def run_of(self, local_batch_size: int | None) -> str:
+        """The run that samples of this batch belong to."""
+        return self._runs.get(local_batch_size or 0, self._run_id)
+
+    def share_of(self, local_batch_size: int | None) -> float:
+        """Which share of the whole batch this is; 1 for any that is not cut."""
+        if self.whole is None or local_batch_size not in self._runs:
+            return 1.0
+        return local_batch_size / self.whole
