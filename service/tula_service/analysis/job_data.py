@@ -129,10 +129,9 @@ def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     """On-demand prices by instance type. Without any price a node-hour costs 1, so that cost counts node-hours."""
     if not any(is_priced(cluster.price) for cluster in spec.cluster):
-        return {cluster.instance_type: Offer(cluster.instance_type, usd_per_node_hour=1.0) for cluster in spec.cluster}
+        return {cluster.instance_type: Offer(usd_per_node_hour=1.0) for cluster in spec.cluster}
     return {
         cluster.instance_type: Offer(
-            cluster.instance_type,
             usd_per_node_hour=cluster.price.usd_per_node_hour or 0.0,
             usd_per_gb_hour=cluster.price.usd_per_gb_hour or 0.0,
         )
@@ -145,7 +144,6 @@ def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     """Spot prices, by instance type; only the types that have one."""
     return {
         cluster.instance_type: Offer(
-            cluster.instance_type,
             usd_per_node_hour=cluster.price.spot.usd_per_node_hour,
             spot=Spot(
                 interruptions_per_node_hour=cluster.price.spot.interruptions_per_node_hour,

@@ -24,7 +24,6 @@ from tula_service.perfmodel.priors import (
     ModelFacts,
     Priors,
     StepTimePrior,
-    Traffic,
     generic_prior,
     guessed_activation_bytes,
     prior_from_hardware,
@@ -276,13 +275,15 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
     devices = job_data.devices_of(model)
     again = _RECOMPUTED if model.activation_checkpointing else 1.0
-    traffic, guessed = _traffic(model, flops, parameters, devices)
-    traffic = replace(traffic, activation_bytes_per_sample=again * traffic.activation_bytes_per_sample)
+    # What a checkpointed network keeps says little of what it computes, so there a count is not used.
+    counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
+    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
     return ModelFacts(
         parameters,
         again * flops / devices,
-        traffic,
-        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, guessed),
+        again * float(counted or guess),
+        BYTES_PER_NUMBER["fp32"] * parameters / devices,
+        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else GUESSED_ACTIVATIONS_SD),
         rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
@@ -307,17 +308,6 @@ def _reduced_bytes(model: wire.ModelSpec) -> float:
     """Bytes of the all-reduces of a step that pass as many bytes over a link as this network does."""
     facts = facts_of(model)
     return facts.parameter_count * BYTES_PER_NUMBER["fp32"] / job_data.devices_of(model) * facts.volumes / 2.0
-
-
-def _traffic(model: wire.ModelSpec, flops: float, parameters: float, devices: int) -> tuple[Traffic, float]:
-    """Bytes that a step moves, in single precision where none is given; and the width that their guess adds.
-
-    What a checkpointed network keeps says little of what it computes, so there a count is not used.
-    """
-    counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
-    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
-    traffic = Traffic(float(counted or guess), 4.0 * parameters / devices)
-    return traffic, 0.0 if counted else GUESSED_ACTIVATIONS_SD
 
 
 def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> EarlierScale:

@@ -8,13 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from scipy import special
 
 from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective
 
 _NEARLY_BEST = 1.1
@@ -42,7 +43,6 @@ class Spot:
 class Offer:
     """What one instance type costs; prices add up, and zero means "not charged this way"."""
 
-    instance_type: str = DEFAULT_INSTANCE_TYPE
     usd_per_node_hour: float = 0.0
     usd_per_gb_hour: float = 0.0
     usd_per_rank_hour: float = 0.0
@@ -329,8 +329,8 @@ def find_knee(global_batch_size: Sequence[float] | FloatArray, time_s: Sequence[
     if not x.size or np.ptp(x) < math.log2(_LEAST_RANGE):
         return KneeFinding(None, "no knee: the candidates span less than a factor of four in global batch.")
     x, y = _lower_hull(x, y)
-    saving = 1.0 - np.exp2(np.diff(y) / np.diff(x))  # by a doubling, on each edge of the hull
-    enough = np.flatnonzero(saving >= _LEAST_SAVING)
+    slope = np.diff(y) / np.diff(x)  # of log2: what a doubling does, on each edge of the hull
+    enough = np.flatnonzero(slope <= math.log2(1.0 - _LEAST_SAVING))
     at = int(enough[-1]) + 1 if enough.size else 0
     if at == x.size - 1:
         return KneeFinding(None, "no knee: every doubling of the batch saves 10 % of the time or more.")
@@ -392,8 +392,9 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
         return Choice(goal, _none_fits(estimates, excluded), finding, excluded)
     ranked, reason = _ranked(goal, allowed, finding)
     if not likely:
+        chance = special.ndtr(_margin(allowed[0], limits))  # time and cost of one configuration share their error
         reason = (
-            f"It is the likeliest to keep the limits, with a chance of {_chance(allowed[0], limits) * 100:.0f} %; "
+            f"It is the likeliest to keep the limits, with a chance of {chance * 100:.0f} %; "
             f"none of the candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
         )
     elif limits.deadline_s is not None or limits.budget_usd is not None:
@@ -505,11 +506,6 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
                 sentence = f"its expected {what} is {mean} of the {said} of {top} {unit}, but {upper}."
             broken.append(Exclusion(estimate, name, certain, sentence, value.high / limit))
     return sorted(broken, key=lambda found: not found.certain)
-
-
-def _chance(estimate: Estimate, limits: Limits) -> float:
-    """Probability of keeping the tighter limit: time and cost of one configuration share their error."""
-    return 0.5 * (1.0 + math.erf(_margin(estimate, limits) / math.sqrt(2.0)))
 
 
 def _margin(estimate: Estimate, limits: Limits) -> float:

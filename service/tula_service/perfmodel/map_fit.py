@@ -20,7 +20,6 @@ from tula_service.perfmodel.step_time_form import (
     LogStepTimes,
     ResidualScales,
     hypotheses,
-    jacobian,
     log_terms,
     residual_covariance,
     residual_variance,
@@ -64,12 +63,12 @@ class Member:
 
     def predict(self, points: Points, measured: Points, reference: float) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
-        terms, slopes, _ = jacobian(self.theta, points, reference)
+        terms = log_terms(self.theta, points, reference)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
         explained = self.whitener @ cross.T
-        slopes = slopes - explained.T @ self.whitened_slopes  # as far as the data leave them open
+        slopes = terms.step_slopes - explained.T @ self.whitened_slopes  # as far as the data leave them open
         variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
         variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
         return terms.step + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
@@ -275,8 +274,8 @@ def _levenberg_marquardt(
         return np.concatenate([whitener @ (terms.step - targets.log_step), compute, root @ (at - prior.mean)])
 
     def slopes(at: FloatArray) -> FloatArray:
-        _, step, compute = jacobian(at, targets.points, reference)
-        return np.concatenate([whitener @ step, compute[known] / _COMPUTE_NOISE, root])
+        terms = log_terms(at, targets.points, reference)
+        return np.concatenate([whitener @ terms.step_slopes, terms.compute_slopes[known] / _COMPUTE_NOISE, root])
 
     found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
     return found[0], found[2]["fvec"], slopes(found[0])

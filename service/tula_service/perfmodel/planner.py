@@ -16,7 +16,7 @@ from tula_service.perfmodel.choice import Estimate, Goal, Recommendation, barred
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
 from tula_service.perfmodel.priors import Priors, generic_prior
-from tula_service.perfmodel.step_time_form import jacobian, residual_covariance, same_points
+from tula_service.perfmodel.step_time_form import log_terms, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Search
@@ -391,7 +391,9 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
         rows, columns = first.rows_of(name), second.rows_of(name)
         one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(name)
         member = posterior.leading
-        slopes, others = (jacobian(member.theta, each, posterior.reference_batch_size)[1] for each in (one, other))
+        slopes, others = (
+            log_terms(member.theta, each, posterior.reference_batch_size).step_slopes for each in (one, other)
+        )
         residual = residual_covariance(one, other, member.scales) + member.scales.own**2 * same_points(one, other)
         found[np.ix_(rows, columns)] = residual + slopes @ member.covariance @ others.T
     return found

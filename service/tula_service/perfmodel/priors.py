@@ -73,18 +73,11 @@ class StepTimePrior:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes on one device: what a sample leaves for the backward pass, and the parameters in single precision."""
-
-    activation_bytes_per_sample: float
-    parameter_bytes: float
-
-
-@dataclass(frozen=True)
 class ModelFacts:
     """What is known of a network without running it.
 
-    `flops_per_sample` is one forward pass, a multiplication and an addition counted as two; `flops_sd` is how uncertain
+    `flops_per_sample` is one forward pass, a multiplication and an addition counted as two. Of one device are the bytes
+    that a sample leaves for the backward pass and those of parameters in single precision. `flops_sd` is how uncertain
     the logarithm of the compute is by what was guessed of it, 0 where all was counted, and `rule_sd` how far the
     roofline is from it otherwise, which is more without a precision. `volumes` is how often the parameters' bytes pass
     a link in a step: 2 for an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers
@@ -94,7 +87,8 @@ class ModelFacts:
 
     parameter_count: float
     flops_per_sample: float
-    traffic: Traffic
+    activation_bytes_per_sample: float
+    parameter_bytes: float
     flops_sd: float = 0.0
     rule_sd: float = ROOFLINE_SD
     volumes: float = _ALL_REDUCE_VOLUMES
@@ -173,12 +167,12 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     peak, bandwidth = hardware.peak_tflops or _UNKNOWN_TFLOPS, hardware.memory_gb_per_s or _UNKNOWN_GB_PER_S
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
-    moved = facts.traffic.activation_bytes_per_sample
+    moved = facts.activation_bytes_per_sample
     log_compute = math.log(b_ref) + log_per_sample(facts.flops_per_sample, peak, moved, bandwidth)
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[0], sd[0] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
-    mean[1], mean[3] = log_per_step(facts.traffic.parameter_bytes, bandwidth) - log_compute, _LOG_BEND_OF_A_SUM
+    mean[1], mean[3] = log_per_step(facts.parameter_bytes, bandwidth) - log_compute, _LOG_BEND_OF_A_SUM
     if facts.idle_samples:
         mean[1] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref))
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)

@@ -51,11 +51,14 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Natural logarithms of the parts, in seconds, shape (n,): whole step, one micro-step's compute, collective."""
+    """Natural logarithms of the parts, in seconds, shape (n,): whole step, one micro-step's compute, collective; and
+    the slopes of the first two in theta, shape (n, 10)."""
 
     step: FloatArray
     compute: FloatArray
     communication: FloatArray
+    step_slopes: FloatArray
+    compute_slopes: FloatArray
 
 
 @dataclass(frozen=True)
@@ -74,53 +77,9 @@ class LogStepTimes:
 
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) -> Terms:
     """The form at `theta` of shape (10,), for n points; `communication` is -60 where there is one rank only."""
-    return _evaluate(theta, points, reference_batch_size).terms
-
-
-def jacobian(theta: FloatArray, points: Points, reference_batch_size: float) -> tuple[Terms, FloatArray, FloatArray]:
-    """The terms at `theta` of shape (10,), and the slopes of log step and log compute in theta, shape (n, 10) each."""
-    parts = _evaluate(theta, points, reference_batch_size)
-    terms, (_, ranks, nodes, _) = parts.terms, points.logarithms
-    several = points.world_size > 1.0
-    a, log_bend, log_overlap = theta[[1, 3, 9]].tolist()
-    bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
-    # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
-    floor, within = np.exp(bend * a - parts.bent), np.exp(parts.within_nodes - parts.collective)
-    hidden, waits = np.exp(overlap * terms.compute - parts.overlapped), np.exp(parts.last - terms.step)
-    between = np.where(several, 1.0 - within, 0.0)
-    compute, collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
-    compute[:, 0] = 1.0
-    compute[:, 1] = floor
-    compute[:, 2] = (1.0 - floor) * parts.growth
-    compute[:, 3] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * parts.growth - parts.bent / bend)
-    collective[:, 0] = several
-    collective[:, 4] = within * several
-    collective[:, 5] = collective[:, 4] * (ranks - _LOG_2)
-    collective[:, 6] = between
-    collective[:, 7] = between * (nodes - _LOG_2)
-    collective[:, 8] = between * ranks
-    last = collective + hidden[:, None] * (compute - collective)
-    mean = terms.communication + hidden * (terms.compute - terms.communication)
-    last[:, 9] = math.exp(log_overlap) / overlap * (mean - parts.overlapped / overlap)
-    return terms, compute + waits[:, None] * (last - compute), compute
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Every sum on the way to `terms`, natural logarithms of shape (n,), for the slopes."""
-
-    terms: Terms
-    growth: FloatArray
-    bent: FloatArray
-    within_nodes: FloatArray
-    collective: FloatArray
-    overlapped: FloatArray
-    last: FloatArray
-
-
-def _evaluate(theta: FloatArray, points: Points, reference_batch_size: float) -> _Parts:
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap = theta.tolist()
     batch, ranks, nodes, earlier = points.logarithms
+    several = points.world_size > 1.0
     bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
     growth = math.exp(log_q) * (batch - math.log(reference_batch_size))
     bent = np.logaddexp(bend * a, bend * growth)
@@ -128,11 +87,29 @@ def _evaluate(theta: FloatArray, points: Points, reference_batch_size: float) ->
     within = np.where(ranks > 0.0, s_intra + k_intra * (ranks - _LOG_2), _ABSENT)
     between = np.where(nodes > 0.0, s_inter + k_inter * (nodes - _LOG_2) + k_share * ranks, _ABSENT)
     collective = np.logaddexp(within, between)
-    communication = np.where(points.world_size > 1.0, c + collective, _ABSENT)
+    communication = np.where(several, c + collective, _ABSENT)
     overlapped = np.logaddexp(overlap * compute, overlap * communication)
     last = overlapped / overlap
-    terms = Terms(np.logaddexp(last, compute + earlier), compute, communication)
-    return _Parts(terms, growth, bent, within, collective, overlapped, last)
+    step = np.logaddexp(last, compute + earlier)
+    # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
+    floor, inner = np.exp(bend * a - bent), np.exp(within - collective) * several
+    hidden, waits = np.exp(overlap * compute - overlapped), np.exp(last - step)
+    outer = several - inner
+    of_compute, of_collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
+    of_compute[:, 0] = 1.0
+    of_compute[:, 1] = floor
+    of_compute[:, 2] = (1.0 - floor) * growth
+    of_compute[:, 3] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * growth - bent / bend)
+    of_collective[:, 0] = several
+    of_collective[:, 4] = inner
+    of_collective[:, 5] = inner * (ranks - _LOG_2)
+    of_collective[:, 6] = outer
+    of_collective[:, 7] = outer * (nodes - _LOG_2)
+    of_collective[:, 8] = outer * ranks
+    of_last = of_collective + hidden[:, None] * (of_compute - of_collective)
+    mean = communication + hidden * (compute - communication)
+    of_last[:, 9] = math.exp(log_overlap) / overlap * (mean - overlapped / overlap)
+    return Terms(step, compute, communication, of_compute + waits[:, None] * (of_last - of_compute), of_compute)
 
 
 @dataclass(frozen=True)

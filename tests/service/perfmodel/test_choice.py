@@ -156,14 +156,14 @@ def test_prices_add_up_and_scale_cost_but_never_time(offer, factor, nodes):
 
 def test_candidates_of_several_types_are_priced_by_their_own_offer_and_compete():
     small, large = make_configuration(2, 1, 25, 1, "small"), make_configuration(1, 4, 25, 1, "large")
-    offers = {"small": Offer("small", 1.0), "large": Offer("large", 6.0, spot=Spot(0.1))}
+    offers = {"small": Offer(1.0), "large": Offer(6.0, spot=Spot(0.1))}
     steps = {small: Interval(0.4, 0.3, 0.5), large: Interval(0.2, 0.1, 0.3)}
     found = [price(c, step, Training(1000), offers[c.instance_type]) for c, step in steps.items()]
     assert found[0].cost_usd.mean == pytest.approx(1000 / 50 * 0.4 * 2 * 1.0 / 3600)
     assert found[1].cost_usd.mean == pytest.approx(1000 / 100 * 0.2 * 6.0 / 3600 * spot_slowdown(Spot(0.1), 1))
     assert choose("time", found).chosen.configuration == large
     assert choose("cost", found).chosen.configuration == large
-    dear = price(large, steps[large], Training(1000), Offer("large", 60.0))
+    dear = price(large, steps[large], Training(1000), Offer(60.0))
     assert choose("cost", [found[0], dear]).chosen.configuration == small
 
 

@@ -15,7 +15,7 @@ from tula_service.perfmodel.choice import Goal, Offer, Training
 from tula_service.perfmodel.planner import greedy_design, plan, prior_covariance
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import Priors, generic_prior
-from tula_service.perfmodel.step_time_form import jacobian, residual_covariance
+from tula_service.perfmodel.step_time_form import log_terms, residual_covariance
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
 from tula_wire import Configuration
 
@@ -33,7 +33,7 @@ def matrix(model: StepTimeModel, candidates: list[Configuration]) -> np.ndarray:
         at = [row for row, c in enumerate(candidates) if c.instance_type == name]
         points, posterior = Points.of([candidates[row] for row in at]), model.posterior_for(name)
         member = posterior.leading
-        slopes = jacobian(member.theta, points, posterior.reference_batch_size)[1]
+        slopes = log_terms(member.theta, points, posterior.reference_batch_size).step_slopes
         residual = residual_covariance(points, points, member.scales) + member.scales.own**2 * np.eye(len(at))
         found[np.ix_(at, at)] = residual + slopes @ member.covariance @ slopes.T
     return found

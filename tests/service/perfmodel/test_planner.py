@@ -190,7 +190,7 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
 
 def test_every_instance_type_gets_its_largest_cluster():
     both = [*GRID, *(make_configuration(c.num_nodes, 8, c.local_batch_size, 1, "big") for c in GRID)]
-    goal = Goal("time", Training(1e6), {"default": Offer(), "big": Offer("big")})
+    goal = Goal("time", Training(1e6), {"default": Offer(), "big": Offer()})
     first = plan("adaptive", both, goal=goal, budget=PlanBudget(max_runs=10))
     assert {c.configuration.instance_type for c in first.runs[:2]} == {"default", "big"}
     assert {c.configuration.num_nodes for c in first.runs[:2]} == {8}
@@ -198,7 +198,7 @@ def test_every_instance_type_gets_its_largest_cluster():
 
 def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
     both = [*GRID, *(make_configuration(c.num_nodes, 4, c.local_batch_size, 1, "free") for c in GRID)]
-    offers = {"default": Offer(usd_per_node_hour=1.0), "free": Offer("free")}
+    offers = {"default": Offer(usd_per_node_hour=1.0), "free": Offer()}
     goal = Goal("cost", Training(1e6), offers)
     done, reason = work_through("adaptive", both, goal, PlanBudget(max_runs=9))
     assert reason

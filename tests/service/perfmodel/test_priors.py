@@ -20,7 +20,6 @@ from tula_service.perfmodel.priors import (
     Hardware,
     ModelFacts,
     StepTimePrior,
-    Traffic,
     generic_prior,
     prior_from_hardware,
     prior_from_jobs,
@@ -41,7 +40,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 def a_guess(**facts: Any) -> StepTimePrior:
-    known = ModelFacts(25e6, 8e9, Traffic(40e6, 100e6), **{"rule_sd": UNKNOWN_PRECISION_SD, **facts})
+    known = ModelFacts(25e6, 8e9, 40e6, 100e6, **{"rule_sd": UNKNOWN_PRECISION_SD, **facts})
     return prior_from_hardware(known, Hardware(15.7, 25.0, 900.0), reference_batch_size=128)
 
 
@@ -92,7 +91,7 @@ def test_intervals_hold_with_any_history(figures):
 def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
     sd = a_guess().sd[0]
     assert a_guess(flops_sd=1.0).sd[0] == pytest.approx(np.hypot(sd, 1.0))
-    facts = ModelFacts(25e6, 8e9, Traffic(40e6, 100e6), rule_sd=UNKNOWN_PRECISION_SD)
+    facts = ModelFacts(25e6, 8e9, 40e6, 100e6, rule_sd=UNKNOWN_PRECISION_SD)
     for hardware in (Hardware(), Hardware(15.7, 25.0, 900.0, figures_sd=1.0)):
         found = prior_from_hardware(facts, hardware, reference_batch_size=128)
         assert found.sd[0] == pytest.approx(np.hypot(sd, 1.0))
@@ -100,7 +99,7 @@ def test_a_first_guess_is_wider_by_what_is_guessed_in_it():
 
 def test_compute_is_bound_by_arithmetic_or_by_bytes_and_starts_from_a_floor():
     def log_s(batch: float = 128.0, peak: float = 125.0, moved: float = 40e6) -> float:
-        facts = ModelFacts(25e6, 8e9, Traffic(moved, 100e6))
+        facts = ModelFacts(25e6, 8e9, moved, 100e6)
         guess = prior_from_hardware(facts, Hardware(peak, 25.0, 900.0), reference_batch_size=batch)
         return cold_start.log_step_s(guess)
 
@@ -173,7 +172,7 @@ def test_jobs_on_one_other_device_say_less_of_this_one_than_jobs_on_many():
 def test_a_device_whose_figures_are_a_guess_says_little_of_others_and_keeps_its_own_width():
     sure, unsure = (shift([EarlierScale(1.0, "there", device_sd=sd)] * 3) for sd in (0.0, 1.0))
     assert 0.0 < unsure < 0.5 * sure
-    facts = ModelFacts(25e6, 8e9, Traffic(40e6, 100e6))
+    facts = ModelFacts(25e6, 8e9, 40e6, 100e6)
     unknown = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
     after = corrected(unknown, [EarlierScale(0.3, "there")] * 8, device_sd=1.0)
     assert after.sd[0] > 1.0, "nothing was learnt of how fast this device is"

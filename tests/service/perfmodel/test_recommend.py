@@ -74,4 +74,4 @@ def test_estimates_carry_the_peaks_that_the_memory_model_predicts() -> None:
 
 def test_an_instance_type_without_a_price_is_named() -> None:
     with pytest.raises(ObservationError, match="no price for instance type 'default'"):
-        recommend(GRID, model(), Goal("time", Training(1e6), {"large": Offer("large")}))
+        recommend(GRID, model(), Goal("time", Training(1e6), {"large": Offer()}))

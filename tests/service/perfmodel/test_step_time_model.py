@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
-from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, Traffic, prior_from_hardware, prior_from_jobs
+from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware, prior_from_jobs
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import StepTimeForm
@@ -194,7 +194,7 @@ def test_without_data_or_prior_there_is_no_model():
 
 
 def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
-    facts = ModelFacts(25.6e6, 4.1e9, Traffic(90e6, 100e6))
+    facts = ModelFacts(25.6e6, 4.1e9, 90e6, 100e6)
     hardware = Hardware(peak_tflops=15.7, inter_node_gbps=25.0)
     model = fit_step_time(None, prior=prior_from_hardware(facts, hardware, reference_batch_size=128))
     predicted = model.predict([make_configuration(1, 8, 128)])
@@ -261,7 +261,7 @@ def test_measurements_of_one_instance_type_are_transferred_to_another_by_their_h
 
 
 def test_each_instance_type_starts_from_its_own_prior():
-    facts = ModelFacts(25.6e6, 4.1e9, Traffic(90e6, 100e6))
+    facts = ModelFacts(25.6e6, 4.1e9, 90e6, 100e6)
     believed = {
         name: prior_from_hardware(facts, hardware, reference_batch_size=128)
         for name, hardware in {"v100": V100, "t4": T4}.items()
@@ -279,7 +279,7 @@ def test_each_instance_type_starts_from_its_own_prior():
 
 
 def test_unknown_hardware_is_guessed_and_marked_uncertain():
-    facts = ModelFacts(25.6e6, 4.1e9, Traffic(90e6, 100e6))
+    facts = ModelFacts(25.6e6, 4.1e9, 90e6, 100e6)
     known = prior_from_hardware(facts, V100, reference_batch_size=128)
     guessed = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
     assert guessed.sd[0] > known.sd[0] + 0.3
