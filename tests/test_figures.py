@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cold_start
+from benchmarks import cold_start, objectives
 from experiments.generalization.cases import MODES
 from experiments.generalization.data import load
 from experiments.generalization.networks import build
@@ -148,6 +148,11 @@ def test_the_page_for_those_who_pay_says_how_steady_the_answer_is_as_its_report_
     assert f"with every step time known the factor is {stored['sensitivity.balanced.known.p90']:.2f}." in page
     assert f"changes as much, by {stored['sensitivity.balanced.least.p90']:.2f}," in page
     assert f"changes nothing ({stored['sensitivity.balanced.answer_kept.p90']:.2f})" in page
+    assert f"of the answers of `time` {100 * stored['time.dominated']:.1f} % have one" in page
+    allowed = {name: stored[f"sensitivity.{name}.allowed.p90"] for name in objectives.SENSITIVE}
+    assert f"factor is {allowed['balanced']:.2f} for `balanced` and {allowed['time']:.2f} for `time`" in page
+    truth = [allowed[f"balanced.{name}"] for name in ("known", "product", "least")]
+    assert "it is {:.2f} by the rule, {:.2f} by the least time × cost and {:.2f} by the least".format(*truth) in page
 
 
 def test_the_page_of_questions_states_the_cost_of_the_agent_as_its_report_does() -> None:
