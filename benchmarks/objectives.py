@@ -37,7 +37,8 @@ from benchmarks.support.grids import Placement, Workload, over_workloads, worklo
 from benchmarks.support.report import mean, percentile, print_table, write_json
 from tula_service.perfmodel.choice import Goal, Offer, Training, choose, price
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.points import FloatArray, Points
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.enums import Objective
 
 OBJECTIVES: Final[tuple[Objective | Literal["kneedle"], ...]] = ("balanced", "time", "cost", "knee", "kneedle")
@@ -46,6 +47,7 @@ SENSITIVE = ("balanced", "time", "balanced.known", "balanced.product", "balanced
 _EXAMPLES = 1e6
 _DRAWS = 5
 _LEAST_CANDIDATES = 4
+_CURVE_POINTS = 129
 
 
 @dataclass
@@ -88,14 +90,28 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
     predicted = model.predict(seen.candidates).mean_s
     total = {c: float(t) / c.global_batch_size for c, t in zip(seen.candidates, predicted, strict=True)}
-    batches = sorted({c.global_batch_size for c in seen.candidates})
-    times = [min(t for c, t in total.items() if c.global_batch_size == batch) for batch in batches]
+    batches, times = dense_curve(seen.candidates, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = KneeLocator(np.log2(batches), np.log2(times), curve="convex", direction="decreasing").knee
     if found is None:
         return min(total, key=lambda c: (total[c], c))
     return min(total, key=lambda c: (round(abs(np.log2(c.global_batch_size) - found), 6), total[c], c))
+
+
+def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
+    """Global batches, even in log, and the predicted time per example on the fastest cluster at each."""
+    sizes = [c.global_batch_size for c in candidates]
+    batches = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
+    times = np.full(batches.size, np.inf)
+    for nodes, ranks in {(c.num_nodes, c.world_size) for c in candidates}:
+        sizes = [c.global_batch_size for c in candidates if (c.num_nodes, c.world_size) == (nodes, ranks)]
+        at = np.flatnonzero((batches >= min(sizes) * (1 - 1e-9)) & (batches <= max(sizes) * (1 + 1e-9)))
+        each = np.ones(at.size)
+        points = Points(nodes * each, ranks * each, np.maximum(batches[at] / ranks, 1.0))
+        times[at] = np.minimum(times[at], model.predict(points).mean_s / batches[at])
+    known = np.isfinite(times)
+    return batches[known], times[known]
 
 
 def judge(workload: Workload, noise: float) -> Judged:

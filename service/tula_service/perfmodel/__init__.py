@@ -7,6 +7,6 @@ equation to its function. The calls for one job, in order:
     candidates = candidates.enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=16, ...))
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))
-    answer     = recommend.recommend(candidates, model, goal, memory={...})      # predict, price, curve, knee, choose
+    answer     = choice.recommend(candidates, model, goal, memory={...})      # predict, price, find the knee, choose
     next_runs  = planner.plan(search, candidates, model, goal=goal, recommendation=answer)
 """

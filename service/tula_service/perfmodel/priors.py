@@ -234,28 +234,29 @@ def scale_from_jobs(
     """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
 
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
-    network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
-    and 0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. All three shrink
-    with `rule_sd`, that of the guess: the first two by its square, since a rule that knows precision and memory traffic
-    leaves less in common. Jobs with a wider one count less. `earlier` has each
-    network at most once per device: a repetition would count as another network that agrees. A job that is off by more
-    than four sd was described wrongly (FLOPs in another unit) and is ignored. The basis stays. Widths are
-    from single-device step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
-    BSD-3-Clause).
+    network, their effect on one device, and that of the network itself. The first two are normal around 0 (sd 0.5 and
+    0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. All three shrink with
+    `rule_sd`, that of the guess: the first two by its square, since a rule that knows precision and memory traffic
+    leaves less in common. Jobs with a wider one count less. `earlier` has each network at most once per device: a
+    repetition would count as another that agrees. A job that is off by more than four sd was described wrongly (FLOPs
+    in another unit) and is ignored. Widths are from step times of six networks on eight devices in two precisions
+    (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
-    share = rule_sd / UNKNOWN_PRECISION_SD
+    widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
-    all_three = share * math.hypot(_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD)
+    all_three = share * math.hypot(*widths)
     network_sd = math.sqrt(all_three**2 - everywhere_sd**2 - on_device_sd**2)
-    usable = [job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * _sd_of(job)]
+    usable = [
+        job for job in earlier if abs(job.log_ratio) <= _BELIEVED_SDS * math.hypot(*widths, job.device_sd, job.sd)
+    ]
     if not usable:
         return guess
-    from sklearn.linear_model import (
-        BayesianRidge,  # imported on use: it takes half a second, and most starts do not need it
-    )
+    from sklearn.linear_model import BayesianRidge  # imported on use: it takes half a second, and few starts need it
 
     devices = [device, *sorted({job.device for job in usable} - {device})]
-    parts = np.array([[everywhere_sd, *(_on(job, each, on_device_sd) for each in devices)] for job in usable])
+    same = np.array([[job.device == each for each in devices] for job in usable])
+    on = np.hypot(on_device_sd, [job.device_sd for job in usable])
+    parts = np.column_stack([np.full(len(usable), everywhere_sd), on[:, None] * same])
     own = [job.sd**2 + max(job.rule_sd**2 - rule_sd**2, 0.0) for job in usable]
     certainty = network_sd**2 / (network_sd**2 + np.array(own))
     # The columns are scaled by their sd, so the weights have a sd of 1: lambda is held at 1 by a prior worth 1e6 jobs.
@@ -276,14 +277,6 @@ def scale_from_jobs(
     mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, relative to another c
     sd[0] = math.hypot(float(spread[0]), flops_sd)
     return replace(guess, mean=mean, sd=sd)
-
-
-def _on(job: EarlierScale, device: str, on_device_sd: float) -> float:
-    return math.hypot(on_device_sd, job.device_sd) if job.device == device else 0.0
-
-
-def _sd_of(job: EarlierScale) -> float:
-    return math.hypot(_EVERYWHERE_SD, _DEVICE_SD, job.device_sd, _NETWORK_SD, job.sd)
 
 
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None) -> StepTimePrior:

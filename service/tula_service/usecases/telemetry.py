@@ -19,7 +19,7 @@ from pydantic import Field, Strict
 
 from tula_service.domain import MemoryReading
 from tula_service.errors import InvalidInput, NotFound, ServiceError
-from tula_service.perfmodel.series import TREND_POINTS, downsample, trend
+from tula_service.perfmodel.step_summary import TREND_POINTS, downsample, trend
 from tula_service.store import NewChunk, RunRecord, Store
 from tula_service.store.records import FloatArray, IntArray
 from tula_service.store.telemetry import chunk_row
