@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import sqlalchemy
 import typer
@@ -147,7 +147,7 @@ def token_create(
                 store,
                 _OPERATOR,
                 name=name,
-                scope=scope,
+                scope=cast(Scope, scope),
                 project=project,
                 job_id=job,
                 expires_in_s=None if expires_in_days is None else expires_in_days * 86_400,
@@ -168,7 +168,7 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
                 "id": one.id,
                 "name": one.name,
                 "scope": one.scope,
-                "project": one.project_id,
+                "project": one.project,
                 "job": one.job_id,
                 "state": "revoked" if one.revoked_at else "expired" if _expired(store, one.expires_at) else "valid",
                 "last_used_at": one.last_used_at.isoformat() if one.last_used_at else None,

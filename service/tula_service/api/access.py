@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
 from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.store import ProjectRecord, TokenRecord
 from tula_service.usecases import access
-from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, read, routes
+from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
 
 router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)])
 
@@ -23,13 +21,13 @@ def create_token(
     """Make a token; its secret is in this answer and nowhere else."""
     issued = access.issue_token(services.store, caller, **dict(wanted))
     services.access.forget()
-    return TokenCreated(token=_wire(issued.token), secret=issued.secret)
+    return issued
 
 
 @router.get(routes.TOKENS)
 def list_tokens(caller: Caller, services: AppServices) -> TokenList:
     """Tokens without their secrets: all for an administrator, the project's for a user."""
-    return TokenList(tokens=[_wire(token) for token in access.visible_tokens(services.store, caller)])
+    return TokenList(tokens=list(access.visible_tokens(services.store, caller)))
 
 
 @router.delete(routes.TOKEN)
@@ -37,13 +35,13 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
     """Revoke a token: at once in this worker, within a second in others."""
     revoked = access.revoke_token(services.store, caller, token_id)
     services.access.forget()
-    return _wire(revoked)
+    return revoked
 
 
-@router.post(routes.PROJECTS, status_code=201, response_model=Project, openapi_extra=request_body(ProjectCreate))
+@router.post(routes.PROJECTS, status_code=201, openapi_extra=request_body(ProjectCreate))
 def create_project(
     wanted: Annotated[ProjectCreate, json_of(ProjectCreate)], caller: Caller, services: AppServices
-) -> ProjectRecord:
+) -> Project:
     """Make a project; administrators only."""
     return access.create_project(services.store, caller, wanted.name)
 
@@ -52,8 +50,4 @@ def create_project(
 def list_projects(caller: Caller, services: AppServices) -> ProjectList:
     """All projects for an administrator, their own for a user."""
     found = access.visible_projects(services.store, caller)
-    return ProjectList.model_validate({"projects": found}, from_attributes=True)
-
-
-def _wire(token: TokenRecord) -> Token:
-    return read(Token, asdict(token) | {"project": token.project_id})
+    return ProjectList(projects=list(found))

@@ -8,9 +8,12 @@ from typing import Final
 import sqlalchemy as sa
 
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, new_id, same_fields
-from tula_service.store.records import AuditRecord, JsonObject, ProjectRecord, TokenRecord
+from tula_service.store._base import Repository, new_id
+from tula_service.store.records import JsonObject
 from tula_service.store.tables import audit_log, projects, sessions, tokens
+from tula_wire import Project, Scope, Token
+
+_TOKEN = [tokens.c[name] for name in Token.model_fields if name != "project"] + [tokens.c.project_id.label("project")]
 
 DEFAULT_PROJECT_ID: Final = "default"
 """The first migration creates this project, so that a single user needs to create none."""
@@ -23,7 +26,7 @@ MADE: Final = "token.create"
 class Projects(Repository):
     """Tenants."""
 
-    def create(self, name: str) -> ProjectRecord:
+    def create(self, name: str) -> Project:
         """A new project. Raises Conflict when the name is taken."""
         statement = (
             self._insert(projects)
@@ -35,23 +38,23 @@ class Projects(Repository):
             raise Conflict(f"A project called {name!r} exists already: choose another name.", field="name")
         return self.by_name(name)
 
-    def get(self, project_id: str) -> ProjectRecord:
+    def get(self, project_id: str) -> Project:
         """The project. Raises NotFound."""
         return self._one(projects.c.id == project_id, project_id)
 
-    def by_name(self, name: str) -> ProjectRecord:
+    def by_name(self, name: str) -> Project:
         """The project of this name. Raises NotFound."""
         return self._one(projects.c.name == name, name)
 
-    def list(self) -> list[ProjectRecord]:
+    def list(self) -> list[Project]:
         """All projects by name."""
-        return [ProjectRecord(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
+        return [Project(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
-    def _one(self, wanted: sa.ColumnElement[bool], name: str) -> ProjectRecord:
+    def _one(self, wanted: sa.ColumnElement[bool], name: str) -> Project:
         row = self._row(sa.select(projects).where(wanted))
         if row is None:
             raise NotFound.of("project", name)
-        return ProjectRecord(**row)
+        return Project(**row)
 
 
 class Tokens(Repository):
@@ -62,49 +65,47 @@ class Tokens(Repository):
         *,
         sha256: str,
         name: str,
-        scope: str,
+        scope: Scope,
         project_id: str | None = None,
         job_id: str | None = None,
         expires_at: datetime | None = None,
-    ) -> TokenRecord:
+    ) -> Token:
         """Store a new token."""
-        identity = new_id("token")
-        self._connection.execute(
-            sa.insert(tokens).values(
-                id=identity,
-                sha256=sha256,
-                name=name,
-                scope=scope,
-                project_id=project_id,
-                job_id=job_id,
-                created_at=self._now(),
-                expires_at=expires_at,
-            )
+        token = Token(
+            id=new_id("token"),
+            name=name,
+            scope=scope,
+            project=project_id,
+            job_id=job_id,
+            created_at=self._now(),
+            expires_at=expires_at,
         )
-        return self.get(identity)
+        values = token.model_dump(exclude={"project"}) | {"project_id": project_id, "sha256": sha256}
+        self._connection.execute(sa.insert(tokens).values(values))
+        return token
 
-    def get(self, token_id: str) -> TokenRecord:
+    def get(self, token_id: str) -> Token:
         """The token of this id. Raises NotFound."""
-        row = self._row(sa.select(tokens).where(tokens.c.id == token_id))
+        row = self._row(sa.select(*_TOKEN).where(tokens.c.id == token_id))
         if row is None:
             raise NotFound.of("token", token_id)
-        return TokenRecord(**same_fields(TokenRecord, row))
+        return Token(**row)
 
-    def by_hash(self, sha256: str) -> TokenRecord | None:
+    def by_hash(self, sha256: str) -> Token | None:
         """The token with this hash, whatever its state, or the token of the session with this hash."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         wanted = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
-        row = self._row(sa.select(tokens).where(wanted))
-        return None if row is None else TokenRecord(**same_fields(TokenRecord, row))
+        row = self._row(sa.select(*_TOKEN).where(wanted))
+        return None if row is None else Token(**row)
 
-    def list(self, *, project_id: str | None = None) -> list[TokenRecord]:
+    def list(self, *, project_id: str | None = None) -> list[Token]:
         """Tokens (of a project), newest first."""
-        statement = sa.select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
+        statement = sa.select(*_TOKEN).order_by(tokens.c.created_at.desc(), tokens.c.id)
         if project_id is not None:
             statement = statement.where(tokens.c.project_id == project_id)
-        return [TokenRecord(**same_fields(TokenRecord, row)) for row in self._rows(statement)]
+        return [Token(**row) for row in self._rows(statement)]
 
-    def revoke(self, token_id: str) -> TokenRecord:
+    def revoke(self, token_id: str) -> Token:
         """Revoke a token; revoking twice keeps the first time. Raises NotFound."""
         self._connection.execute(
             sa.update(tokens)
@@ -159,8 +160,3 @@ class Audit(Repository):
         self._connection.execute(
             sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
         )
-
-    def list(self, *, limit: int = 200) -> list[AuditRecord]:
-        """Acts, newest first."""
-        newest = sa.select(audit_log).order_by(audit_log.c.id.desc()).limit(limit)
-        return [AuditRecord(**row) for row in self._rows(newest)]

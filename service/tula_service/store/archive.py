@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.errors import InvalidInput, StoreUnavailable
-from tula_service.store.telemetry_codec import unpack
+from tula_service.store.telemetry import unpack
 
 if TYPE_CHECKING:
     import pyarrow as pa

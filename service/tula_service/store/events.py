@@ -8,8 +8,9 @@ from datetime import datetime
 import sqlalchemy as sa
 
 from tula_service.store._base import Repository
-from tula_service.store.records import EventRecord, JsonObject
+from tula_service.store.records import JsonObject
 from tula_service.store.tables import events
+from tula_wire import Event
 
 
 class Events(Repository):
@@ -26,19 +27,17 @@ class Events(Repository):
         statement = sa.insert(events).values(job_id=job_id, run_id=run_id, kind=kind, at=self._now(), data=data or {})
         return int(self._scalar(statement.returning(events.c.id)))
 
-    def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[EventRecord]:
+    def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[Event]:
         """Events of the job with an id above `last_id`, oldest first."""
         newer = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
-        return [EventRecord(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
+        return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
-    def recent(
-        self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20
-    ) -> list[EventRecord]:
+    def recent(self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20) -> list[Event]:
         """The newest events of these kinds, of one run if wanted, newest first."""
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)
-        return [EventRecord(**row) for row in self._rows(statement.order_by(events.c.id.desc()).limit(limit))]
+        return [Event(**row) for row in self._rows(statement.order_by(events.c.id.desc()).limit(limit))]
 
     def count_before(self, when: datetime) -> int:
         """The number of events older than `when`."""

@@ -12,13 +12,17 @@ from tula_service.store.database import is_sqlite
 from tula_service.store.partitions import create_ahead
 
 _LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
+_LOCK_NOT_AVAILABLE: Final = "55P03"
+LONGEST_WAIT_S: Final = 5.0
+"""For each lock of a table, on Postgres."""
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
 def upgrade_schema(engine: sa.Engine) -> None:
     """Create or upgrade the schema, in one transaction.
 
-    Raises SchemaMismatch when the database is newer, InvalidInput for a SQLite that is too old.
+    Raises SchemaMismatch when the database is newer, InvalidInput for a SQLite that is too old, StoreUnavailable when
+    the database cannot be reached or a table stays locked.
     """
     try:
         with engine.begin() as connection:
@@ -27,10 +31,17 @@ def upgrade_schema(engine: sa.Engine) -> None:
             else:
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+                # Behind a migration that waits for a table, all requests for that table wait too.
+                connection.execute(sa.text(f"SET LOCAL lock_timeout = '{LONGEST_WAIT_S:g}s'"))
             _refuse_newer(_current(connection))
             _run_migrations(connection)
         create_ahead(engine)
     except sa.exc.OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+            raise StoreUnavailable(
+                f"Another session has held a table's lock for {LONGEST_WAIT_S:g} s, and nothing was changed: end it "
+                "(pg_stat_activity lists it), then run `tula migrate` again."
+            ) from error
         raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
 
 

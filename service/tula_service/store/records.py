@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
@@ -20,15 +20,6 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 PredictionPairs: TypeAlias = list[list[float]]
 JobOrder: TypeAlias = Literal["newest", "name", "time", "cost", "error"]
-
-
-@dataclass(frozen=True)
-class ProjectRecord:
-    """A tenant."""
-
-    id: str
-    name: str
-    created_at: datetime
 
 
 @dataclass(frozen=True)
@@ -195,52 +186,3 @@ class FabricRecord:
 
     probe: JsonObject
     created_at: datetime
-
-
-@dataclass(frozen=True)
-class ScalingRecord:
-    """One version of a job's scaling thresholds."""
-
-    job_id: str
-    version: int
-    body: JsonObject
-    created_at: datetime
-
-
-@dataclass(frozen=True)
-class EventRecord:
-    """An event of a job; ids grow in commit order within a job."""
-
-    id: int
-    job_id: str
-    run_id: str | None
-    kind: str
-    at: datetime
-    data: JsonObject = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TokenRecord:
-    """A token without its secret; `project_id` is None for administrators, `job_id` set for agents only."""
-
-    id: str
-    name: str
-    scope: str
-    project_id: str | None
-    job_id: str | None
-    created_at: datetime
-    expires_at: datetime | None
-    last_used_at: datetime | None
-    revoked_at: datetime | None
-
-
-@dataclass(frozen=True)
-class AuditRecord:
-    """An administrative act: who did what to what, and when."""
-
-    id: int
-    at: datetime
-    actor: str
-    action: str
-    target: str
-    detail: JsonObject = field(default_factory=dict)

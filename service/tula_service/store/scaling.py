@@ -5,22 +5,22 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from tula_service.store._base import Repository
-from tula_service.store.records import JsonObject, ScalingRecord
+from tula_service.store.records import JsonObject
 from tula_service.store.tables import scaling_versions
 
 
 class Scaling(Repository):
     """All versions of the thresholds of a job; see `analysis/scaling.py` for their bodies."""
 
-    def latest(self, job_id: str) -> ScalingRecord | None:
-        """The version in force, None before the first."""
+    def latest(self, job_id: str) -> tuple[int, JsonObject] | None:
+        """The version in force and its body, None before the first."""
         row = self._row(
             sa.select(scaling_versions)
             .where(scaling_versions.c.job_id == job_id)
             .order_by(scaling_versions.c.version.desc())
             .limit(1)
         )
-        return None if row is None else ScalingRecord(**row)
+        return None if row is None else (row["version"], row["body"])
 
     def publish(self, job_id: str, body: JsonObject, *, after: int) -> bool:
         """Make `body` version `after + 1`; False if that version exists already."""

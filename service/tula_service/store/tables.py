@@ -231,7 +231,7 @@ telemetry_chunks = sa.Table(
     sa.Column("last_step", sa.BigInteger, nullable=False),
     sa.Column("num_steps", sa.Integer, nullable=False),
     sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
-    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry_codec.py
+    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry.py:pack
 )
 
 ledger = sa.Table(

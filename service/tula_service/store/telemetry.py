@@ -1,19 +1,21 @@
-"""Telemetry chunks: raw per-step series of a run, stored as sent and read back by column."""
+"""Telemetry chunks: raw per-step series of a run, compressed, stored as sent and read back by column."""
 
 from __future__ import annotations
 
+import struct
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import sqlalchemy as sa
+import zstandard
 
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository
 from tula_service.store.records import FloatArray, IntArray, NewChunk
 from tula_service.store.tables import runs, telemetry_chunks
-from tula_service.store.telemetry_codec import pack, unpack
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
 _INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
@@ -25,6 +27,21 @@ INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
 RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
 INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")
 """Takes a run's key and id after the row: SQLite reuses the key of a deleted run, perhaps for another tenant's run."""
+_EXPLICIT_STEPS: Final = 1
+_SINGLE_PRECISION: Final = 2
+_LEVEL: Final = -1
+"""On noisy columns the result is 3 % larger than at level 1, in a quarter of the time."""
+
+
+class _PerThread(threading.local):
+    """zstandard's objects may not be shared between threads."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _PerThread()
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
@@ -41,6 +58,50 @@ def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
         ",".join(chunk.names),
         pack(steps, chunk.values),
     )
+
+
+def pack(steps: IntArray, values: FloatArray) -> bytes:
+    """Compress `steps` of shape (n,) and `values` of shape (columns, n); NaN stays NaN.
+
+    Layout, little-endian: `steps` as one flag byte, then either first step and stride (int64 each, flag 0) or all steps
+    (flag 1), then the columns in order, their bytes shuffled by significance; float64, or float32 if that is lossless
+    (the flag's second bit).
+    """
+    stride = int(steps[1]) - int(steps[0]) if steps.size > 1 else 0
+    if bool((steps[1:] - steps[:-1] == stride).all()):
+        flags, head = 0, struct.pack("<qq", int(steps[0]), stride)
+    else:
+        flags, head = _EXPLICIT_STEPS, steps.astype("<i8").tobytes()
+    values = np.ascontiguousarray(values, dtype="<f8")
+    with np.errstate(over="ignore"):  # a value beyond the range becomes infinite, and so unequal
+        single = values.astype("<f4")
+    lossless = bool(((single == values) | (values != values)).all())
+    if lossless:
+        flags |= _SINGLE_PRECISION
+    return bytes([flags]) + _zstd.compressor.compress(head + _shuffle(single if lossless else values))
+
+
+def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, FloatArray]:
+    """The inverse of `pack`: steps of shape (num_steps,), values of shape (num_columns, num_steps)."""
+    flags = payload[0]
+    raw = _zstd.decompressor.decompress(payload[1:])
+    if flags & _EXPLICIT_STEPS:
+        steps = np.frombuffer(raw, "<i8", num_steps).astype(np.int64)
+        offset = 8 * num_steps
+    else:
+        first, stride = struct.unpack_from("<qq", raw)
+        steps = first + stride * np.arange(num_steps, dtype=np.int64)
+        offset = 16
+    kind = np.dtype("<f4" if flags & _SINGLE_PRECISION else "<f8")
+    planes = np.frombuffer(raw, np.uint8, offset=offset).reshape(kind.itemsize, num_columns * num_steps)
+    values = np.ascontiguousarray(planes.T).view(kind).reshape(num_columns, num_steps)
+    return steps, values.astype(np.float64)
+
+
+def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
+    """All first bytes, then all second bytes, ...: exponents become neighbours and compress well."""
+    planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
+    return planes
 
 
 class Telemetry(Repository):

@@ -13,8 +13,9 @@ from datetime import datetime, timedelta
 from typing import Final, Generic, TypeVar
 
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
-from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, ProjectRecord, RunRecord, Store, TokenRecord, Transaction
+from tula_service.store import DEFAULT_PROJECT_ID, JobRecord, RunRecord, Store, Transaction
 from tula_service.store.access import MADE
+from tula_wire import Project, Scope, Token, TokenCreated
 
 SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"
@@ -108,14 +109,6 @@ def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord
     return run
 
 
-@dataclass(frozen=True)
-class IssuedToken:
-    """A new token and its secret, which is not stored."""
-
-    token: TokenRecord
-    secret: str
-
-
 def digest(secret: str) -> str:
     """The SHA-256 that the store keeps. Secrets hold 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
@@ -126,11 +119,11 @@ def issue_token(
     actor: Principal,
     *,
     name: str,
-    scope: str,
+    scope: Scope,
     project: str | None = None,
     job_id: str | None = None,
     expires_in_s: float | None = None,
-) -> IssuedToken:
+) -> TokenCreated:
     """Create a token. Administrators create any; users create agent and read tokens in their project.
 
     Raises Forbidden, NotFound, or InvalidInput when scope, project and job do not go together.
@@ -162,20 +155,20 @@ def issue_token(
             target=token.id,
             detail={"name": name, "scope": scope, "project_id": project_id, "job_id": job_id},
         )
-    return IssuedToken(token, secret)
+    return TokenCreated(token=token, secret=secret)
 
 
-def visible_tokens(store: Store, caller: Principal) -> Sequence[TokenRecord]:
+def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
     """All tokens for an administrator, those of the caller's project for a user."""
     with store.reading() as tx:
         return tx.tokens.list(project_id=caller.list_project_id)
 
 
-def revoke_token(store: Store, actor: Principal, token_id: str) -> TokenRecord:
+def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
     """End a token. Users may revoke the tokens of their project. Raises NotFound."""
     with store.transaction() as tx:
         token = tx.tokens.get(token_id)
-        if not actor.is_admin and (actor.scope != "user" or token.project_id != actor.project_id):
+        if not actor.is_admin and (actor.scope != "user" or token.project != actor.project_id):
             raise NotFound.of("token", token_id)
         token = tx.tokens.revoke(token_id)
         tx.audit.append(actor=actor.sender, action="token.revoke", target=token_id)
@@ -198,7 +191,7 @@ def end_session(store: Store, secret: str) -> None:
         tx.sessions.delete(digest(secret))
 
 
-def create_project(store: Store, actor: Principal, name: str) -> ProjectRecord:
+def create_project(store: Store, actor: Principal, name: str) -> Project:
     """A new project, recorded in the audit log. Raises Forbidden, or Conflict if the name is taken."""
     if not actor.is_admin:
         raise Forbidden("Only an administrator creates projects: ask one.")
@@ -208,7 +201,7 @@ def create_project(store: Store, actor: Principal, name: str) -> ProjectRecord:
     return project
 
 
-def visible_projects(store: Store, caller: Principal) -> Sequence[ProjectRecord]:
+def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
     """Every project for an administrator, otherwise the caller's own."""
     with store.reading() as tx:
         if caller.is_admin:
@@ -229,7 +222,7 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
         raise Unauthenticated("This token has ended: create one with `tula token create`.")
 
 
-def _ended(token: TokenRecord, now: datetime) -> str | None:
+def _ended(token: Token, now: datetime) -> str | None:
     """How a token has ended, None while it is valid."""
     if token.revoked_at is not None:
         return "was revoked"
@@ -337,7 +330,7 @@ class Access:
         trusted_s = TRUSTED_S
         if token.expires_at is not None:
             trusted_s = min(trusted_s, (token.expires_at - now).total_seconds())
-        principal = Principal(token.name, token.scope, token.id, token.project_id, token.job_id)
+        principal = Principal(token.name, token.scope, token.id, token.project, token.job_id)
         self._cache(secret, principal, trusted_s, generation)
         return principal
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tula_service.errors import StoreUnavailable
-from tula_service.store import EventRecord, Store
+from tula_service.store import Store
 from tula_service.store.migrations import check_schema
 from tula_service.store.partitions import check_month
 from tula_service.usecases.access import Principal, check_still_valid, visible_job
@@ -35,7 +35,7 @@ def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limi
     with store.reading() as tx:
         check_still_valid(tx, principal)
         tx.jobs.data_version(job_id)
-        return [_view(event) for event in tx.events.after(job_id, after, limit=limit)]
+        return tx.events.after(job_id, after, limit=limit)
 
 
 def recent(
@@ -50,7 +50,7 @@ def recent(
     """The newest events of these kinds, of one run if wanted, newest first. Raises NotFound for an unknown job."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        return [_view(event) for event in tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)]
+        return tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,3 @@ def check_ready(store: Store) -> None:
         check_month(store.engine)
     except sa.exc.SQLAlchemyError as error:
         raise StoreUnavailable("The database cannot be reached: check that it is running.") from error
-
-
-def _view(record: EventRecord) -> wire.Event:
-    return wire.Event.model_validate(record, from_attributes=True)

@@ -58,7 +58,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         summaries=tx.samples.summaries(job.id, summarise),
         earlier_jobs=[_earlier_job(each) for each in earlier],
         prediction_pairs=tx.lessons.prediction_pairs(job.id),
-        trained_noise_scale=None if thresholds is None else thresholds.body.get("gradient_noise_scale"),
+        trained_noise_scale=None if thresholds is None else thresholds[1].get("gradient_noise_scale"),
         profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
         token_counts=_columns(tx, runs, "tokens_per_example", _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS),
         retried_up_to_key=job.retried_up_to_key,

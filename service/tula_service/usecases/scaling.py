@@ -71,8 +71,7 @@ def change(
 
 def _latest(tx: Transaction, job_id: str) -> tuple[int, scaling.Body]:
     """The version in force and its body."""
-    record = tx.scaling.latest(job_id)
-    return (1, scaling.first_body()) if record is None else (record.version, record.body)
+    return tx.scaling.latest(job_id) or (1, scaling.first_body())
 
 
 def _look(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tula_service.store.telemetry_codec import pack, unpack
+from tula_service.store.telemetry import pack, unpack
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 50))
 

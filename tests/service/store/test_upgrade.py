@@ -25,9 +25,9 @@ from benchmarks.support.server import command
 from tests.service.store.examples import a_job
 from tula_service.analysis.monitoring import Alarm, Monitor
 from tula_service.analysis.scaling import in_force
-from tula_service.errors import InvalidInput, SchemaMismatch
+from tula_service.errors import InvalidInput, SchemaMismatch, StoreUnavailable
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store import Store, open_engine
+from tula_service.store import Store, migrations, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
 from tula_service.store.tables import METADATA, scaling_versions
 
@@ -90,6 +90,21 @@ def test_kills_in_the_middle_of_an_upgrade_leave_the_old_schema_or_the_new(tmp_p
         killed += process.wait(60) == -signal.SIGKILL
         holds_the_examples(open_engine(str(database)))
     assert killed >= KILLS // 2, "most were killed before they had ended"
+
+
+def test_an_upgrade_ends_with_a_sentence_if_another_session_holds_a_table(
+    postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind one that waits for ever, every request for the table would wait as well."""
+    monkeypatch.setattr(migrations, "LONGEST_WAIT_S", 0.1)
+    url = postgres_server.create_database()
+    engine = restored(min(ASSETS.glob("*.postgres.sql")), url)
+    with engine.begin() as other:
+        other.exec_driver_sql("LOCK TABLE runs IN ACCESS SHARE MODE")
+        with pytest.raises(StoreUnavailable, match=r"held a table's lock for 0\.1 s"):
+            upgrade_schema(engine)
+    holds_the_examples(engine)
+    postgres_server.drop_database(url)
 
 
 @pytest.fixture
