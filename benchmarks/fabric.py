@@ -6,7 +6,7 @@ For each of three bandwidths and two sizes of network, in a project by itself: a
 times when each bucket of gradients is ready; `tula probe` between two nodes; the service's prediction for eight; a
 probe of all eight, and its prediction again; then the truth, a run on eight nodes. Compute is a wait
 (`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine take
-the time that each would take on a node of its own.
+the time that each would take on a whole node.
 
 Keys: `from_two.median_error`, `from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for
 compute and an all-reduce of all bytes after each other, by the probe of two, `from_all.worst`, and `within_interval`

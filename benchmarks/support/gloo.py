@@ -28,7 +28,7 @@ def fork_ranks(
     """Run `rank_main` as each rank, in forks of this process, which has imported what they need; raises if one fails.
 
     The ranks are on this machine, or each on a separate node: then rank i enters the network namespace `namespaces`i,
-    and runs before other programs (SCHED_RR), since on a node of its own it would not wait for a core. Without that,
+    and runs before other programs (SCHED_RR), since on a whole node it would not wait for a core. Without that,
     eight ranks take ten times as long for a small all-reduce while two cores are busy.
     """
     variables = {

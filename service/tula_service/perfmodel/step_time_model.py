@@ -117,8 +117,12 @@ class StepTimeModel:
             at = points.rows_of(name)
             fit = self.paper_fits.get(name) or self.posterior_for(name)
             predicted = fit.predict_step(points.take(at))
-            whole_s, micro_steps = np.exp(predicted.mean), points.grad_accum_steps[at]
-            repeated_s = (micro_steps - 1.0) * np.minimum(self.optimizer_s.get(name, 0.0), whole_s / micro_steps)
+            whole_s, computing_s, micro_steps = (
+                np.exp(predicted.mean),
+                np.exp(predicted.compute),
+                points.grad_accum_steps[at],
+            )
+            repeated_s = (micro_steps - 1.0) * np.minimum(self.optimizer_s.get(name, 0.0), computing_s / micro_steps)
             mean_s[at] = whole_s - repeated_s
             log_sd[at] = predicted.sd * self.interval_scale * whole_s / mean_s[at]
             wait = self.input_waits.get(name, next(iter(self.input_waits.values()), None))
@@ -128,7 +132,7 @@ class StepTimeModel:
                 mean_s[at] += input_s[at]
                 log_sd[at] = sd_s / mean_s[at]
             low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
-            compute_s[at], comm_s[at] = np.exp(predicted.compute) - repeated_s, np.exp(predicted.communication)
+            compute_s[at], comm_s[at] = computing_s - repeated_s, np.exp(predicted.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         seen = set() if self.observations is None else set(self.observations.points.rows())
         return StepTimePredictions(

@@ -326,3 +326,14 @@ def test_the_optimizer_counts_once_a_step_however_many_micro_steps_accumulate() 
             before = fit_step_time(StepTimeObservations.at(points, **taken)).predict(configurations)
             assert before.mean_s[0] == pytest.approx(predicted.mean_s[0], rel=1e-12)
             assert before.mean_s[2] == pytest.approx(4 * times[0], rel=0.02)
+
+
+def test_an_optimizer_that_waits_for_other_ranks_leaves_each_micro_step_some_compute() -> None:
+    """A sharded one gathers parameters in its step: it may report more than compute takes."""
+    points = [make_configuration(2, 1, 32, micro_steps) for micro_steps in (1, 8)]
+    observed = StepTimeObservations.at(
+        points[:1], [1.0], compute_time_s=[0.1], exposed_comm_time_s=[0.9], optimizer_time_s=[0.8]
+    )
+    predicted = fit_step_time(observed).predict(points)
+    assert np.all(predicted.compute_s > 0.0)
+    assert np.all(predicted.mean_s >= 0.99 * predicted.mean_s[0])
