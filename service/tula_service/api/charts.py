@@ -10,13 +10,12 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import JSONResponse
 
-from tula_service.api.deps import AppServices, Caller, Services, reject_unknown_query
+from tula_service.api.deps import AppServices, Services, reject_unknown_query
 from tula_service.dashboard import charts
-from tula_service.dashboard.pages import MAX_COMPARED, User, compare_runs
+from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
+from tula_service.dashboard.session import CurrentUser, User
 from tula_service.errors import Busy, NotFound
-from tula_service.store import Store
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
-from tula_service.usecases.access import Principal
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
 
@@ -37,7 +36,7 @@ _MOST_DRAWINGS: Final = 6
 async def get_job_chart(
     job_id: str,
     name: str,
-    caller: Caller,
+    user: CurrentUser,
     services: AppServices,
     quantity: Annotated[charts.Quantity, Query(description="What `tradeoff` draws.")] = "time",
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
@@ -50,41 +49,40 @@ async def get_job_chart(
     format: Format = "json",
 ) -> Response:
     """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
-    store = services.store
 
     def make() -> charts.Spec:
-        job = jobs.get(store, caller, job_id)
+        job = jobs.get(*user, job_id)
         if name == "quality":
-            found = compare_runs(User(store, caller), job_id, column, trend=trend, cursor=cursor, only=run)
+            found = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
             return charts.quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
         _check_known("job", name, (*charts.JOB_CHARTS, "quality"))
-        recommendation = read(Recommendation, recommendations.get(store, caller, job_id, objective))
-        entries = ledger.entries(store, caller, job_id)
+        recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
+        entries = ledger.entries(*user, job_id)
         trainings = []
         if name == "accuracy":
-            trainings = runs.list_runs(store, caller, job_id, kind="train", limit=MAX_TRAININGS).runs
+            trainings = runs.list_runs(*user, job_id, kind="train", limit=MAX_TRAININGS).runs
         return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
 
-    return await _answer(services, caller, make, format)
+    return await _answer(services, user.principal.sender, make, format)
 
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)
-async def get_chart(name: str, caller: Caller, services: AppServices, format: Format = "json") -> Response:
+async def get_chart(name: str, user: CurrentUser, services: AppServices, format: Format = "json") -> Response:
     """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
 
     def make() -> charts.Spec:
         _check_known("service", name, charts.SERVICE_CHARTS)
-        found = ledger.outcomes(services.store, caller)
+        found = ledger.outcomes(*user)
         return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
 
-    return await _answer(services, caller, make, format)
+    return await _answer(services, user.principal.sender, make, format)
 
 
 @router.get(routes.RUN_CHART, response_class=Response, responses=_ANSWER)
 async def get_run_chart(
     run_id: str,
     name: str,
-    caller: Caller,
+    user: CurrentUser,
     services: AppServices,
     rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
     max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of a line.")] = 1200,
@@ -99,33 +97,33 @@ async def get_run_chart(
     `first_step` and `last_step` zoom in.
     """
     where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step, trend)
-    return await _answer(services, caller, lambda: _run_chart(services.store, caller, name, where, logarithmic), format)
+    return await _answer(services, user.principal.sender, lambda: _run_chart(user, name, where, logarithmic), format)
 
 
-def _run_chart(store: Store, caller: Principal, name: str, where: SeriesQuery, logarithmic: bool) -> charts.Spec:
-    run = runs.get(store, caller, where.run_id)
-    reported = columns_of(store, caller, run.id)
+def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> charts.Spec:
+    run = runs.get(*user, where.run_id)
+    reported = columns_of(*user, run.id)
     _check_known("run", name, (*charts.RUN_CHARTS, *reported))
     found, trends = {}, {}
     for column in charts.columns_of(name):
         if column in reported:
-            found[column], smooth = read_with_trend(store, caller, replace(where, column=column))
+            found[column], smooth = read_with_trend(*user, replace(where, column=column))
             if smooth is not None:
                 trends[column] = smooth
-    if name == "memory" and not found and (readings := memory_of(store, caller, run.id)):
+    if name == "memory" and not found and (readings := memory_of(*user, run.id)):
         return charts.rank_memory(run, readings)
     limits = None
     if name == "gradient":
-        body = scaling.current(store, caller, run.job_id).body
+        body = scaling.current(*user, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
     return charts.run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
 
 
-async def _answer(services: Services, caller: Principal, make: Callable[[], charts.Spec], format: Format) -> Response:
+async def _answer(services: Services, sender: str, make: Callable[[], charts.Spec], format: Format) -> Response:
     """The chart; an image waits for its turn without a thread. Raises Busy if too many images wait."""
     if format == "json":
         return await to_thread.run_sync(lambda: JSONResponse(make()))
-    waiting, sender = services.drawings, caller.sender
+    waiting = services.drawings
     if sender in waiting or len(waiting) >= _MOST_DRAWINGS:
         text = "Too many charts are being drawn, one at a time of each token: ask again in a few seconds."
         raise Busy(text, retry_after_s=5.0, limited=sender in waiting)

@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.api.deps import reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import fabrics
 from tula_wire import Fabric, FabricList, FabricProbe, routes
 
@@ -15,12 +16,12 @@ router = APIRouter(tags=["fabrics"], dependencies=[Depends(reject_unknown_query)
 
 
 @router.post(routes.FABRICS, status_code=201, openapi_extra=request_body(FabricProbe))
-def create_fabric(probe: Annotated[FabricProbe, json_of(FabricProbe)], caller: Caller, services: AppServices) -> Fabric:
+def create_fabric(probe: Annotated[FabricProbe, json_of(FabricProbe)], user: CurrentUser) -> Fabric:
     """Store a probe for the jobs of the project on nodes like these."""
-    return fabrics.add(services.store, caller, probe)
+    return fabrics.add(*user, probe)
 
 
 @router.get(routes.FABRICS)
-def list_fabrics(caller: Caller, services: AppServices) -> FabricList:
+def list_fabrics(user: CurrentUser) -> FabricList:
     """The newest 200 probes: of all projects for an administrator, of the project for others."""
-    return fabrics.list_fabrics(services.store, caller)
+    return fabrics.list_fabrics(*user)

@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Response
 
 from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, Cursor, reject_unknown_query
+from tula_service.api.deps import Cursor, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
 
@@ -17,18 +18,16 @@ router = APIRouter(tags=["jobs"], dependencies=[Depends(reject_unknown_query)])
 @router.post(routes.JOBS, status_code=201, openapi_extra=request_body(JobSpec))
 def create_job(
     spec: Annotated[JobSpec, json_of(JobSpec)],
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
 ) -> JobCreated:
     """Register a job, or find the one with the same specification: what to run now, and what to profile next."""
-    return jobs.register(services.store, caller, spec, idempotency_key=idempotency_key)
+    return jobs.register(*user, spec, idempotency_key=idempotency_key)
 
 
 @router.get(routes.JOBS)
 def list_jobs(
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
@@ -36,27 +35,23 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
 ) -> JobPage:
     """Jobs, newest first."""
-    return jobs.list_jobs(
-        services.store, caller, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
-    )
+    return jobs.list_jobs(*user, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit)
 
 
 @router.get(routes.JOB)
-def get_job(job_id: str, caller: Caller, services: AppServices) -> Job:
+def get_job(job_id: str, user: CurrentUser) -> Job:
     """A job with its specification and plan."""
-    return jobs.get(services.store, caller, job_id)
+    return jobs.get(*user, job_id)
 
 
 @router.patch(routes.JOB, openapi_extra=request_body(JobPatch))
-def update_job(
-    job_id: str, patch: Annotated[JobPatch, json_of(JobPatch)], caller: Caller, services: AppServices
-) -> Job:
+def update_job(job_id: str, patch: Annotated[JobPatch, json_of(JobPatch)], user: CurrentUser) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
-    return jobs.change(services.store, caller, job_id, patch)
+    return jobs.change(*user, job_id, patch)
 
 
 @router.delete(routes.JOB, status_code=204)
-def delete_job(job_id: str, caller: Caller, services: AppServices) -> Response:
+def delete_job(job_id: str, user: CurrentUser) -> Response:
     """Delete a job with all its data; there is no way back."""
-    jobs.delete_job(services.store, caller, job_id)
+    jobs.delete_job(*user, job_id)
     return Response(status_code=204)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.api.deps import reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import ledger
 from tula_wire import Ledger, routes
 
@@ -16,9 +17,8 @@ router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown
 @router.get(routes.JOB_LEDGER)
 def get_ledger(
     job_id: str,
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     limit: Annotated[int, Query(ge=1, le=1000, description="Most entries.")] = 200,
 ) -> Ledger:
     """Predicted against measured, newest first; entries are never changed."""
-    return ledger.entries(services.store, caller, job_id, limit=limit)
+    return ledger.entries(*user, job_id, limit=limit)

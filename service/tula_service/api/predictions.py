@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 
 from tula_service.analysis.what_if import WhatIf
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.api.deps import reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import predictions
 from tula_wire import Predictions, routes
 from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
@@ -20,8 +21,7 @@ Count = Annotated[int, Query(ge=1, le=2**31 - 1)]
 @router.get(routes.JOB_PREDICTIONS)
 def get_predictions(
     job_id: str,
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     num_nodes: Annotated[list[Count], Query(max_length=64, description="Numbers of nodes.")] = [],  # noqa: B006 - FastAPI copies defaults
     global_batch_size: Annotated[list[Count], Query(max_length=64, description="Examples per step.")] = [],  # noqa: B006
     local_batch_size: Annotated[list[Count], Query(max_length=64, description="Examples per rank.")] = [],  # noqa: B006
@@ -44,4 +44,4 @@ def get_predictions(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=deadline_s,
     )
-    return predictions.predict(services.store, caller, job_id, question)
+    return predictions.predict(*user, job_id, question)

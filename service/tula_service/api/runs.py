@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, Cursor, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
 
@@ -17,32 +18,27 @@ router = APIRouter(tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.post(routes.JOB_CLAIM, openapi_extra=request_body(ClaimRequest))
-def claim_run(
-    job_id: str, request: Annotated[ClaimRequest, json_of(ClaimRequest)], caller: Caller, services: AppServices
-) -> RunClaimed:
+def claim_run(job_id: str, request: Annotated[ClaimRequest, json_of(ClaimRequest)], user: CurrentUser) -> RunClaimed:
     """Lease the next profiling run; a lease that is not renewed goes back into the plan."""
-    return runs.claim(services.store, caller, job_id, request)
+    return runs.claim(*user, job_id, request)
 
 
 @router.post(routes.JOB_RUNS, status_code=201, openapi_extra=request_body(RunCreate))
-def create_run(
-    job_id: str, request: Annotated[RunCreate, json_of(RunCreate)], caller: Caller, services: AppServices
-) -> Run:
+def create_run(job_id: str, request: Annotated[RunCreate, json_of(RunCreate)], user: CurrentUser) -> Run:
     """Register a run outside the plan: training, or a measurement of your own choice."""
-    return runs.create(services.store, caller, job_id, request)
+    return runs.create(*user, job_id, request)
 
 
 @router.get(routes.JOB_RUNS)
 def list_runs(
     job_id: str,
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     kind: Annotated[RunKind | None, Query(description="Only runs of this kind.")] = None,
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=500, description="Most runs on a page.")] = 100,
 ) -> RunList:
     """Runs of a job, newest first."""
-    return runs.list_runs(services.store, caller, job_id, kind=kind, cursor=cursor, limit=limit)
+    return runs.list_runs(*user, job_id, kind=kind, cursor=cursor, limit=limit)
 
 
 @router.get(routes.RUN)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from tula_service.api.bodies import parse, read_body, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.store.samples import SampleFilter
 from tula_service.usecases import samples
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
@@ -33,8 +34,7 @@ async def send_samples(run_id: str, request: Request, caller: Caller, services: 
 @router.get(routes.JOB_SAMPLES, dependencies=[Depends(reject_unknown_query)])
 def list_samples(
     job_id: str,
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     run_id: Annotated[
         str | None, Query(max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
     ] = None,
@@ -54,4 +54,4 @@ def list_samples(
 ) -> SamplePage:
     """Samples of a job, ordered by process, then by sequence."""
     wanted = SampleFilter(run_id, rank, warmup, first_step, last_step)
-    return samples.list_samples(services.store, caller, job_id, wanted, cursor=cursor, limit=limit)
+    return samples.list_samples(*user, job_id, wanted, cursor=cursor, limit=limit)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 
 from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
 
@@ -41,9 +42,8 @@ async def get_scaling(
 def update_scaling(
     job_id: str,
     patch: Annotated[ScalingPatch, json_of(ScalingPatch)],
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
 ) -> ScalingThresholds:
     """Set the job's policy, or numbers of one; running jobs follow within seconds, all ranks at one step."""
-    return scaling.change(services.store, caller, job_id, patch, policy=policy)
+    return scaling.change(*user, job_id, patch, policy=policy)

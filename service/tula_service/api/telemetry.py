@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.store import NewChunk
 from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
@@ -51,8 +52,7 @@ def _chunk(body: Body) -> NewChunk:
 @router.get(routes.RUN_TELEMETRY, dependencies=[Depends(reject_unknown_query)])
 def get_telemetry(
     run_id: str,
-    caller: Caller,
-    services: AppServices,
+    user: CurrentUser,
     column: Annotated[
         str | None, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Name of the metric; without, only names.")
     ] = None,
@@ -66,7 +66,7 @@ def get_telemetry(
     Without `column`, no points, and in `available` the names of all columns of the run.
     """
     if column is None:
-        available = columns_of(services.store, caller, run_id)
+        available = columns_of(*user, run_id)
         nothing: dict[str, Any] = {"column": "", "steps": [], "values": [], "total_points": 0, "downsampled": False}
         return TelemetrySeries(run_id=run_id, rank=rank, available=available, **nothing)
-    return read_series(services.store, caller, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))
+    return read_series(*user, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
@@ -18,10 +18,11 @@ from starlette.responses import HTMLResponse, JSONResponse
 from tula_service.analysis.what_if import WhatIf
 from tula_service.dashboard import charts
 from tula_service.dashboard.format import render
+from tula_service.dashboard.session import CurrentUser, User
 from tula_service.errors import InvalidInput
-from tula_service.store import JobOrder, Store
+from tula_service.store import JobOrder
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
-from tula_service.usecases.access import ANONYMOUS, PUBLIC, Principal, visible_projects, visible_tokens
+from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, columns_of_runs, read_of_runs
 from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
 
@@ -47,35 +48,6 @@ KINDS: tuple[EventKind, ...] = ("job", "run", "recommendation", "scaling", "drif
 QUALITY_COLUMNS = ("validation_accuracy", "accuracy", "loss")
 MAX_COMPARED = 200
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
-
-
-class User(NamedTuple):
-    """A caller whom `api.deps.authenticate` has authenticated; it guards every router but login and static files.
-
-    What every use case takes first: `jobs.get(*user, job_id)`.
-    """
-
-    store: Store
-    principal: Principal
-
-    @property
-    def is_anonymous(self) -> bool:
-        """True on loopback while no token exists."""
-        return self.principal == ANONYMOUS
-
-    @property
-    def is_public(self) -> bool:
-        """True of anyone, who sees figures of all jobs and no job."""
-        return self.principal == PUBLIC
-
-
-def _user(request: Request) -> User:
-    """From the application, because `dashboard` never imports `api`."""
-    return User(store=request.app.state.services.store, principal=request.scope["tula.principal"])
-
-
-CurrentUser = Annotated[User, Depends(_user)]
-"""The user, as an endpoint's parameter."""
 
 
 def _several(given: Any) -> Any:

@@ -1,12 +1,12 @@
-"""A browser's session, a random id in a cookie that no script can read; and errors as pages."""
+"""Who uses a page, a browser's session (a random id in a cookie that no script can read), and errors as pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final, NamedTuple
 from urllib.parse import parse_qs, quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse
@@ -14,7 +14,8 @@ from starlette.types import Scope
 
 from tula_service.dashboard.format import render
 from tula_service.errors import Busy, Unauthenticated
-from tula_service.usecases.access import SESSION_S, end_session, open_session
+from tula_service.store import Store
+from tula_service.usecases.access import ANONYMOUS, PUBLIC, SESSION_S, Principal, end_session, open_session
 from tula_wire import Problem
 
 COOKIE: Final = "tula_session"
@@ -22,6 +23,32 @@ _SAFE: Final = frozenset({"GET", "HEAD"})
 _MAX_TOKEN_LENGTH: Final = 512
 
 router = APIRouter(include_in_schema=False)
+
+
+class User(NamedTuple):
+    """Whom `api.deps.authenticate` has found; what every use case takes first: `jobs.get(*user, job_id)`."""
+
+    store: Store
+    principal: Principal
+
+    @property
+    def is_anonymous(self) -> bool:
+        """True on loopback while no token exists."""
+        return self.principal == ANONYMOUS
+
+    @property
+    def is_public(self) -> bool:
+        """True of anyone, who sees figures of all jobs and no job."""
+        return self.principal == PUBLIC
+
+
+async def _user(request: Request) -> User:
+    """Async, because FastAPI runs a plain function in a thread."""
+    return User(store=request.app.state.services.store, principal=request.scope["tula.principal"])
+
+
+CurrentUser = Annotated[User, Depends(_user)]
+"""The user, as an endpoint's parameter."""
 
 
 @router.get("/login", response_class=HTMLResponse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from importlib import resources
 from typing import Final
 
@@ -20,6 +21,8 @@ _FILES: Final = dict.fromkeys(
 """Names of files, each with the package in whose folder `static` it is."""
 _VEGA: Final = "vega.js"
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_ONCE: Final = threading.Lock()
+"""Held while a file is made: the bundle takes a process a second, and many may ask a new service for it at once."""
 _LOGO: Final = b"https://cdn.redoc.ly/redoc/logo-mini.svg"
 """ReDoc's image from another host: the content security policy refuses it, and ReDoc leaves out what is no image."""
 
@@ -29,7 +32,8 @@ def get_static(name: str, request: Request) -> Response:
     """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
     if name not in _FILES and name != _VEGA:
         raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
-    body, etag = _file(name)
+    with _ONCE:
+        body, etag = _file(name)
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)

@@ -6,11 +6,9 @@ would restart the worker. It therefore runs in a separate process; callers limit
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +18,6 @@ from tula_service.errors import Busy
 LONGEST_S: Final = 60.0
 _SCRIPT: Final = Path(__file__).with_name("_draw.py")
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
-_ONCE: Final = threading.Lock()
 
 
 def png(spec: Spec, *, scale: float = 2.0) -> bytes:
@@ -34,13 +31,7 @@ def svg(spec: Spec) -> str:
 
 
 def javascript() -> str:
-    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script, about 0.9 MB; built once a process."""
-    with _ONCE:
-        return _bundle()
-
-
-@functools.cache
-def _bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script, about 0.9 MB."""
     bundle = _drawn({"kind": "javascript", "snippet": _SNIPPET}).decode()
     # Its top-level names (`$` among them) would otherwise become globals of the page.
     return f"(() => {{\n{bundle}\n}})();\n"
@@ -57,9 +48,8 @@ def _drawn(asked: dict[str, Any]) -> bytes:
             timeout=LONGEST_S,
         )
     except subprocess.TimeoutExpired:
-        raise Busy(
-            "Drawing this chart takes too long: ask for it as JSON, or again later.", retry_after_s=5.0
-        ) from None
+        text = "Drawing this chart takes too long: ask for it as JSON, or again later."
+        raise Busy(text, retry_after_s=5.0) from None
     return done.stdout
 
 
