@@ -273,7 +273,7 @@ def recommended(
     """The runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
     runs = profile(workload, goal, runs=_RUNS, by_column=by_column, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
-    return runs, recommend(workload.candidates, model, goal).choice
+    return runs, recommend(workload.candidates, model, goal)
 
 
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:

@@ -19,7 +19,6 @@ from tula_service.perfmodel.choice import (
     Estimate,
     Goal,
     Limits,
-    Recommendation,
     Training,
     choose,
     price_candidates,
@@ -63,19 +62,14 @@ class Answer:
     evidence: Evidence
     prior: Priors
     model: StepTimeModel
-    recommendation: Recommendation
+    choice: Choice
     efficiency: StatisticalEfficiency | None = None
     doubtful: frozenset[Configuration] = frozenset()
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
         """Every candidate on demand, then on spot capacity."""
-        return self.recommendation.estimates
-
-    @property
-    def choice(self) -> Choice:
-        """The chosen candidate, its rivals, and the candidates that limits exclude."""
-        return self.recommendation.choice
+        return self.choice.estimates
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
@@ -84,10 +78,8 @@ class Answer:
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
-        estimates = self.estimate(configurations)
-        choice = choose(self.goal, estimates)
-        recommendation = replace(self.recommendation, estimates=estimates, choice=choice, ineligible=frozenset())
-        return replace(self, recommendation=recommendation, efficiency=None, doubtful=frozenset())
+        choice = choose(self.goal, self.estimate(configurations))
+        return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 
     def expected_step_time(self, configuration: Configuration) -> Interval:
         """The predicted step time of one configuration, s."""
@@ -132,7 +124,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
             )
     doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
-    found = recommend(
+    choice = recommend(
         evidence.candidates,
         model,
         goal,
@@ -148,9 +140,9 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
         evidence=evidence,
         prior=prior,
         model=model,
-        recommendation=found,
+        choice=choice,
         efficiency=efficiency,
-        doubtful=doubtful & found.ineligible,
+        doubtful=doubtful & choice.ineligible,
     )
 
 

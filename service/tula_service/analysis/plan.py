@@ -153,7 +153,7 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
         evidence.candidates,
         answer.model,
         goal=answer.goal,
-        recommendation=answer.recommendation,
+        recommendation=answer.choice,
         budget=_budget(answer.data),
         pending=pending,
         unavailable=evidence.failed,

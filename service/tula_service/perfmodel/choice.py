@@ -155,10 +155,12 @@ class Exclusion:
 class Choice:
     """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits; `reason` names them.
 
+    `estimates` are of all candidates, on demand in their order and then on spot; the `ineligible` could not be chosen.
     `excluded` has every limit that every candidate breaks, of one candidate the decisive one first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     """
 
+    estimates: tuple[Estimate, ...]
     goal: Goal
     reason: str
     knee_finding: KneeFinding
@@ -171,6 +173,7 @@ class Choice:
     balanced: Estimate | None = None
     knee: Estimate | None = None
     frontier: tuple[Estimate, ...] = ()
+    ineligible: frozenset[Configuration] = frozenset()
 
     def nearest_miss(self, limit: str) -> Exclusion | None:
         """Of the candidates that break a limit, the one that does by least, and of equals the best; None without one.
@@ -186,18 +189,6 @@ class Choice:
         )
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The estimates (on demand in the order of the candidates, then on spot), and the choice with reasons.
-
-    `ineligible` candidates have estimates but could not be chosen.
-    """
-
-    estimates: tuple[Estimate, ...]
-    choice: Choice
-    ineligible: frozenset[Configuration] = frozenset()
-
-
 def recommend(
     candidates: Sequence[Configuration],
     model: StepTimeModel,
@@ -206,7 +197,7 @@ def recommend(
     memory: Mapping[str, MemoryModel] | None = None,
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
-) -> Recommendation:
+) -> Choice:
     """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
 
     `memory` is by instance type and is needed under per-GB prices. `unavailable` candidates failed to run and
@@ -221,7 +212,7 @@ def recommend(
     eligible = [estimate for estimate in estimates if estimate.configuration not in ineligible]
     possible = [e for e in estimates if math.isfinite(e.time_s.mean)]
     knee = find_knee([e.configuration.global_batch_size for e in possible], [e.time_s.mean for e in possible])
-    return Recommendation(estimates, choose(goal, eligible, knee), ineligible)
+    return replace(choose(goal, eligible, knee), estimates=estimates, ineligible=ineligible)
 
 
 def price_candidates(
@@ -389,7 +380,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
         hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
         allowed = sorted(hopeful, key=lambda e: (-_margin(e, limits), _order(e)))[:1]
     if not allowed:
-        return Choice(goal, _none_fits(estimates, excluded), finding, excluded)
+        return Choice(tuple(estimates), goal, _none_fits(estimates, excluded), finding, excluded)
     ranked, reason = _ranked(goal, allowed, finding)
     if not likely:
         chance = special.ndtr(_margin(allowed[0], limits))  # time and cost of one configuration share their error
@@ -409,6 +400,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
         _ranked(replace(goal, objective=each), allowed, finding)[0][0] for each in ("time", "cost", "balanced")
     )
     return Choice(
+        estimates=tuple(estimates),
         goal=goal,
         reason=reason,
         knee_finding=finding,

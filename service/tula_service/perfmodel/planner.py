@@ -12,7 +12,7 @@ from scipy import special
 
 from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.candidates import Column, column_of, columns_of
-from tula_service.perfmodel.choice import Estimate, Goal, Recommendation, barred_by, price_candidates, recommend
+from tula_service.perfmodel.choice import Choice, Estimate, Goal, barred_by, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
 from tula_service.perfmodel.priors import Priors, generic_prior
@@ -91,7 +91,7 @@ def plan(
     model: StepTimeModel | None = None,
     *,
     goal: Goal,
-    recommendation: Recommendation | None = None,
+    recommendation: Choice | None = None,
     budget: PlanBudget | None = None,
     pending: Collection[Configuration] = (),
     unavailable: Collection[Configuration] = (),
@@ -399,7 +399,7 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
     return found
 
 
-def _refine_choice(state: _State, recommendation: Recommendation, least_gain: float) -> Plan:
+def _refine_choice(state: _State, choice: Choice, least_gain: float) -> Plan:
     """The next run that may change or verify the choice, or why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
@@ -407,13 +407,12 @@ def _refine_choice(state: _State, recommendation: Recommendation, least_gain: fl
 
     2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
     """
-    choice = recommendation.choice
     chosen, measure = choice.chosen, MEASURES[choice.goal.objective]
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
         purpose = "Verification: it would be recommended, so it is measured itself."
         return Plan((PlannedRun(chosen.configuration, purpose),), None)
-    if measure is not Measure.CURVE and expected_gain(recommendation, state.affordable) >= least_gain:
-        best = most_promising(recommendation, state.affordable)
+    if measure is not Measure.CURVE and expected_gain(choice, state.affordable) >= least_gain:
+        best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
             purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
             return Plan((PlannedRun(best.configuration, purpose),), None)
@@ -426,7 +425,7 @@ def _refine_choice(state: _State, recommendation: Recommendation, least_gain: fl
     return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
 
 
-def most_promising(recommendation: Recommendation, runnable: Collection[Configuration]) -> Estimate | None:
+def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
     """The estimate with the lowest confidence bound (Cox and John 1992) of what is to be small; None without one.
 
     Of the unmeasured estimates only `runnable` ones count. Their bound is two standard deviations of the logarithm
@@ -434,9 +433,8 @@ def most_promising(recommendation: Recommendation, runnable: Collection[Configur
     least excess over the limits wins, by the same bounds. A candidate that may not fit into memory is among them, since
     its run answers whether it does.
     """
-    choice = recommendation.choice
     barred, limits = barred_by(choice.excluded), choice.goal.limits
-    known = {e.key for e in recommendation.estimates if e.measured or e is choice.chosen}
+    known = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
         sds = 0.0 if estimate.key in known else _BOUND_SDS
@@ -449,25 +447,24 @@ def most_promising(recommendation: Recommendation, runnable: Collection[Configur
 
     possible = [
         estimate
-        for estimate in recommendation.estimates
+        for estimate in choice.estimates
         if estimate.key not in barred and (estimate.key in known or estimate.configuration in runnable)
     ]
     return min(possible, key=rank, default=None)
 
 
-def expected_gain(recommendation: Recommendation, runnable: Collection[Configuration]) -> float:
+def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
 
     It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a column,
     each at its better offer, since one run measures it for both. The improvement of the best batch is no larger, nor is
     that of the few which one launch measures. Infinite while the choice may break a limit.
     """
-    choice = recommendation.choice
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
     best, barred = choice.goal.value(choice.chosen), barred_by(choice.excluded)
     gains: defaultdict[Column, dict[Configuration, float]] = defaultdict(dict)
-    for estimate in recommendation.estimates:
+    for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:
             value = choice.goal.value(estimate)
             sd = max(value.log_sd, 1e-9)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Estimate, Goal, Limits, Offer, Recommendation, Training, choose, recommend
+from tula_service.perfmodel.choice import Choice, Estimate, Goal, Limits, Offer, Training, choose, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.planner import PlanBudget, expected_gain, most_promising, plan
 from tula_service.perfmodel.points import StepTimeObservations
@@ -48,7 +48,7 @@ def designed(candidates, goal: Goal) -> list[Configuration]:
 
 def chosen_after(done: list[Configuration], goal: Goal, time=step_time) -> Configuration:
     observed = StepTimeObservations.at(done, [time(c) for c in done])
-    chosen = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).choice.chosen
+    chosen = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).chosen
     assert chosen is not None
     return chosen.configuration
 
@@ -69,7 +69,7 @@ def test_the_choice_is_verified_before_any_contender():
     assert run.configuration == chosen_after(done, COST)
 
 
-def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Recommendation:
+def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Choice:
     """One candidate for each (time in s, factor to the upper end of its interval, measured); its batch is its place."""
     free = Interval(0.0, 0.0, 0.0)
     found = []
@@ -77,14 +77,14 @@ def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) 
         time = Interval(mean, mean / factor, mean * factor)
         c = make_configuration(1, 1, place + 1)
         found.append(Estimate(c, time, time, free, time, None, False, measured, {}))
-    return Recommendation(tuple(found), choose(replace(TIME, limits=limits or Limits()), found))
+    return choose(replace(TIME, limits=limits or Limits()), found)
 
 
-def place_of_most_promising(recommendation: Recommendation, open_places=None) -> int:
-    runnable = [e.configuration for e in recommendation.estimates]
+def place_of_most_promising(choice: Choice, open_places=None) -> int:
+    runnable = [e.configuration for e in choice.estimates]
     if open_places is not None:
         runnable = [runnable[place] for place in open_places]
-    best = most_promising(recommendation, runnable)
+    best = most_promising(choice, runnable)
     assert best is not None
     return best.configuration.local_batch_size - 1
 
@@ -123,7 +123,7 @@ def test_the_expected_gain_counts_a_batch_once_at_its_better_offer():
     runnable = [e.configuration for e in on_demand.estimates]
     slower = [replace(e, time_s=e.time_s.scaled(1.05), spot=True) for e in on_demand.estimates]
     for both in ((*on_demand.estimates, *slower), (*slower, *on_demand.estimates)):
-        found = Recommendation(both, on_demand.choice)
+        found = replace(on_demand, estimates=both)
         assert expected_gain(found, runnable) == pytest.approx(expected_gain(on_demand, runnable))
 
 

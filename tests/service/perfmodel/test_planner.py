@@ -106,7 +106,7 @@ def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_
     goal = Goal("cost", Training(1e6), GOAL.offers, Limits(deadline_s=1.1 * fastest))
     done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=8), surprising)
     observed = StepTimeObservations.at(done, [surprising(c) for c in done])
-    choice = recommend(GRID, fit_step_time(observed, candidates=GRID), goal).choice
+    choice = recommend(GRID, fit_step_time(observed, candidates=GRID), goal)
     assert reason
     assert choice.chosen is not None
     assert seconds[choice.chosen.configuration] <= 1.1 * fastest
@@ -155,10 +155,10 @@ def test_the_recommendation_was_measured_and_is_near_the_best():
     done, reason = work_through("adaptive", GRID, GOAL)
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
     result = recommend(GRID, fit_step_time(observed, candidates=GRID), GOAL)
-    assert result.choice.chosen is not None
-    assert result.choice.chosen.configuration in done
+    assert result.chosen is not None
+    assert result.chosen.configuration in done
     cost = {c: step_time(c) * c.num_nodes / c.global_batch_size for c in GRID}
-    assert cost[result.choice.chosen.configuration] <= 1.02 * min(cost.values())
+    assert cost[result.chosen.configuration] <= 1.02 * min(cost.values())
     assert reason
     assert len(done) <= 6
 
@@ -203,7 +203,7 @@ def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
     done, reason = work_through("adaptive", both, goal, PlanBudget(max_runs=9))
     assert reason
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
-    chosen = recommend(both, fit_step_time(observed, candidates=both), goal).choice.chosen
+    chosen = recommend(both, fit_step_time(observed, candidates=both), goal).chosen
     assert chosen is not None
     assert chosen.configuration.instance_type == "free"
 
@@ -245,7 +245,7 @@ def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be
     assert done == [make_configuration(1, 4, batch) for batch in (32, 128, 256)]
     observed = StepTimeObservations.at(done, [step_time(c) for c in done])
     model = fit_step_time(observed, prior=priors, candidates=GRID)
-    chosen = recommend(GRID, model, goal).choice.chosen
+    chosen = recommend(GRID, model, goal).chosen
     assert chosen is not None
     step = plan("adaptive", GRID, model, goal=goal, budget=budget)
     assert chosen.configuration in [run.configuration for run in step.runs]

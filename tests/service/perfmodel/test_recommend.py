@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tula_service.perfmodel.choice import Goal, Offer, Recommendation, Spot, Training, recommend
+from tula_service.perfmodel.choice import Choice, Goal, Offer, Spot, Training, recommend
 from tula_service.perfmodel.memory_model import MemoryPrior, fit_memory, predict_peaks
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
@@ -24,7 +24,7 @@ def model() -> StepTimeModel:
     return fit_step_time(StepTimeObservations.at(GRID, times), candidates=GRID)
 
 
-def cheapest(steps_factor: Mapping[Configuration, float] | None = None, **options: object) -> Recommendation:
+def cheapest(steps_factor: Mapping[Configuration, float] | None = None, **options: object) -> Choice:
     offers = {"default": Offer(usd_per_node_hour=10.0)}
     spot = {"default": Offer(usd_per_node_hour=3.0, spot=Spot(0.01))}
     goal = Goal("cost", Training(1e6), offers, spot_offers=spot, steps_factor=steps_factor or {})
@@ -35,25 +35,25 @@ def test_on_demand_and_spot_are_separate_estimates_that_compete() -> None:
     found = cheapest()
     assert [e.spot for e in found.estimates] == [False] * len(GRID) + [True] * len(GRID)
     assert len({e.key for e in found.estimates}) == 2 * len(GRID)
-    assert found.choice.chosen is not None
-    assert found.choice.chosen.spot, "at a third of the price an interruption every hundred hours is worth it"
+    assert found.chosen is not None
+    assert found.chosen.spot, "at a third of the price an interruption every hundred hours is worth it"
 
 
 def test_a_candidate_that_failed_or_may_not_fit_has_an_estimate_but_is_not_chosen() -> None:
-    first = cheapest().choice.chosen
+    first = cheapest().chosen
     assert first is not None
     for name in ("unavailable", "doubtful"):
         found = cheapest(**{name: [first.configuration]})
-        assert found.choice.chosen is not None
-        assert found.choice.chosen.configuration != first.configuration
+        assert found.chosen is not None
+        assert found.chosen.configuration != first.configuration
         assert first.configuration in {e.configuration for e in found.estimates}
         assert found.ineligible == {first.configuration}
 
 
 def test_a_doubtful_candidate_is_taken_where_nothing_else_is_left() -> None:
     found = cheapest(unavailable=GRID[1:], doubtful=GRID)
-    assert found.choice.chosen is not None
-    assert found.choice.chosen.configuration == GRID[0]
+    assert found.chosen is not None
+    assert found.chosen.configuration == GRID[0]
     assert found.ineligible == set(GRID[1:])
 
 
