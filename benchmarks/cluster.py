@@ -25,17 +25,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from benchmarks.support import clean_environment
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
+from tula_client.launch.registration import register
+from tula_client.launch.reporter import Reporter
+from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.spec import load_spec
+from tula_client.launch.template import Template
+from tula_client.launch.tune import PlanOptions, work_through
+from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,27 +200,29 @@ class Bench:
         return figures
 
     def columns(self) -> dict[str, float]:
-        """What a plan of columns costs against a plan of single runs, and how far their step times agree."""
+        """What a plan of columns costs against single launches of the same runs, and how far their step times agree."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
-        single = self.tune("adaptive", project="single", budget=budget)
         columns = self.tune("adaptive", project="columns", budget=budget, columns=True)
-        apart, joint = _step_times(single), _step_times(columns)
-        both = sorted(apart.keys() & joint.keys())
+        joint = _step_times(columns)
+        single, repeat = (self.launch_each(name, sorted(joint, reverse=True)) for name in ("single", "repeat"))
+        apart, again = _step_times(single), _step_times(repeat)
         print_table(
-            "measured in both plans",
-            ["configuration", "own launch", "column", "change"],
+            "every configuration three times",
+            ["configuration", "column", "own launch", "another"],
             [
-                [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in (apart, joint)),
-                 f"{joint[nodes, batch] / apart[nodes, batch] - 1:+.1%}"]
-                for nodes, batch in both
+                [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in (joint, apart, again))]
+                for nodes, batch in sorted(joint)
             ],
-        )  # fmt: skip
-        chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (single, columns)]
+        )
+        chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (columns, single, repeat)]
         return {
-            "columns.wall_fraction": columns["wall_s"] / single["wall_s"],
-            "columns.node_seconds_fraction": _launch_node_seconds(columns) / _node_seconds(single),
-            "columns.agreement": median([abs(joint[key] / apart[key] - 1) for key in both]),
-            "columns.same_choice": float(chosen[0] == chosen[1]),
+            "columns.wall_fraction": 2 * columns["wall_s"] / (single["wall_s"] + repeat["wall_s"]),
+            "columns.node_seconds_fraction": 2
+            * _launch_node_seconds(columns)
+            / (_node_seconds(single) + _node_seconds(repeat)),
+            "columns.agreement": median([abs(joint[key] / each[key] - 1) for each in (apart, again) for key in joint]),
+            "columns.repeat": median([abs(again[key] / apart[key] - 1) for key in joint]),
+            "columns.same_choice": float(len(set(chosen)) == 1),
             "columns.launches": len({nodes for nodes, _ in joint}),
             "columns.num_runs": len(joint),
             "columns.single_runs": len(apart),
@@ -291,18 +302,7 @@ class Bench:
         """One `tula tune` of the whole space, in the project of its name or another one; its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
-        folder.mkdir()
-        spec = folder / "job.toml"
-        full, size = search == "full", self.size
-        max_runs = budget or (size.num_candidates if full else size.max_runs)
-        spec.write_text(
-            SPEC.format(
-                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5,
-                steps=size.measuring_steps, max_nodes=size.max_nodes, max_batch=size.max_batch,
-                precision=0.0 if full else 0.05, budget=f"max_runs = {max_runs}" if max_runs else "",
-                columns=str(columns).lower(),
-            )
-        )  # fmt: skip
+        spec = self.spec(folder, search, budget, columns=columns)
         words = [
             str(Path(sys.executable).with_name("tula")),
             "tune",
@@ -333,6 +333,42 @@ class Bench:
             flush=True,
         )
         return tuned
+
+    def launch_each(self, project: str, wanted: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """One launch for each nodes and batch, as `tula tune` makes them, and what it would print."""
+        client, environment = self.project(project)
+        folder = self.folder / project
+        again = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in wanted)
+        began = time.monotonic()
+        job = register(client, load_spec(self.spec(folder, "adaptive", len(wanted)))).job
+        work = WorkDir(folder, job.id)
+        with work.locked() as holder:
+            runner = Runner(client, work, holder, RunnerOptions(inherited=environment), Reporter(Console(quiet=True)))
+            template = Template(tuple(self.job_command(10_000)))
+            tuned = work_through(runner, job, template, PlanOptions(again=again))
+        took_s = time.monotonic() - began
+        print(f"{project}: {len(tuned.finished)} launches in {took_s:.0f} s", flush=True)
+        return {
+            "job": tuned.job.model_dump(mode="json"),
+            "recommendation": tuned.recommendation.model_dump(mode="json"),
+            "wall_s": took_s,
+        }
+
+    def spec(self, folder: Path, search: str, budget: int | None, *, columns: bool = False) -> Path:
+        """A job.toml in a new folder."""
+        folder.mkdir()
+        full, size = search == "full", self.size
+        max_runs = budget or (size.num_candidates if full else size.max_runs)
+        spec = folder / "job.toml"
+        spec.write_text(
+            SPEC.format(
+                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5,
+                steps=size.measuring_steps, max_nodes=size.max_nodes, max_batch=size.max_batch,
+                precision=0.0 if full else 0.05, budget=f"max_runs = {max_runs}" if max_runs else "",
+                columns=str(columns).lower(),
+            )
+        )  # fmt: skip
+        return spec
 
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
         """The user's launch command, with Tula's placeholders."""

@@ -46,7 +46,7 @@ class Size:
     rates: tuple[float, ...] = (100.0, 200.0, 400.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)
     nodes: int = 8
-    probe_s: float = 3.0
+    probe_s: float = 5.0
 
 
 SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0)

@@ -13,6 +13,10 @@ from tula_agent.rank_channel import Channel, RankRendezvous
 
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
+TRAIN_WARMUP_STEPS = 5
+FURTHER_WARMUP_STEPS = 3
+"""At most, of a launch's second batch and those after it: process, optimizer and links are warm. The first step
+compiles for the new shape, the second captures a CUDA graph, the third is the first to replay it."""
 PEERS_WITHIN_S = 10.0
 LIMIT_EVERY = 16
 """Steps between two looks at the time limit of a training."""
@@ -136,6 +140,13 @@ class Profiling:
         return self.plan.probe_s if self.plan is not None and self._agreement.agreed else 0.0
 
     @property
+    def warmup_steps(self) -> int:
+        """Steps from `first_step` on that do not count."""
+        if self.plan is None:
+            return TRAIN_WARMUP_STEPS
+        return min(self.plan.warmup_steps, FURTHER_WARMUP_STEPS) if self.first_step else self.plan.warmup_steps
+
+    @property
     def measuring(self) -> bool:
         """True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
@@ -186,7 +197,7 @@ class Profiling:
             return False
         if step_time_s is not None:
             self._times.append(step_time_s)
-        measured = step + 1 - self.first_step - self.plan.warmup_steps
+        measured = step + 1 - self.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
         precise = self.plan.precision > 0 and median_relative_error(self._times) <= self.plan.precision

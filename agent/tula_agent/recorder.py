@@ -34,7 +34,6 @@ from tula_wire import routes
 if TYPE_CHECKING:
     from tula_agent.scaling.thresholds import ThresholdPoller
 
-TRAIN_WARMUP_STEPS = 5
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
@@ -435,8 +434,7 @@ class Recorder:
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
-        step, plan = timing.step, self.profiling.plan
-        warmup_steps = TRAIN_WARMUP_STEPS if plan is None else plan.warmup_steps
+        step, warmup_steps = timing.step, self.profiling.warmup_steps
         since = step - self.profiling.first_step
         if self.leads and (self._bucket_timer is not None or since == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)

@@ -93,6 +93,28 @@ def test_a_network_is_compiled_again_in_the_warm_up_of_each_batch_and_each_ends_
         assert longest[True] > longest[False]
 
 
+def test_ranks_of_which_one_is_late_change_to_the_next_batch_at_the_same_step_once_the_first_has_enough(
+    sink: Sink, launch: Launch
+) -> None:
+    precise = {"TULA_WARMUP_STEPS": "5", "TULA_MEASURE_STEPS": "400", "TULA_PRECISION": "0.5"}
+    done = launch("train.py", "--late", "1", "--epochs", "1", ranks=2, **COLUMN | precise)
+    assert not sink.invalid
+    steps: dict[tuple[str, int], list[int]] = {}
+    warm_up: dict[str, int] = {}
+    for _, path, body in sink.requests:
+        if path.endswith("/samples"):
+            run = path.split("/")[3]
+            steps.setdefault((run, body["rank"]), []).extend(body["step"])
+            if body["warmup"] and body["rank"] == 0:
+                warm_up[run] = warm_up.get(run, 0) + len(body["step"])
+    assert warm_up == {"small": 5, "middle": 3, "run1": 3}
+    for run in warm_up:
+        assert max(steps[run, 0]) == max(steps[run, 1])  # of other ranks, the steps with a reading of memory arrive
+        assert len(steps[run, 0]) < 400
+    assert len({line.split()[2] for line in done.printed("micro-steps")}) == 1
+    assert len({line.split()[2] for line in done.printed("weights")}) == 1
+
+
 def test_out_of_memory_ends_the_launch_with_the_smaller_batches_measured(sink: Sink, launch: Launch) -> None:
     launch("train.py", "--at", "11:oom", expect=None, **COLUMN)
     assert states(sink, "small") == ["running", "succeeded"]

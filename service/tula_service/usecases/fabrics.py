@@ -24,9 +24,9 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store what the ranks of a run measured, as the first probe of its cluster with as many; not if it is of others.
+    """Store what the ranks of a run measured, as a probe of its cluster; not if it is of others, or of no more ranks.
 
-    Only the first: each probe makes the plans of a project stale, and an agent may send as many as it likes.
+    Only of more: each probe makes the plans of a project stale, and an agent may send as many as it likes.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -38,13 +38,15 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Whether a probe of as many nodes and ranks is stored for the configuration's cluster, or its cluster is gone."""
+    """Whether a probe of as many ranks or more is stored for the configuration's cluster, or its cluster is gone.
+
+    The one of most ranks counts (`fabric_of`), so that another of fewer would be in vain.
+    """
     cluster = cluster_of(job, configuration)
     if cluster is None:
         return True
-    wanted = (configuration.num_nodes, configuration.ranks_per_node)
     found = probes_of(stored_probes(tx, job), cluster)
-    return any((each.num_nodes, each.ranks_per_node) == wanted for each in found)
+    return any(each.num_nodes * each.ranks_per_node >= configuration.world_size for each in found)
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:

@@ -220,6 +220,8 @@ def test_the_first_run_on_so_many_ranks_probes_their_links_and_the_next_need_not
     (stored,) = fabrics.list_fabrics(cluster.store, cluster.principal).fabrics
     assert stored.probe == network(num_nodes=2, alpha=1e-4, beta=1e-9)
     assert [probe_s(asked(each)) for each in (2, 4)] == [0.0, 1.0]
+    cluster.send(asked(4), [0.1], all_reduces=links(4, 1))
+    assert probe_s(asked(3)) == 0.0  # the probe of most ranks counts
 
 
 def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
