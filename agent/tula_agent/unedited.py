@@ -7,16 +7,19 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tula_agent.batches import batch_size_of
 from tula_agent.config import is_launched, read_config
-from tula_agent.guard import logger
+from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import current_group
 from tula_agent.run import GLOO_RELEASE_S, Run, init
 from tula_agent.torch_private import loader_iterator_class
+
+if TYPE_CHECKING:
+    from tula_agent.recorder import Recorder
 
 _AHEAD = ("accelerate", "lightning", "pytorch_lightning")
 """Frameworks whose loaders fetch a batch ahead of the one that is trained on; the Trainer uses accelerate's."""
@@ -37,128 +40,103 @@ class UneditedLoop:
     that is to measure several batches cuts them as the loader hands them out, but not where such a framework is loaded.
     """
 
-    def __init__(self) -> None:
-        self.run: Run | None = None
-        self._optimizer: weakref.ref[Any] | None = None
+    def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+        self._run, self._recorder = run, recorder
+        self._optimizer = weakref.ref(optimizer)
         self._fetched = False
         self._last: int | None = None
         self._training: int | None = None
         self._steps = 0
-        self._models = 0
         self._left = False
         self._ended = False  # the loader of training, and no step has come since
         self._ahead = False  # its framework fetches one batch ahead
         self._withheld = False  # the next batch is that one
         self._micro_steps = 0
         self._batch_size = 1
-        config = read_config() if is_launched() else None
-        self._waits_for_group = config is not None and config.world_size > 1
+        models = _ddp_models_of(optimizer)
+        self._models = len(models)
+        run.watch(models, optimizer)
+        run.begin_loop(cuts=True)
+        _see_batches(self, run.guard)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` has stepped."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self.run is None:
-            if not self._waits_for_group or current_group() is not None:
-                self._start(optimizer)
-            return
-        if not self.run.active or self._optimizer is None or self._optimizer() is not optimizer:
+        if not self._run.active or self._optimizer() is not optimizer:
             return
         self._training = self._last
         self._steps += 1
-        if self._steps == _SAY_AFTER:
-            self._say_what_is_not_seen(self.run)
+        if self._steps == _SAY_AFTER and self._recorder.leads:
+            self._say_what_is_not_seen()
         if not self._fetched:
-            if self.run.recorder is not None:
-                self.run.recorder.measure_whole_batches("no batch comes from a DataLoader")
-            self._boundary(self.run)
-            configured = None if self.run.config is None else self.run.config.local_batch_size
-            self.run.batch_arrived(torch.empty(configured or 1, 0))
+            self._recorder.measure_whole_batches("no batch comes from a DataLoader")
+            self._boundary()
+            self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0))
         elif self._ended:
-            self._stepped_after_the_end(self.run)
+            self._stepped_after_the_end()
         self._micro_steps = 0
 
     def wants_batch(self, iterator: Any) -> None:
         """The script asks `iterator` for a batch."""
-        run = self._measured()
-        if run is not None:
+        if self._measures():
             self._fetched = True
             if self._ended:
                 self._ended = self._ahead = False
-                run.end_loop()
-            self._boundary(run)
+                self._run.end_loop()
+            self._boundary()
             if not self._is_training(iterator):
-                run.end_loop()
+                self._run.end_loop()
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
         """`iterator` has delivered; returns what the script gets of `batch`."""
-        run = self._measured()
-        if run is None:
+        if not self._measures():
             return batch
         self._last = _key(iterator)
         if not self._is_training(iterator):
             return batch
-        assert run.recorder is not None
-        if run.recorder.cut_to is not None and _is_fetched_ahead():
-            run.recorder.measure_whole_batches("the framework fetches a batch ahead of the one that is trained on")
-        batch = run.cut(batch)
+        if self._recorder.cut_to is not None and _is_fetched_ahead():
+            self._recorder.measure_whole_batches("the framework fetches a batch ahead of the one that is trained on")
+        batch = self._run.cut(batch)
         self._batch_size = batch_size_of(batch) or self._batch_size
         if self._withheld:
             self._withheld = False
         else:
             self._micro_steps += 1
-            run.batch_arrived(batch)
+            self._run.batch_arrived(batch)
         return batch
 
     def ended(self, iterator: Any) -> None:
         """`iterator` has no more batches."""
-        run = self._measured()
-        if run is not None:
+        if self._measures():
             self._ended = self._is_training(iterator)
             if not self._ended:
-                run.end_loop()
+                self._run.end_loop()
 
-    def _start(self, optimizer: torch.optim.Optimizer) -> None:
-        self.run = run = init()
-        if not run.active:
-            return
-        self._optimizer = weakref.ref(optimizer)
-        models = _ddp_models_of(optimizer)
-        self._models = len(models)
-        run.watch(models, optimizer)
-        run.begin_loop(cuts=True)
-        _see_batches(self)
-
-    def _stepped_after_the_end(self, run: Run) -> None:
+    def _stepped_after_the_end(self) -> None:
         """The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more."""
-        assert run.recorder is not None
         self._ended = False
-        if self._micro_steps + 1 == run.recorder.timer.grad_accum_steps:
+        if self._micro_steps + 1 == self._recorder.timer.grad_accum_steps:
             self._ahead = True
         if self._ahead:
-            run.batch_arrived(torch.empty(self._batch_size, 0))
+            self._run.batch_arrived(torch.empty(self._batch_size, 0))
         self._withheld = self._ahead
-        self._boundary(run)
-        run.end_loop()
+        self._boundary()
+        self._run.end_loop()
 
-    def _measured(self) -> Run | None:
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        return self.run if on_main_thread and self.run is not None and self.run.active else None
+    def _measures(self) -> bool:
+        return self._run.active and threading.current_thread() is threading.main_thread()
 
     def _is_training(self, iterator: Any) -> bool:
         return torch.is_grad_enabled() and self._training in (None, _key(iterator))
 
-    def _boundary(self, run: Run) -> None:
+    def _boundary(self) -> None:
         """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step."""
-        run.batch_done()
-        if run.stopping and not self._left:
+        self._run.batch_done()
+        if self._run.stopping and not self._left:
             self._left = True
             time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
             raise SystemExit(0)
 
-    def _say_what_is_not_seen(self, run: Run) -> None:
-        if run.config is None or run.config.rank != 0:
-            return
+    def _say_what_is_not_seen(self) -> None:
         missing = [] if self._fetched else ["the batches, which come from no DataLoader (their size is the run's)"]
         if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
             missing.append("communication, since no DistributedDataParallel model holds the optimizer's parameters")
@@ -166,8 +144,23 @@ class UneditedLoop:
             logger.warning("the script calls no tula_agent.init(), and not seen is %s", ", and ".join(missing))
 
 
-_loop = UneditedLoop()
-stepped = _loop.stepped
+_config = read_config() if is_launched() else None
+_waits_for_group = _config is not None and _config.world_size > 1
+_run: Run | None = None
+_loop: UneditedLoop | None = None
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer` has stepped; the first that does so once the process group exists begins the run."""
+    global _run, _loop
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if _loop is not None:
+        _loop.stepped(optimizer)
+    elif _run is None and (not _waits_for_group or current_group() is not None):
+        _run = init()
+        if _run.recorder is not None and _run.active:
+            _loop = UneditedLoop(_run, _run.recorder, optimizer)
 
 
 def _key(iterator: Any) -> int:
@@ -189,13 +182,12 @@ def _ddp_models_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [model for model in found if any(id(parameter) in wanted for parameter in model.parameters())]
 
 
-def _see_batches(loop: UneditedLoop) -> None:
+def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
     """Let `loop` see every batch of every DataLoader, also of those that are being iterated over."""
     kind = loader_iterator_class()
     if kind is None:
         return
-    assert loop.run is not None
-    fetch, guard = kind.__next__, loop.run.guard
+    fetch = kind.__next__
 
     def seen(iterator: Any) -> Any:
         with guard("seeing batches"):

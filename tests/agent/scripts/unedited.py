@@ -6,15 +6,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from tula_agent.unedited import UneditedLoop
+from tula_agent.unedited import stepped
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--without-loader", action="store_true")
 options = parser.parse_args()
-loop = UneditedLoop()
-register_optimizer_step_post_hook(lambda optimizer, *_: loop.stepped(optimizer))
+register_optimizer_step_post_hook(lambda optimizer, *_: stepped(optimizer))
 data = TensorDataset(torch.randn(64, 4))
 held_out = DataLoader(TensorDataset(torch.randn(6, 4)), batch_size=3)
 model = torch.nn.Linear(4, 1)
