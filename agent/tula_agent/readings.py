@@ -59,26 +59,20 @@ class DeviceTiming(NamedTuple):
     optimizer_time_s: float | None
 
 
-class PendingScalar:
-    """A scalar on its way to pinned host memory."""
+class HostCopy:
+    """A tensor of a GPU on its way to pinned host memory: `host` holds it once `event` has passed."""
 
-    __slots__ = ("_event", "_host")
+    __slots__ = ("event", "host")
 
-    def __init__(self, scalar: torch.Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        self._host.copy_(scalar.detach().float(), non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(scalar.device))  # the current device may be another one
-
-    def poll(self) -> float | None:
-        """The number, or None while the copy is under way; never waits."""
-        if not self._event.query():  # type: ignore[no-untyped-call]
-            return None
-        return float(self._host)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(torch.cuda.current_stream(tensor.device))  # the current device may be another one
 
 
-def to_number(value: Any) -> float | PendingScalar:
-    """A float where that needs no wait, else a `PendingScalar`.
+def to_number(value: Any) -> float | HostCopy:
+    """A float where that needs no wait, else a `HostCopy`.
 
     Raises TypeError or ValueError for anything that is not one number.
     """
@@ -87,7 +81,7 @@ def to_number(value: Any) -> float | PendingScalar:
         if value.numel() != 1:
             raise ValueError(f"a tensor of shape {tuple(value.shape)} is not one number: log its mean")
         if value.device.type == "cuda":
-            return PendingScalar(value.reshape(()))
+            return HostCopy(value.detach().float().reshape(()))
         value = value.detach().reshape(()).item()
     return float(value)
 
@@ -144,7 +138,7 @@ class Readings:
         self.expects_comm = False
         self._limit = limit
         self.steps: deque[tuple[StepTiming, bool, bool]] = deque()
-        self._values: deque[tuple[int, str, float | PendingScalar]] = deque()
+        self._values: deque[tuple[int, str, float | HostCopy]] = deque()
         self.comm: deque[CommTiming] = deque(maxlen=limit)
         self.device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
 
@@ -155,7 +149,7 @@ class Readings:
         else:
             self.steps.append((timing, warmup, sampled))
 
-    def add_value(self, step: int, name: str, value: float | PendingScalar) -> None:
+    def add_value(self, step: int, name: str, value: float | HostCopy) -> None:
         """A named number of a step."""
         if len(self._values) >= self._limit:
             self.dropped += 1
@@ -171,11 +165,12 @@ class Readings:
         """All numbers that have arrived; those still on a device stay."""
         arrived: list[tuple[int, str, float]] = []
         for step, name, value in take(self._values):
-            number = value if isinstance(value, (int, float)) else value.poll()
-            if number is None:
-                self._values.append((step, name, value))
+            if not isinstance(value, HostCopy):
+                arrived.append((step, name, value))
+            elif value.event.query():  # type: ignore[no-untyped-call]
+                arrived.append((step, name, float(value.host)))
             else:
-                arrived.append((step, name, number))
+                self._values.append((step, name, value))
         return arrived
 
 

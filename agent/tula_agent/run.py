@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard
 from tula_agent.other_loggers import log_to_wandb
-from tula_agent.process_exit import on_exit, on_failure
 
 if TYPE_CHECKING:
     from tula_agent.oom_watch import OomWatch
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _current: Run | None = None
+_exit_pid: int | None = None
+"""The process whose end finishes the run; a child forked from it has its own."""
+_watches_failures = False
 GLOO_RELEASE_S = 0.05
 """A pause before the model is destroyed. Its destructor holds the GIL while it joins gloo's threads; one that is still
 releasing the last reduction needs the GIL, and both would wait for ever."""
@@ -61,9 +68,7 @@ def init(
         model_parallel_size=model_parallel_size,
         log_to_wandb=log_to_wandb,
     )
-    on_exit(_finish_at_exit)
-    if _current.active:
-        on_failure(_report_exception, _keep_exit_status)
+    _watch_process(failures=_current.active)
     return _current
 
 
@@ -351,12 +356,43 @@ def _many(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _finish_at_exit() -> None:
+def _watch_process(*, failures: bool) -> None:
+    """Finish the run when this process ends; with `failures`, see the exception or status that ends it.
+
+    `sys.excepthook` and `sys.exit` are replaced because nothing else sees what they see: `atexit` functions are not
+    given the exception or the status. Both call what was there before.
+    """
+    global _exit_pid, _watches_failures
+    if _exit_pid != os.getpid():
+        _exit_pid = os.getpid()
+        atexit.register(_finish_at_exit, _exit_pid)
+    if not failures or _watches_failures:
+        return
+    _watches_failures = True
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if _current is not None and os.getpid() == _exit_pid:
+            _current.report_exception(error)
+        previous_hook(kind, error, at)
+
+    def exit(status: Any = None, /) -> NoReturn:
+        if _current is not None and threading.current_thread() is threading.main_thread():
+            _current._exit_status = status
+        previous_exit(status)
+
+    sys.excepthook = hook
+    sys.exit = exit
+
+
+def _finish_at_exit(pid: int) -> None:
     """Finish the run before the interpreter shuts down: no reference to the job may survive, see docs/limits.md.
 
     A run that the script did not finish has succeeded, unless `sys.exit` was called with another status than 0.
     """
     global _current
+    if os.getpid() != pid:
+        return
     run, _current = _current, None
     if run is None:
         return
@@ -369,13 +405,3 @@ def _finish_at_exit() -> None:
         time.sleep(GLOO_RELEASE_S)
         del run
         gc.collect()  # the first DDP model of a process is in a cycle: an import in its constructor keeps frames
-
-
-def _report_exception(error: BaseException) -> None:
-    if _current is not None:
-        _current.report_exception(error)
-
-
-def _keep_exit_status(status: Any) -> None:
-    if _current is not None:
-        _current._exit_status = status

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tula_agent.readings import PendingScalar, to_number
+from tula_agent.readings import HostCopy, to_number
 from tula_agent.torch_private import is_sharded, norm_squared
 
 SHARE_OF_STEP = 2e-4
@@ -33,7 +33,7 @@ class GradientReader:
 
     def read(
         self, step: int, step_time_s: float, models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
-    ) -> list[tuple[str, float | PendingScalar]]:
+    ) -> list[tuple[str, float | HostCopy]]:
         """`grad_norm` over dense gradients and, at the second step of a pair, `gradient_variability` (equation 5).
 
         step_time_s: of the step before, seconds.

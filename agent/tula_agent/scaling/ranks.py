@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tula_agent.readings import HostCopy
+
 
 @dataclass
 class Arrival:
@@ -88,8 +90,5 @@ def to_host(vector: torch.Tensor) -> Arrival:
     """Start to copy `vector` to the host without waiting for it."""
     if vector.device.type != "cuda":
         return Arrival(vector)
-    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-    host.copy_(vector, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(vector.device))  # the current device may be another one
-    return Arrival(host, event=event)
+    copy = HostCopy(vector)
+    return Arrival(copy.host, event=copy.event)
