@@ -112,7 +112,7 @@ def save(
             _delete(folder)
         raise
     if ranks.rank == 0:
-        _tidy(folder)
+        _delete_superseded(folder)
     return folder
 
 
@@ -194,15 +194,6 @@ def _restore_position(
     if own["consumed"]:
         position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
     return Resumed(own["epoch"], own["step"], consumed, exact, True, extra)
-
-
-def _tidy(kept: Path) -> None:
-    """Delete what `kept` supersedes; a failure of that must not end the training."""
-    try:
-        for folder in _superseded(kept):
-            _delete(folder)
-    except Exception as error:
-        logger.warning("old checkpoints besides %s were not deleted: %r", kept, error)
 
 
 def _same_examples(consumed: int, then: dict[str, Any], now: dict[str, Any]) -> int:
@@ -368,13 +359,20 @@ def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
     _replace(folder / _COMPLETE, lambda path: path.write_text(json.dumps(facts)))
 
 
-def _superseded(folder: Path) -> list[Path]:
-    """To delete now that `folder` is complete: all but the newest of the last KEEP steps, and older unfinished ones."""
-    found = _complete(folder.parent)
-    last_of_step = list({_age(path)[0]: path for path in found}.values())
-    kept = {folder, *last_of_step[-KEEP:]}
-    unfinished = [path for path in _all(folder.parent) if path not in found and _age(path) < _age(folder)]
-    return [*(path for path in found if path not in kept), *unfinished]
+def _delete_superseded(folder: Path) -> None:
+    """Now that `folder` is complete, keep only the newest of each of the last KEEP steps, and no older unfinished one.
+
+    A failure must not end the training.
+    """
+    try:
+        found = _complete(folder.parent)
+        last_of_step = list({_age(path)[0]: path for path in found}.values())
+        kept = {folder, *last_of_step[-KEEP:]}
+        unfinished = [path for path in _all(folder.parent) if path not in found and _age(path) < _age(folder)]
+        for path in [*(path for path in found if path not in kept), *unfinished]:
+            _delete(path)
+    except Exception as error:
+        logger.warning("old checkpoints besides %s were not deleted: %r", folder, error)
 
 
 def _delete(folder: Path) -> None:
