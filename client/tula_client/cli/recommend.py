@@ -113,7 +113,13 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
     """All candidates with intervals and marks; with the instance type if the job has several."""
-    return _table(answer.candidates, lambda one: {**_roles(one, answer), **_state(one)})
+
+    def marks(one: Candidate) -> dict[str, bool]:
+        named = roles(one, answer)
+        named = {"recommended": named.pop("chosen"), **named}
+        return {name.replace("_", " "): holds for name, holds in named.items()} | _state(one)
+
+    return _table(answer.candidates, marks)
 
 
 def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[str, bool]]) -> RenderableType:
@@ -162,12 +168,6 @@ def _predictions(one: Candidate) -> RenderableType:
 
 def _cost(one: Candidate) -> str:
     return money(one.cost_usd.value if one.cost_usd else None)
-
-
-def _roles(one: Candidate, answer: Recommendation) -> dict[str, bool]:
-    named = roles(one, answer)
-    named = {"recommended": named.pop("chosen"), **named}
-    return {name.replace("_", " "): holds for name, holds in named.items()}
 
 
 def _state(one: Candidate) -> dict[str, bool]:

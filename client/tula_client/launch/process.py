@@ -186,18 +186,14 @@ def run_variables(
     return variables
 
 
-def starts_torchrun(command: Sequence[str]) -> bool:
-    """True if a word of `command`, or a word within one as in `bash -c "torchrun ..."`, is torchrun or its module."""
-    return any(part.rpartition("/")[2] in _TORCHRUN for word in command for part in word.split())
-
-
 def command_environment(
     inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
 ) -> dict[str, str]:
     """The environment of `command`: inherited, without the `TULA_*` variables of an outer run, output unbuffered."""
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    if starts_torchrun(command):
+    words = (part for word in command for part in word.split())  # also of `bash -c "torchrun ..."`
+    if any(word.rpartition("/")[2] in _TORCHRUN for word in words):
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
