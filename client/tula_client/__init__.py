@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tula_client._calls import Scaling
-from tula_client._client import AsyncClient, AsyncJobHandle, Client, JobHandle, recommend
+from tula_client._client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, recommend
 from tula_client._errors import (
     ConflictError,
     ForbiddenError,
@@ -23,7 +23,6 @@ from tula_client._errors import (
 )
 from tula_client._request import NO_RETRY, RetryPolicy
 from tula_client._settings import DEFAULT_URL
-from tula_client.profile_run import ProfileRun
 
 __all__ = [
     "DEFAULT_URL",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_client import Client, ServiceUnreachableError, TulaError
-from tula_client._events import EventReader
+from tula_client._calls import EventReader
 from tula_wire import Event
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.client.test_client import profile
 from tula_client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, TulaError, recommend
-from tula_client.profile_run import AsyncProfileRun
+from tula_client._client import AsyncProfileRun
 from tula_wire import Configuration, JobSpec
 
 TOML = """

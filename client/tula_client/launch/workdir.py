@@ -22,12 +22,8 @@ _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 def may_hold_files(folder: Path) -> bool:
     """True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
     errors: list[OSError] = []
-    return _any_file(folder, errors) or not all(isinstance(error, FileNotFoundError) for error in errors)
-
-
-def _any_file(folder: Path, errors: list[OSError]) -> bool:
-    """True if a file was found below `folder`; appends what could not be read to `errors`."""
-    return any(files for _, _, files in os.walk(folder, onerror=errors.append))
+    found = any(files for _, _, files in os.walk(folder, onerror=errors.append))
+    return found or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def _private(path: str, flags: int) -> int:
@@ -78,7 +74,7 @@ class WorkDir:
 
     def next_training(self) -> int:
         """The number of a training that has no checkpoints yet."""
-        return next(n for n in count(1) if not _any_file(self.checkpoints(n), []))
+        return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:
         """The checkpoint folder of a profiling run, whose weights are not used."""
