@@ -71,6 +71,11 @@ class Answer:
         """Every candidate on demand, then on spot capacity."""
         return self.choice.estimates
 
+    @property
+    def base_batch_size(self) -> int:
+        """The smallest global batch of the candidates."""
+        return min(c.global_batch_size for c in self.evidence.candidates)
+
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
         goal = replace(self.goal, steps_factor={})

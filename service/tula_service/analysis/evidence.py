@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -220,17 +220,13 @@ class MemoryEvidence:
     capacity_bytes: Mapping[str, float]
     out_of_memory: tuple[RunSummary, ...] = ()
     warnings: tuple[str, ...] = ()
-    _fits: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     def fit_probability(self, c: Configuration) -> float | None:
         """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
-        key = (c.instance_type, c.local_batch_size, c.world_size)
         model, capacity = self.models.get(c.instance_type), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
-        if key not in self._fits:
-            self._fits[key] = model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
-        return self._fits[key]
+        return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
         """Why this configuration is above the largest batch that fits, in a sentence."""

@@ -14,7 +14,6 @@ from tula_service.perfmodel.choice import Choice, Estimate, duration
 from tula_service.perfmodel.intervals import Interval
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
-from tula_wire.recommendations import ScalingRule
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
@@ -32,7 +31,9 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     `cross_validated_error` is of exactly the runs and the model of this answer, None without one.
     """
     choice, evidence = answer.choice, answer.evidence
-    knee = choice.knee
+    knee, rule = choice.knee, None
+    if choice.chosen is not None:
+        rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration))
     estimates = (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out)))
     candidates = candidates_of(answer, estimates)
     by_key = {estimate.key: candidate for estimate, candidate in zip(estimates, candidates, strict=True)}
@@ -55,7 +56,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
             reason=choice.knee_finding.reason,
         ),
         "why": why(answer),
-        "scaling_rule": _scaling_rule(answer, choice.chosen),
+        "scaling_rule": rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
@@ -82,8 +83,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
     """Estimates with everything that is predicted of them, in the order given."""
     frontier = {each.key for each in answer.choice.frontier}
     limits = {found.estimate.key: found.sentence for found in reversed(answer.choice.excluded)}  # decisive ones last
-    base = _base_batch_size(answer)
-    return [_candidate(answer, estimate, frontier, limits, base) for estimate in estimates]
+    return [_candidate(answer, estimate, frontier, limits) for estimate in estimates]
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
@@ -133,7 +133,8 @@ def why(answer: Answer) -> str:
             "least time alone."
         )
     if chosen is not None:
-        parts.append(_learning_rate(answer, chosen.configuration))
+        times, by_noise_scale = _times_base(answer, chosen.configuration), _by_noise_scale(answer, chosen.configuration)
+        parts.append(scaling.learning_rate_advice(spec.model, answer.base_batch_size, times, by_noise_scale))
     if _RESTS_ON[answer.model.basis]:
         parts.append(_RESTS_ON[answer.model.basis])
     return " ".join(filter(None, parts))
@@ -173,7 +174,6 @@ def _candidate(
     estimate: Estimate,
     frontier: Collection[tuple[Configuration, bool]],
     limits: Mapping[tuple[Configuration, bool], str],
-    base: int,
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
     excluded = evidence.ruled_out.get(c) or limits.get(estimate.key) or _excluded_by(answer, c)
@@ -192,7 +192,11 @@ def _candidate(
         usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
         memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
-        terms=_terms(estimate),
+        terms=wire.Terms(
+            compute_time_s=estimate.terms["compute_s"],
+            exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"]),
+            input_time_s=estimate.terms["input_s"],
+        ),
         spot=estimate.spot,
         profiled=estimate.measured,
         extrapolated=estimate.extrapolated,
@@ -200,17 +204,9 @@ def _candidate(
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
         learning_rate_factor=scaling.learning_rate_factor(
-            answer.spec.model, c.global_batch_size / base, _by_noise_scale(answer, c)
+            answer.spec.model, _times_base(answer, c), _by_noise_scale(answer, c)
         ),
         measured_step_time_s=evidence.measured.get(c),
-    )
-
-
-def _terms(estimate: Estimate) -> wire.Terms:
-    return wire.Terms(
-        compute_time_s=estimate.terms["compute_s"],
-        exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"]),
-        input_time_s=estimate.terms["input_s"],
     )
 
 
@@ -297,25 +293,12 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
     return f"{purpose}: {_named(quick)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
 
 
-def _learning_rate(answer: Answer, c: Configuration) -> str:
-    """What becomes of the learning rate of the smallest batch; nothing at that batch."""
-    base = _base_batch_size(answer)
-    return scaling.learning_rate_advice(answer.spec.model, base, c.global_batch_size / base, _by_noise_scale(answer, c))
+def _times_base(answer: Answer, c: Configuration) -> float:
+    return c.global_batch_size / answer.base_batch_size
 
 
 def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
     return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c.global_batch_size)
-
-
-def _scaling_rule(answer: Answer, chosen: Estimate | None) -> ScalingRule | None:
-    if chosen is None:
-        return None
-    times = chosen.configuration.global_batch_size / _base_batch_size(answer)
-    return scaling.scaling_rule(answer.spec.model, times)
-
-
-def _base_batch_size(answer: Answer) -> int:
-    return min(each.global_batch_size for each in answer.evidence.candidates)
 
 
 def _nearest_misses(choice: Choice) -> list[str]:

@@ -67,23 +67,25 @@ def plan_of(analysis: Analysis) -> PlanDecision:
         kept, found = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
     except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
-    kept_ids = [run.id for run in kept]
     again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
     active = bool(found.runs) or bool(again) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
-    validation = leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None
-    left = [*(run.configuration for run in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
+    left = [*(each.configuration for each in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
     reason = found.stop_reason or _progress(left, analysis.spec.profiling.columns)
+    # A repeated run takes the place of the failed one, so that it comes before what waits.
+    last = max((run.position for run in analysis.data.profile_runs), default=-1)
+    new = [(run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
+    new += [(each.configuration, each.purpose, last + row) for row, each in enumerate(found.runs, 1)]
+    planned = [*(configuration for configuration, _, _ in new), *(run.configuration for run in kept)]
+    expected: list[float] = analysis.model.predict(planned).mean_s.tolist() if planned else []
     return PlanDecision(
-        new=(*_repeated(analysis, again), *_new_runs(analysis, found)),
-        cancelled=tuple(sorted(run.id for run in waiting if run.id not in kept_ids)),
+        new=tuple(NextRun(*each, step_time_s) for each, step_time_s in zip(new, expected, strict=False)),
+        cancelled=tuple(sorted({run.id for run in waiting} - {run.id for run in kept})),
         active=active,
         reason=reason + _failures(analysis),
-        predicted_step_time_s=dict(
-            zip(kept_ids, _expected(analysis, [run.configuration for run in kept]), strict=True)
-        ),
+        predicted_step_time_s=dict(zip((run.id for run in kept), expected[len(new) :], strict=True)),
         posteriors=posteriors_of(analysis.model) if over else None,
-        cross_validated_error=validation,
+        cross_validated_error=leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None,
     )
 
 
@@ -137,15 +139,6 @@ def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRec
     return [run for run in answer.evidence.retried if run.configuration in feasible]
 
 
-def _repeated(answer: Answer, failed: Sequence[RunRecord]) -> tuple[NextRun, ...]:
-    """A run in the place of each failed one, so that it comes before what waits."""
-    expected = _expected(answer, [run.configuration for run in failed])
-    return tuple(
-        NextRun(run.configuration, f"Repeats {run.id}, which failed.", run.position, expected[row])
-        for row, run in enumerate(failed)
-    )
-
-
 def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
     evidence = answer.evidence
     return plan(
@@ -158,21 +151,6 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
         pending=pending,
         unavailable=evidence.failed,
     )
-
-
-def _new_runs(answer: Answer, found: Plan) -> tuple[NextRun, ...]:
-    first = max((run.position for run in answer.data.profile_runs), default=-1) + 1
-    expected = _expected(answer, [planned.configuration for planned in found.runs])
-    return tuple(
-        NextRun(planned.configuration, planned.purpose, first + row, expected[row])
-        for row, planned in enumerate(found.runs)
-    )
-
-
-def _expected(answer: Answer, configurations: Sequence[Configuration]) -> Sequence[float]:
-    """Their predicted step times, s; before any run from what is known of the hardware."""
-    predicted: list[float] = answer.model.predict(configurations).mean_s.tolist() if configurations else []
-    return predicted
 
 
 def _budget(data: JobData) -> PlanBudget:

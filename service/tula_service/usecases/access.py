@@ -48,7 +48,8 @@ class BoundedDict(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
 class Principal:
     """The sender of a request: `scope` is agent, read, user or admin.
 
-    Agents are bound to one job, readers and users to one project. What a reader may not do, `api/deps.py` refuses.
+    Agents are bound to one job; readers and users to one project, to which their lists are narrowed. What a reader may
+    not do, `api/deps.py` refuses.
     """
 
     name: str
@@ -66,11 +67,6 @@ class Principal:
     def sender(self) -> str:
         """What limits count by: the token, or the one user without a token."""
         return self.token_id or self.name
-
-    @property
-    def list_project_id(self) -> str | None:
-        """The project to which lists are narrowed; None for administrators, who see all."""
-        return None if self.is_admin else self.project_id
 
     @property
     def home_project_id(self) -> str:
@@ -161,7 +157,7 @@ def issue_token(
 def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
     """All tokens for an administrator, those of the caller's project for a user."""
     with store.reading() as tx:
-        return tx.tokens.list(project_id=caller.list_project_id)
+        return tx.tokens.list(project_id=caller.project_id)
 
 
 def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:

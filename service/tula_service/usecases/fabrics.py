@@ -52,7 +52,7 @@ def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) ->
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
     """The newest probes that the caller may see."""
     with store.reading() as tx:
-        found = tx.fabrics.list(principal.list_project_id, limit=_MOST_LISTED)
+        found = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
     return wire.FabricList(fabrics=[_view(record) for record in found])
 
 

@@ -122,7 +122,7 @@ def list_jobs(
         raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
     with store.reading() as tx:
         page = tx.jobs.list(
-            project_id=principal.list_project_id,
+            project_id=principal.project_id,
             search=search,
             states=None if state is None else [state],
             include_archived=include_archived,
