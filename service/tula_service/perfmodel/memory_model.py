@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import optimize, special
+from scipy import special
 
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
@@ -216,13 +216,15 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
 
     Weights are those of Student's t with one degree of freedom, so that of three rows the one that jumps counts least.
     """
+    from scipy.optimize import nnls  # imported on use: it slows the start of the service
+
     table = np.array(rows, dtype=np.float64)
     scale = np.array([table[:, 2].max(), table[:, 2].max() / max(table[:, 1].max(), 1.0)])
     design, value = table[:, :2] * scale / table[:, 3:], table[:, 2] / table[:, 3]
     root = np.ones(len(table))
     for _ in range(_ROUNDS):
         weighted = design * root[:, None]
-        found, _ = optimize.nnls(weighted, value * root)
+        found, _ = nnls(weighted, value * root)
         root = np.sqrt(2.0 / (1.0 + (value - design @ found) ** 2))
     inverse = np.linalg.inv(weighted.T @ weighted)
     return found * scale, np.asarray(inverse * np.outer(scale, scale))
