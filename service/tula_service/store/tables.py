@@ -53,6 +53,11 @@ def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa
     return sa.Column(column, kind, sa.ForeignKey(target, ondelete="CASCADE"), **options)
 
 
+def _required(kind: Any, *names: str) -> list[sa.Column[Any]]:
+    """Columns of one type that may not be null."""
+    return [sa.Column(name, kind, nullable=False) for name in names]
+
+
 def _optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
     """Columns of one type that may be null."""
     return [sa.Column(name, kind) for name in names]
@@ -72,25 +77,16 @@ jobs = sa.Table(
     _key(),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     _parent("project_id", "projects.id", nullable=False),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("model_name", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("objective", sa.Text, nullable=False),
+    *_required(sa.Text, "name", "model_name", "state", "objective", "plan_reason"),
     sa.Column("spec", JSON, nullable=False),
     sa.Column("data_version", sa.BigInteger, nullable=False),
-    sa.Column("plan_reason", sa.Text, nullable=False),
-    sa.Column("created_at", UtcTime, nullable=False),
-    sa.Column("updated_at", UtcTime, nullable=False),
-    sa.Column("recommended", JSON),
+    *_required(UtcTime, "created_at", "updated_at"),
+    *_optional(JSON, "recommended", "cross_validated_runs"),
     *_optional(sa.Double, "predicted_time_s", "predicted_cost_usd", "saving_vs_smallest_batch"),
-    *_optional(sa.Double, "saving_vs_largest_batch", "prediction_error"),
-    sa.Column("idempotency_key", sa.Text),
-    sa.Column("fingerprint", sa.Text),
-    sa.Column("plan_state", sa.Text, nullable=False, server_default="current"),  # domain.PlanState
+    *_optional(sa.Double, "saving_vs_largest_batch", "prediction_error", "cross_validated_error"),
+    *_optional(sa.Text, "idempotency_key", "fingerprint", "cross_validated_model"),
+    sa.Column("plan_state", sa.Text, nullable=False, server_default="current"),
     sa.Column("retried_up_to_key", BIG, nullable=False, server_default="0"),
-    sa.Column("cross_validated_error", sa.Double),
-    sa.Column("cross_validated_runs", JSON),
-    sa.Column("cross_validated_model", sa.Text),
     sa.UniqueConstraint("project_id", "idempotency_key"),
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
@@ -102,8 +98,7 @@ job_lessons = sa.Table(
     "job_lessons",
     METADATA,
     _parent("job_id", "jobs.id", primary_key=True),
-    sa.Column("posteriors", JSON, nullable=False),
-    sa.Column("prediction_pairs", JSON, nullable=False),
+    *_required(JSON, "posteriors", "prediction_pairs"),
 )
 
 fabrics = sa.Table(
@@ -123,38 +118,19 @@ runs = sa.Table(
     _key(),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     _parent("job_id", "jobs.id", nullable=False),
-    sa.Column("project_id", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("num_nodes", sa.Integer, nullable=False),
-    sa.Column("ranks_per_node", sa.Integer, nullable=False),
-    sa.Column("local_batch_size", sa.Integer, nullable=False),
-    sa.Column("grad_accum_steps", sa.Integer, nullable=False),
-    sa.Column("instance_type", sa.Text, nullable=False),
-    sa.Column("purpose", sa.Text, nullable=False),
-    sa.Column("origin", sa.Text, nullable=False, server_default="plan"),  # domain.RunOrigin
-    sa.Column("end_cause", sa.Text),  # domain.EndCause
+    *_required(sa.Text, "project_id", "kind", "state", "instance_type", "purpose"),
+    *_required(sa.Integer, "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "position"),
+    sa.Column("origin", sa.Text, nullable=False, server_default="plan"),
     sa.Column("instruction", JSON),
-    sa.Column("message", sa.Text),
-    sa.Column("method", sa.Text),
-    sa.Column("position", sa.Integer, nullable=False),
-    sa.Column("holder", sa.Text),
-    sa.Column("lease_s", sa.Double),
-    sa.Column("lease_expires_at", UtcTime),
+    *_optional(sa.Text, "end_cause", "message", "method", "holder", "recommendation_id", "drift_sentence"),
+    *_optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),
+    *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
-    sa.Column("started_at", UtcTime),
-    sa.Column("finished_at", UtcTime),
-    sa.Column("num_samples", sa.BigInteger, nullable=False),
-    sa.Column("dropped", sa.BigInteger, nullable=False),
-    sa.Column("failed_local_batch_size", sa.Integer),
-    sa.Column("predicted_step_time_s", sa.Double),
-    sa.Column("recommendation_id", sa.Text),
-    sa.Column("straggler_rank", sa.Integer),
+    *_required(sa.BigInteger, "num_samples", "dropped"),
+    *_optional(sa.Integer, "failed_local_batch_size", "straggler_rank"),
     sa.Column("drifted", sa.Boolean, nullable=False),
     sa.Column("drift_state", JSON),  # analysis.monitoring.Monitor
-    sa.Column("drift_sentence", sa.Text),
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("time_limit_s", sa.Double),
     sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )
@@ -171,8 +147,7 @@ run_summaries = sa.Table(
     METADATA,
     _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
     sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale when the run has more by now
-    sa.Column("num_samples", sa.BigInteger, nullable=False),
-    sa.Column("num_steps", sa.BigInteger, nullable=False),
+    *_required(sa.BigInteger, "num_samples", "num_steps"),
     *_optional(sa.Double, "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
     *_optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),
     *_optional(sa.Integer, "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps"),
@@ -185,9 +160,8 @@ sample_sources = sa.Table(
     _key(),
     _parent("run_key", "runs.key", BIG, nullable=False),
     sa.Column("rank", sa.Integer, nullable=False),
-    sa.Column("boot_id", sa.Text, nullable=False),
+    *_required(sa.Text, "boot_id", "timing_method"),
     *_optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
-    sa.Column("timing_method", sa.Text, nullable=False),
     sa.Column("timeline", JSON),
     sa.UniqueConstraint("run_key", "rank", "boot_id"),
 )
@@ -202,8 +176,8 @@ step_samples = sa.Table(
     sa.Column("step", sa.BigInteger, nullable=False),
     sa.Column("warmup", sa.Boolean, nullable=False),
     sa.Column("step_time_s", sa.Double, nullable=False),
-    *_optional(sa.Double, "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s"),
-    *_optional(sa.Double, "optimizer_time_s"),
+    *_optional(sa.Double, "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
+    *_optional(sa.Double, "input_time_s", "skew_s", "optimizer_time_s"),
     sa.Column("straggler_rank", sa.Integer),
     sa.Index("ix_step_samples_run_key_warmup_step", "run_key", "warmup", "step"),
     sqlite_with_rowid=False,
@@ -227,8 +201,7 @@ telemetry_chunks = sa.Table(
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("boot_id", sa.Text, primary_key=True),
     sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("first_step", sa.BigInteger, nullable=False),
-    sa.Column("last_step", sa.BigInteger, nullable=False),
+    *_required(sa.BigInteger, "first_step", "last_step"),
     sa.Column("num_steps", sa.Integer, nullable=False),
     sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
     sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry.py:pack
@@ -241,11 +214,9 @@ ledger = sa.Table(
     sa.Column("id", sa.Text, nullable=False, unique=True),
     _parent("job_id", "jobs.id", nullable=False, index=True),
     sa.Column("created_at", UtcTime, nullable=False),
-    sa.Column("objective", sa.Text, nullable=False),
-    sa.Column("basis", sa.Text, nullable=False),
+    *_required(sa.Text, "objective", "basis", "model_version"),
     sa.Column("configuration", JSON),
     sa.Column("prices", JSON, nullable=False),
-    sa.Column("model_version", sa.Text, nullable=False),
     sa.Column("data_version", sa.BigInteger, nullable=False),
     *_optional(sa.Double, "step_time_s", "step_time_low_s", "step_time_high_s", "interval_scale", "cost_usd"),
     *_optional(sa.Double, "cost_low_usd", "cost_high_usd"),
@@ -277,8 +248,7 @@ answers = sa.Table(
     _parent("job_id", "jobs.id", primary_key=True),
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("data_version", sa.BigInteger, nullable=False),
-    sa.Column("model_version", sa.Text, nullable=False),
-    sa.Column("body", sa.Text, nullable=False),
+    *_required(sa.Text, "model_version", "body"),
     sa.Column("created_at", UtcTime, nullable=False),
 )
 
@@ -299,14 +269,11 @@ tokens = sa.Table(
     METADATA,
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("sha256", sa.Text, nullable=False, unique=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("scope", sa.Text, nullable=False),
+    *_required(sa.Text, "name", "scope"),
     _parent("project_id", "projects.id"),
     _parent("job_id", "jobs.id"),
     sa.Column("created_at", UtcTime, nullable=False),
-    sa.Column("expires_at", UtcTime),
-    sa.Column("last_used_at", UtcTime),
-    sa.Column("revoked_at", UtcTime),
+    *_optional(UtcTime, "expires_at", "last_used_at", "revoked_at"),
 )
 
 sessions = sa.Table(
@@ -314,8 +281,7 @@ sessions = sa.Table(
     METADATA,
     sa.Column("sha256", sa.Text, primary_key=True),
     _parent("token_id", "tokens.id", nullable=False, index=True),
-    sa.Column("created_at", UtcTime, nullable=False),
-    sa.Column("expires_at", UtcTime, nullable=False),
+    *_required(UtcTime, "created_at", "expires_at"),
 )
 
 audit_log = sa.Table(
@@ -323,8 +289,6 @@ audit_log = sa.Table(
     METADATA,
     _key("id"),
     sa.Column("at", UtcTime, nullable=False),
-    sa.Column("actor", sa.Text, nullable=False),
-    sa.Column("action", sa.Text, nullable=False),
-    sa.Column("target", sa.Text, nullable=False),
+    *_required(sa.Text, "actor", "action", "target"),
     sa.Column("detail", JSON, nullable=False),
 )
