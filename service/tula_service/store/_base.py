@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
-from tula_service.store.tables import jobs
+from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
 
 Clock: TypeAlias = Callable[[], datetime]
@@ -41,6 +41,13 @@ class Repository:
         """Increment the job's data version, because something that a fit reads has changed."""
         grown = sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
         self._connection.execute(grown)
+
+    def _purge(self, table: sa.Table, job_id: str, limit: int) -> int:
+        """Delete up to `limit` rows of a job's runs, so that writers never wait long; returns their number."""
+        keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
+        chosen = sa.select(*table.primary_key).where(table.c.run_key.in_(keys)).limit(limit).subquery("chosen")
+        statement = sa.delete(table).where(sa.tuple_(*table.primary_key).in_(sa.select(*chosen.c)))
+        return int(self._connection.execute(statement).rowcount)
 
     def _insert(self, table: sa.Table) -> Any:
         """An INSERT with ON CONFLICT, in the dialect of this database."""

@@ -102,7 +102,6 @@ class NewRun:
 class SampleColumns:
     """Step samples as columns of one length; NaN means "not measured" and `straggler_rank` then holds -1."""
 
-    sequence: IntArray
     step: IntArray
     step_time_s: FloatArray
     compute_time_s: FloatArray | None = None
@@ -112,7 +111,6 @@ class SampleColumns:
     optimizer_time_s: FloatArray | None = None
     skew_s: FloatArray | None = None
     straggler_rank: IntArray | None = None
-    rank: IntArray | None = None
 
 
 @dataclass(frozen=True)

@@ -111,47 +111,18 @@ class Samples(Repository):
             )
         return stored
 
-    def recent(
-        self, run_key: int, *, limit: int = SUMMARY_ROWS, warmup: bool = False, rank: int | None = None
-    ) -> SampleColumns:
-        """The last `limit` rows of a run by step, oldest first; measuring rows unless `warmup`."""
-        table = step_samples.c
-        floats = [table[name] for name in ("step_time_s", *_FLOATS)]
-        straggler = sa.func.coalesce(table.straggler_rank, -1).label("straggler_rank")
-        ints = [table.sequence, table.step, table.rank, straggler]
-        statement = (
-            sa.select(*floats, *ints)
-            .where(table.run_key == run_key, table.warmup == warmup)
-            .order_by(table.step.desc(), table.rank)
-            .limit(limit)
-        )
-        if rank is not None:
-            statement = statement.where(table.rank == rank)
-        rows = self._connection.execute(statement).all()[::-1]
-        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(floats) + len(ints))
-        kinds = [np.float64] * len(floats) + [np.int64] * len(ints)
-        named = zip((*floats, *ints), columns, kinds, strict=True)
-        arrays: dict[str, Any] = {column.name: np.asarray(values, kind) for column, values, kind in named}
-        return SampleColumns(**arrays)
+    def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
+        """The last `limit` measuring rows of a run by step, oldest first."""
+        names = ("step", "step_time_s", *_FLOATS, "straggler_rank")
+        return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 
     def step_times(
         self, run_key: int, *, rank: int, first_step: int | None, last_step: int | None, limit: int
     ) -> tuple[IntArray, FloatArray]:
         """Steps and step times of one rank's measuring rows, by step: the last `limit` of them."""
-        table = step_samples.c
-        statement = (
-            sa.select(table.step, table.step_time_s)
-            .where(table.run_key == run_key, table.warmup.is_(False), table.rank == rank)
-            .order_by(table.step.desc())
-            .limit(limit)
-        )
-        if first_step is not None:
-            statement = statement.where(table.step >= first_step)
-        if last_step is not None:
-            statement = statement.where(table.step <= last_step)
-        rows = self._connection.execute(statement).all()[::-1]
-        steps = np.fromiter((row[0] for row in rows), np.int64, len(rows))
-        return steps, np.fromiter((row[1] for row in rows), np.float64, len(rows))
+        wanted = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
+        found = self._measured(run_key, ("step", "step_time_s"), wanted, limit)
+        return found["step"], found["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
         """The reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
@@ -243,16 +214,26 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` sample rows of a job, so that writers never wait long; returns their number."""
-        keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
+        """Delete up to `limit` sample rows of a job; returns their number."""
+        return self._purge(step_samples, job_id, limit)
+
+    def _measured(self, run_key: int, names: Sequence[str], wanted: SampleFilter, limit: int) -> dict[str, Any]:
+        """Columns of the last measuring rows that are wanted."""
         table = step_samples.c
-        chosen = (
-            sa.select(table.source_key, table.sequence).where(table.run_key.in_(keys)).limit(limit).subquery("chosen")
-        )
-        statement = sa.delete(step_samples).where(
-            sa.tuple_(table.source_key, table.sequence).in_(sa.select(chosen.c.source_key, chosen.c.sequence))
-        )
-        return int(self._connection.execute(statement).rowcount)
+        conditions = [table.run_key == run_key, table.warmup.is_(False), *wanted.of_rows]
+        if wanted.rank is not None:
+            conditions.append(table.rank == wanted.rank)
+        statement = sa.select(*(table[name] for name in names)).where(*conditions)
+        newest = statement.order_by(table.step.desc(), table.rank).limit(limit)
+        rows = self._connection.execute(newest).all()[::-1]
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * len(names)
+        found: dict[str, Any] = {}
+        for name, values in zip(names, columns, strict=True):
+            if name.endswith("_s"):
+                found[name] = np.array(values, np.float64)  # NULL becomes NaN
+            else:
+                found[name] = np.array([-1 if each is None else each for each in values], np.int64)
+        return found
 
     def _source(self, run_key: int, batch: SampleBatch) -> int:
         facts = {name: getattr(batch, name) for name in _SEEN}

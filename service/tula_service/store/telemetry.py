@@ -193,12 +193,7 @@ class Telemetry(Repository):
 
     def purge(self, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` chunks of a job; returns their number."""
-        chunk = telemetry_chunks.c
-        key = (chunk.run_key, chunk.rank, chunk.boot_id, chunk.sequence)
-        keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
-        chosen = sa.select(*key).where(chunk.run_key.in_(keys)).limit(limit).subquery("chosen")
-        statement = sa.delete(telemetry_chunks).where(sa.tuple_(*key).in_(sa.select(*chosen.c)))
-        return int(self._connection.execute(statement).rowcount)
+        return self._purge(telemetry_chunks, job_id, limit)
 
 
 _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_chunks.c.sequence)
