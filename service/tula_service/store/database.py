@@ -42,8 +42,7 @@ from tula_service.store.access import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
 from tula_service.store.fabrics import Fabrics
 from tula_service.store.jobs import Jobs
-from tula_service.store.ledger import Ledger
-from tula_service.store.lessons import Lessons
+from tula_service.store.ledger import Ledger, Lessons
 from tula_service.store.recommendations import AnswerCache
 from tula_service.store.runs import Leases, Runs
 from tula_service.store.samples import Samples

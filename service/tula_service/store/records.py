@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tula_service.domain import PlanState
-from tula_service.domain import RunRecord as RunRecord
 from tula_wire import Configuration
 from tula_wire.enums import Basis, Objective, RunKind, RunOrigin, RunState
 

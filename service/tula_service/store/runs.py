@@ -9,9 +9,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tula_service.domain import RunRecord
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
-from tula_service.store.records import NewRun, RunRecord
+from tula_service.store.records import NewRun
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 

@@ -14,11 +14,13 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
+from tula_service.domain import RunRecord
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
-from tula_service.store import JobOrder, JobRecord, NewJob, RunRecord, Store, Transaction, partitions
+from tula_service.store import Store, Transaction, partitions
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite
+from tula_service.store.records import JobOrder, JobRecord, NewJob
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.recommendations import replan, spec_of

@@ -9,8 +9,10 @@ import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.job_data import has_prices
+from tula_service.domain import RunRecord
 from tula_service.perfmodel.intervals import Interval
-from tula_service.store import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord, RunRecord, Store, Transaction
+from tula_service.store import Store, Transaction
+from tula_service.store.records import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord
 from tula_service.usecases.access import Principal, visible_job
 
 _SAME_STEP_TIME = 0.02

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import RUN_TRANSITIONS
+from tula_service.domain import RUN_TRANSITIONS, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store import JobRecord, NewRun, RunRecord, Store, Transaction
+from tula_service.store import Store, Transaction
+from tula_service.store.records import JobRecord, NewRun
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.recommendations import replan, spec_of

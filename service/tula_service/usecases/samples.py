@@ -10,9 +10,10 @@ from typing import Final
 import sqlalchemy as sa
 
 from tula_service.background import BackgroundQueue
+from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise
-from tula_service.store import RunRecord, Store, Transaction
+from tula_service.store import Store, Transaction
 from tula_service.store.samples import SampleCursor, SampleFilter
 from tula_service.usecases import fabrics, monitoring
 from tula_service.usecases.access import KnownRuns, Principal, visible_job

@@ -8,8 +8,9 @@ from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis import scaling
+from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput
-from tula_service.store import RunRecord, Store, Transaction
+from tula_service.store import Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire.enums import FINAL_STATES
 

@@ -14,14 +14,8 @@ from tests.support.configurations import make_configuration
 from tula_service.domain import MemoryReading
 from tula_service.errors import Conflict, NotFound
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store import (
-    DEFAULT_PROJECT_ID,
-    LedgerOutcome,
-    LedgerRecord,
-    NewJob,
-    NewRun,
-    Store,
-)
+from tula_service.store import DEFAULT_PROJECT_ID, Store
+from tula_service.store.records import LedgerOutcome, LedgerRecord, NewJob, NewRun
 from tula_service.store.tables import audit_log
 
 
