@@ -104,9 +104,9 @@ def evidence_of(data: JobData) -> Evidence:
             misconfigured.add(summary.run_id)
         if actual is not None:
             rows.append((actual, summary))
-    failures = out_of_memory_runs(rows, data.summaries)
-    memory = memory_evidence(data.spec, rows, failures.standing)
-    failed, retried = _failed(data, misconfigured | {summary.run_id for summary in failures.contradicted})
+    standing, contradicted, notes = _out_of_memory_runs(rows, data.summaries)
+    memory = _memory_evidence(data.spec, rows, standing)
+    failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     fitted = frozenset(configuration for configuration, _ in rows)
@@ -122,7 +122,7 @@ def evidence_of(data: JobData) -> Evidence:
         retried=tuple(run for run in retried if run.configuration not in fitted),
         num_runs=len(timed),
         num_samples=sum(summary.num_samples for _, summary in timed),
-        warnings=tuple(dict.fromkeys((*warnings, *failures.warnings, *memory.warnings))),
+        warnings=tuple(dict.fromkeys((*warnings, *notes, *memory.warnings))),
     )
 
 
@@ -262,22 +262,17 @@ class MemoryEvidence:
         return f"memory: no candidate is left, since {'; '.join(reasons)}; {remedy}."
 
 
-@dataclass(frozen=True)
-class OutOfMemoryRuns:
-    """`standing` rule out their batch and all above it; `contradicted` rule out their own configuration only."""
-
-    standing: tuple[RunSummary, ...] = ()
-    contradicted: tuple[RunSummary, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-def out_of_memory_runs(measured: Measured, summaries: Sequence[RunSummary]) -> OutOfMemoryRuns:
+def _out_of_memory_runs(
+    measured: Measured, summaries: Sequence[RunSummary]
+) -> tuple[list[RunSummary], set[str], list[str]]:
     """Weigh each out-of-memory failure against larger batches that were measured on the same instance type.
 
+    Returns the runs that rule out their batch and all above it, the ids of those that rule out their own configuration
+    only, since a larger batch fitted, and a warning for each of the latter.
     A batch at or above a standing failure is no evidence against a smaller one, since it fitted by luck.
     """
     standing: list[RunSummary] = []
-    contradicted: list[RunSummary] = []
+    contradicted: set[str] = set()
     warnings: list[str] = []
     bound: dict[str, float] = {}
     failed = [summary for summary in summaries if summary.state == "out_of_memory"]
@@ -290,7 +285,7 @@ def out_of_memory_runs(measured: Measured, summaries: Sequence[RunSummary]) -> O
         ]
         if larger:
             c, run_id = max(larger, key=lambda each: each[0].local_batch_size)
-            contradicted.append(summary)
+            contradicted.add(summary.run_id)
             warnings.append(
                 f"Memory: {_run_name(summary)} ran out of memory, but {_name(run_id, c, c.local_batch_size)} fitted on "
                 "the same instance type, so only the failed configuration itself is left out: check that no other "
@@ -299,10 +294,10 @@ def out_of_memory_runs(measured: Measured, summaries: Sequence[RunSummary]) -> O
         else:
             standing.append(summary)
             bound[name] = batch
-    return OutOfMemoryRuns(tuple(standing), tuple(contradicted), tuple(warnings))
+    return standing, contradicted, warnings
 
 
-def memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
+def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
     """Fit the memory of each instance type. `failures` are the standing out-of-memory runs."""
     models: dict[str, MemoryModel] = {}
     bounds: dict[str, int] = {}

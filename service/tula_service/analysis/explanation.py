@@ -144,20 +144,15 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
     """Share of the training time saved against the smallest and the largest batch on as many nodes."""
     if chosen is None:
         return None, None
-    mine = chosen.configuration
-    peers = sorted(
-        (
-            c
-            for c in candidates
-            if (c.configuration.num_nodes, c.configuration.instance_type, c.spot)
-            == (mine.num_nodes, mine.instance_type, chosen.spot)
-        ),
-        key=lambda c: c.global_batch_size,
-    )
-    if not peers:
-        return None, None
-    time_s = chosen.total_time_s.value
-    return 1.0 - time_s / peers[0].total_time_s.value, 1.0 - time_s / peers[-1].total_time_s.value
+    mine, time_s = chosen.configuration, chosen.total_time_s.value
+    peers = [
+        c
+        for c in candidates
+        if (c.configuration.num_nodes, c.configuration.instance_type, c.spot)
+        == (mine.num_nodes, mine.instance_type, chosen.spot)
+    ]
+    smallest, *_, largest = sorted((*peers, chosen), key=lambda c: c.global_batch_size)
+    return 1.0 - time_s / smallest.total_time_s.value, 1.0 - time_s / largest.total_time_s.value
 
 
 def name_of(c: Configuration) -> str:

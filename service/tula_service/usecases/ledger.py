@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
@@ -14,6 +14,8 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.store import Store, Transaction
 from tula_service.store.records import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord
 from tula_service.usecases.access import Principal, visible_job
+from tula_wire import Configuration
+from tula_wire.enums import Objective
 
 _SAME_STEP_TIME = 0.02
 _MAX_PAIRS = 100
@@ -55,6 +57,15 @@ def _device(found: JobOutcome) -> str:
     used = "" if found.entry.configuration is None else found.entry.configuration.instance_type
     named = next((each.get("accelerator") for each in found.spec["cluster"] if each["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
+
+
+def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
+    """The id of the newest recommendation of this configuration, preferably for the job's own objective."""
+    for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
+        entry = tx.ledger.latest(job.id, objective)
+        if entry is not None and entry.configuration == configuration:
+            return entry.id
+    return None
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:

@@ -244,31 +244,18 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
 
 @dataclass(frozen=True)
 class Expectation:
-    """What is expected of a run about to start: its step time, a rank's peak memory, bytes, and the id of the
-    recommendation that it follows."""
+    """What is expected of a run about to start: its step time, and a rank's peak memory, bytes; None if unknown."""
 
     step_time_s: Interval | None = None
     peak_bytes: float | None = None
-    recommendation_id: str | None = None
 
 
-def expectation(data: JobData, configuration: Configuration, recommendation_id: str | None) -> Expectation:
+def expectation(data: JobData, configuration: Configuration) -> Expectation:
     """What is expected of a run about to start; empty where no model can predict it."""
     answer = analyse(data)
     if not isinstance(answer, Answer):
         return Expectation()
-    return Expectation(
-        answer.expected_step_time(configuration), answer.expected_peak_bytes(configuration), recommendation_id
-    )
-
-
-def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """The id of the newest recommendation of this configuration, preferably for the job's own objective."""
-    for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
-        entry = tx.ledger.latest(job.id, objective)
-        if entry is not None and entry.configuration == configuration:
-            return entry.id
-    return None
+    return Expectation(answer.expected_step_time(configuration), answer.expected_peak_bytes(configuration))
 
 
 def _known_objective(job: JobRecord, objective: str | None) -> Objective:

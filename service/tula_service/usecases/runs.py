@@ -103,26 +103,18 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
     """Register a run outside the plan: training, or a measurement of the user's own choice. Raises Busy."""
     while True:
-        job, request, expected = _expected(store, principal, job_id, request)
+        with store.compute_slot():
+            with store.reading() as tx:
+                job = visible_job(tx, principal, job_id)
+                configuration = _of_known_type(spec_of(job), request.configuration)
+                _continued_run(tx, job_id, request)
+                data = recommendations.load_job_data(tx, job)
+            expected = recommendations.expectation(data, configuration)
+        request = request.model_copy(update={"configuration": configuration})
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
             if now.spec == job.spec:  # new measurements alone hardly move it, so they cost no second fit
                 return _created(tx, now, request, expected)
-
-
-def _expected(
-    store: Store, principal: Principal, job_id: str, request: wire.RunCreate
-) -> tuple[JobRecord, wire.RunCreate, recommendations.Expectation]:
-    """The job, its run, and what its data let expect of it. No transaction is open during the fit."""
-    with store.compute_slot():
-        with store.reading() as tx:
-            job = visible_job(tx, principal, job_id)
-            configuration = _of_known_type(spec_of(job), request.configuration)
-            _continued_run(tx, job_id, request)
-            data = recommendations.load_job_data(tx, job)
-            followed = recommendations.followed(tx, job, configuration)
-        request = request.model_copy(update={"configuration": configuration})
-        return job, request, recommendations.expectation(data, configuration, followed)
 
 
 def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
@@ -166,7 +158,7 @@ def _created(
             instruction=instruction_of(spec_of(job)) if profile else None,
             method=request.method,
             predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
-            recommendation_id=expected.recommendation_id,
+            recommendation_id=ledger.followed(tx, job, request.configuration),
             holder=request.holder,
             lease_s=request.lease_s,
         ),

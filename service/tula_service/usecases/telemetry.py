@@ -97,20 +97,18 @@ def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
 
 def read_series(store: Store, principal: Principal, query: SeriesQuery) -> TelemetrySeries:
     """A column of a run; step times fall back on its samples. Raises NotFound for an unknown run or column."""
-    found = _read(store, principal, query)
-    return found.series(*downsample(found.steps, found.values, query.max_points))
+    available, steps, values = _read(store, principal, query)
+    return _series(query, available, steps, *downsample(steps, values, query.max_points))
 
 
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
     """The same, and its `trend`, in which a person sees a noisy series at a glance; None with few points."""
-    found = _read(store, principal, query)
-    smooth = trend(found.steps, found.values, query.trend_points)
-    return (
-        found.series(*downsample(found.steps, found.values, query.max_points)),
-        None if smooth is None else found.series(*smooth),
-    )
+    available, steps, values = _read(store, principal, query)
+    smooth = trend(steps, values, query.trend_points)
+    raw = _series(query, available, steps, *downsample(steps, values, query.max_points))
+    return raw, None if smooth is None else _series(query, available, steps, *smooth)
 
 
 def columns_of_runs(store: Store, principal: Principal, job_id: str, runs: Sequence[Run]) -> dict[str, dict[str, int]]:
@@ -142,8 +140,7 @@ def read_of_runs(
 
     def keep(run_id: str, steps: IntArray, values: FloatArray) -> None:
         drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
-        column = _Column(replace(query, run_id=run_id), steps, values, sorted(sizes[run_id]))
-        found[run_id] = column.series(*drawn)
+        found[run_id] = _series(replace(query, run_id=run_id), sorted(sizes[run_id]), steps, *drawn)
 
     with store.reading() as tx:
         for run_id, steps, values in tx.telemetry.read_runs(chosen, query.column):
@@ -161,30 +158,24 @@ def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 1
         return tx.samples.memory_by_rank(visible_run(tx, principal, run_id).key, limit=limit)
 
 
-@dataclass(frozen=True)
-class _Column:
-    """Every point that a query asks for; `available` are the run's columns."""
-
-    query: SeriesQuery
-    steps: IntArray
-    values: FloatArray
-    available: list[str]
-
-    def series(self, steps: IntArray, values: FloatArray) -> TelemetrySeries:
-        """Some of its points as the wire's model."""
-        return TelemetrySeries(
-            run_id=self.query.run_id,
-            column=self.query.column,
-            rank=self.query.rank,
-            steps=steps.tolist(),
-            values=[None if value != value else value for value in values.tolist()],
-            total_points=int(self.steps.size),
-            downsampled=steps.size < self.steps.size,
-            available=self.available,
-        )
+def _series(
+    query: SeriesQuery, available: list[str], every_step: IntArray, steps: IntArray, values: FloatArray
+) -> TelemetrySeries:
+    """Some points of what a query asks for as the wire's model; `available` are the run's columns."""
+    return TelemetrySeries(
+        run_id=query.run_id,
+        column=query.column,
+        rank=query.rank,
+        steps=steps.tolist(),
+        values=[None if value != value else value for value in values.tolist()],
+        total_points=int(every_step.size),
+        downsampled=steps.size < every_step.size,
+        available=available,
+    )
 
 
-def _read(store: Store, principal: Principal, query: SeriesQuery) -> _Column:
+def _read(store: Store, principal: Principal, query: SeriesQuery) -> tuple[list[str], IntArray, FloatArray]:
+    """The run's columns, and every point of one."""
     where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
     with store.reading() as tx:
         run = visible_run(tx, principal, query.run_id)
@@ -196,7 +187,7 @@ def _read(store: Store, principal: Principal, query: SeriesQuery) -> _Column:
     if query.column not in names:
         known = ", ".join(names) or "none yet"
         raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
-    return _Column(query, steps, values, names)
+    return names, steps, values
 
 
 def _names(run: RunRecord, columns: Iterable[str]) -> list[str]:
