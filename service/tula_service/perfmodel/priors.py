@@ -339,18 +339,17 @@ def prior_from_jobs(
     means = np.array([p.mean for p in posteriors])
     parted = (means * [p.sd**-2.0 for p in posteriors] - generic.mean * generic.sd**-2.0) / np.maximum(precision, 1e-12)
     means = np.where(precision > 0.0, parted, means)
+    log_c = np.array([p.mean[0] for p in posteriors])
+    # For another reference batch c grows with it, and what is relative to c shrinks.
+    times = [b_ref / p.reference_batch_size if b_ref and p.reference_batch_size else 1.0 for p in posteriors]
+    shift = np.exp(means[:, 2]) * np.log(times)
+    means[:, 0], means[:, 1] = log_c + shift, means[:, 1] - shift
+    means[:, collectives] += log_c[:, None]
+    if scale is not None:
+        ratios = gradient_ratios or [None] * len(posteriors)
+        means[:, collectives] += np.log([ratio or 1.0 for ratio in ratios])[:, None]
+        precision[:, collectives] *= np.array([ratio is not None for ratio in ratios])[:, None]
     centre = base.mean.copy()
-    for row, posterior in enumerate(posteriors):
-        log_c = posterior.mean[0]
-        moved = np.append(log_c, means[row, 1:])
-        if b_ref is not None and posterior.reference_batch_size is not None:
-            moved = _rescaled(moved, b_ref / posterior.reference_batch_size)
-        moved[collectives] = means[row, collectives] + log_c
-        if scale is not None:
-            ratio = gradient_ratios[row] if gradient_ratios else None
-            moved[collectives] += math.log(ratio or 1.0)
-            precision[row, collectives] *= ratio is not None
-        means[row] = moved
     known_c = scale.mean[0] if scale is not None else float(np.mean(means[:, 0]))
     centre[collectives] += known_c
     mean, sd = _predictive(means, precision, centre, base.sd)
@@ -382,12 +381,3 @@ def _predictive(
     total = weight.sum(axis=0) + prior_weight
     mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
     return mean, np.sqrt(np.where(known.any(axis=0), between, usual**2) + 1.0 / total)
-
-
-def _rescaled(mean: FloatArray, ratio: float) -> FloatArray:
-    """The same parameters for a reference batch `ratio` times as large: c grows, what is relative to c shrinks."""
-    shift = math.exp(mean[2]) * math.log(ratio)
-    moved = np.array(mean)
-    moved[0] += shift
-    moved[[1, 4, 6]] -= shift
-    return moved
