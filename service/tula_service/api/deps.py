@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -219,7 +218,7 @@ def _secret(request: Request) -> str | None:
     if scheme.lower() == "basic" and request.method in _SAFE:
         try:
             decoded = base64.b64decode(rest.strip(), validate=True).decode("utf-8")
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             decoded = ""
         _, _, password = decoded.partition(":")
         if password:

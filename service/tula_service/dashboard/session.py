@@ -142,5 +142,5 @@ def _is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 def _local_path(target: str) -> str:
     """Where to go after login: a path of this service, never another host."""
-    fine = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
-    return target if fine and "\\" not in target else "/"
+    fine = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
+    return target if fine else "/"
