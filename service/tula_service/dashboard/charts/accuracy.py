@@ -89,9 +89,9 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     kinds = {row["kind"] for row in rows}
     values = [row[name] for row in rows for name in ("measured", "predicted")]
     least, most = min(values) * 0.9, max(values) * 1.1
-    scale = {"type": "log", "domain": [least, most], "nice": False}
-    x = vega.field("predicted:Q", title=f"Predicted step time ({unit.name})", scale=scale, axis={"tickCount": 5})
-    y = vega.field("measured:Q", title=f"Measured step time ({unit.name})", scale=scale, axis={"tickCount": 5})
+    axis = vega.axis_between((least, most))
+    x = vega.field("predicted:Q", title=f"Predicted step time ({unit.name})", **axis)
+    y = vega.field("measured:Q", title=f"Measured step time ({unit.name})", **axis)
     tips = [
         vega.field("configuration", title="Configuration"),
         vega.field("predicted:Q", format=",.3~g", title="Predicted"),
