@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -85,17 +84,26 @@ class Ledger(Repository):
         found = self._records(ledger.c.id == recommendation_id, limit=1)
         return found[0] if found else None
 
-    def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[LedgerRecord]:
-        """Entries whose outcome is known, over all jobs (of a project), newest first, for calibration."""
-        rows = self._rows(_outcomes_query(project_id, limit))
-        return [_record(row, _outcome(row)) for row in rows]
+    def errors(self, *, limit: int = 1000) -> Sequence[float]:
+        """Relative errors of the predictions whose outcome is known, over all jobs, newest first."""
+        known = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
+        newest = known.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
+        return self._connection.execute(newest).scalars().all()
 
-    def outcomes_of_jobs(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[JobOutcome]:
-        """The same, each with its job's names and specification."""
-        of_job = [jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec]
-        rows = self._rows(_outcomes_query(project_id, limit).add_columns(*of_job))
+    def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[JobOutcome]:
+        """Entries whose outcome is known, over all jobs (of a project), newest first, each with what its job says."""
+        query = (
+            sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
+            .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
+            .join(jobs, jobs.c.id == ledger.c.job_id)
+            .order_by(ledger.c.key.desc())
+            .limit(limit)
+        )
+        if project_id is not None:
+            query = query.where(jobs.c.project_id == project_id)
         return [
-            JobOutcome(_record(row, _outcome(row)), row["job_name"], row["model_name"], row["spec"]) for row in rows
+            JobOutcome(_record(row, _outcome(row)), row["job_name"], row["model_name"], row["spec"])
+            for row in self._rows(query)
         ]
 
     def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
@@ -116,12 +124,6 @@ _OUTCOME = [
     ledger_outcomes.c.within_interval,
     ledger_outcomes.c.at.label("outcome_at"),
 ]
-
-
-def _outcomes_query(project_id: str | None, limit: int) -> sa.Select[Any]:
-    query = sa.select(ledger, *_OUTCOME).join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
-    query = query.join(jobs, jobs.c.id == ledger.c.job_id).order_by(ledger.c.key.desc()).limit(limit)
-    return query if project_id is None else query.where(jobs.c.project_id == project_id)
 
 
 def _outcome(row: RowMap) -> LedgerOutcome | None:

@@ -11,13 +11,19 @@ from tula_service.store.tables import answers
 class AnswerCache(Repository):
     """A cache that all workers and replicas share. `body` is JSON text, sent to a client as it is stored."""
 
-    def get(self, job_id: str, name: str, *, data_version: int, model_version: str) -> str | None:
-        """The cached answer called `name`, if it rests on exactly these versions."""
-        return self._body(job_id, name, model_version, answers.c.data_version == data_version)
-
-    def get_fresh(self, job_id: str, name: str, *, data_version: int, model_version: str) -> str | None:
-        """The cached answer called `name`, if it rests on this version of the data or a newer one."""
-        return self._body(job_id, name, model_version, answers.c.data_version >= data_version)
+    def get(
+        self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
+    ) -> str | None:
+        """The cached answer called `name`, if it rests on exactly these versions, or on newer data if that will do."""
+        version = answers.c.data_version
+        wanted = (
+            answers.c.job_id == job_id,
+            answers.c.name == name,
+            answers.c.model_version == model_version,
+            version >= data_version if or_newer else version == data_version,
+        )
+        body: str | None = self._scalar(sa.select(answers.c.body).where(*wanted))
+        return body
 
     def count(self) -> int:
         """Number of cached answers."""
@@ -37,8 +43,3 @@ class AnswerCache(Repository):
                 index_elements=["job_id", "name"], set_=values, where=answers.c.data_version <= data_version
             )
         )
-
-    def _body(self, job_id: str, name: str, model_version: str, version: sa.ColumnElement[bool]) -> str | None:
-        wanted = (answers.c.job_id == job_id, answers.c.name == name, answers.c.model_version == model_version, version)
-        body: str | None = self._scalar(sa.select(answers.c.body).where(*wanted))
-        return body

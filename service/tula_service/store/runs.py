@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
@@ -183,33 +183,19 @@ class Leases(Repository):
         key = self._scalar(wanted)
         if key is None:
             return None
-        self._connection.execute(
-            sa.update(runs)
-            .where(runs.c.key == key)
-            .values(
-                state="claimed",
-                holder=holder,
-                lease_s=lease_s,
-                lease_expires_at=self._now() + timedelta(seconds=lease_s),
-            )
-        )
-        row = self._row(_SELECT_RUNS.where(runs.c.key == key))
-        assert row is not None
-        return _run_record(row)
+        return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s))[0]
 
     def claim_column(self, run: RunRecord) -> list[RunRecord]:
         """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
         wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == "pending")
         keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
-        leased = sa.update(runs).where(runs.c.key.in_(keys))
-        self._connection.execute(
-            leased.values(
-                state="claimed",
-                holder=run.holder,
-                lease_s=run.lease_s,
-                lease_expires_at=run.lease_expires_at,
-            )
-        )
+        return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at)
+
+    def _lease(
+        self, keys: Sequence[int], holder: str | None, lease_s: float | None, expires_at: datetime | None
+    ) -> list[RunRecord]:
+        held = {"state": "claimed", "holder": holder, "lease_s": lease_s, "lease_expires_at": expires_at}
+        self._connection.execute(sa.update(runs).where(runs.c.key.in_(keys)).values(held))
         return [_run_record(row) for row in self._rows(_SELECT_RUNS.where(runs.c.key.in_(keys)))]
 
     def renew_column(self, run: RunRecord, *, lease_s: float | None = None) -> None:

@@ -66,12 +66,10 @@ class Overview:
 def overview(store: Store) -> Overview:
     """Queue, agents, cached answers, and the errors of past predictions; every replica reads the same."""
     with store.reading() as tx:
-        by_state = tx.runs.count_by_state()
-        num_agents, num_answers = tx.samples.count_processes(), tx.answers.count()
-        outcomes = tx.ledger.outcomes()
-    errors = [abs(entry.outcome.error) for entry in outcomes if entry.outcome and entry.outcome.error is not None]
-    quantiles = {share: float(np.quantile(errors, share)) for share in _SHARES} if errors else {}
-    return Overview(by_state, num_agents, num_answers, quantiles)
+        counts = tx.runs.count_by_state(), tx.samples.count_processes(), tx.answers.count()
+        errors = np.abs(tx.ledger.errors())
+    quantiles = {share: float(np.quantile(errors, share)) for share in _SHARES} if errors.size else {}
+    return Overview(*counts, quantiles)
 
 
 def check_ready(store: Store) -> None:

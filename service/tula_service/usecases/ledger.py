@@ -45,7 +45,7 @@ class Outcome:
 def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
     """Recommendations that a training run followed, over all jobs that the caller may see, newest first."""
     with store.reading() as tx:
-        found = tx.ledger.outcomes_of_jobs(project_id=principal.project_id, limit=limit)
+        found = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
     return [
         Outcome(each.job_name, each.model_name, _device(each), each.entry.job_id, _wire_entry(each.entry))
         for each in found

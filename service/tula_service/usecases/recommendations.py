@@ -172,8 +172,8 @@ def _cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
     """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
-    read = tx.answers.get_fresh if or_newer else tx.answers.get
-    return read(job_id, _name(objective), data_version=data_version, model_version=MODEL_VERSION)
+    versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
+    return tx.answers.get(job_id, _name(objective), **versions, or_newer=or_newer)
 
 
 def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision | None = None) -> str:

@@ -304,9 +304,9 @@ class TestLedgerFitsScalingEvents:
             (found,) = tx.ledger.list(job.id)
             assert tx.ledger.latest(job.id, "knee") == found
             assert list(tx.ledger.list(job.id, followed=True)) == [found]
-            assert list(tx.ledger.outcomes(project_id=DEFAULT_PROJECT_ID)) == [found]
+            assert list(tx.ledger.errors()) == [0.12]
             assert list(tx.ledger.outcomes(project_id="another")) == []
-            (of_job,) = tx.ledger.outcomes_of_jobs(project_id=DEFAULT_PROJECT_ID)
+            (of_job,) = tx.ledger.outcomes(project_id=DEFAULT_PROJECT_ID)
             assert (of_job.entry, of_job.job_name, of_job.spec) == (found, job.name, job.spec)
         assert found.prices == {"default": {"usd_per_node_hour": 2.5}}
         assert found.predicted_step_time_s == (0.5, 0.4, 0.6)
