@@ -202,9 +202,10 @@ class Bench:
     def columns(self) -> dict[str, float]:
         """What a plan of columns costs against single launches of the same runs, and how far their step times agree."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
-        columns = self.tune("adaptive", project="columns", budget=budget, columns=True)
+        columns = self.work("columns", budget)
         joint = _step_times(columns)
-        single, repeat = (self.launch_each(name, sorted(joint, reverse=True)) for name in ("single", "repeat"))
+        largest_first = sorted(joint, reverse=True)  # as a plan does, so that one launch probes the links
+        single, repeat = (self.work(name, len(joint), largest_first) for name in ("single", "repeat"))
         apart, again = _step_times(single), _step_times(repeat)
         print_table(
             "every configuration three times",
@@ -296,13 +297,11 @@ class Bench:
                         found.append(event)
         return found
 
-    def tune(
-        self, search: str, *, project: str = "", budget: int | None = None, columns: bool = False
-    ) -> dict[str, Any]:
+    def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
         """One `tula tune` of the whole space, in the project of its name or another one; its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
-        spec = self.spec(folder, search, budget, columns=columns)
+        spec = self.spec(folder, search)
         words = [
             str(Path(sys.executable).with_name("tula")),
             "tune",
@@ -334,27 +333,27 @@ class Bench:
         )
         return tuned
 
-    def launch_each(self, project: str, wanted: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """One launch for each nodes and batch, as `tula tune` makes them, and what it would print."""
+    def work(self, project: str, budget: int, again: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+        """What `tula tune` does once it has started, and what it prints: columns, or a launch for each of `again`."""
         client, environment = self.project(project)
         folder = self.folder / project
-        again = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in wanted)
+        wanted = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
         began = time.monotonic()
-        job = register(client, load_spec(self.spec(folder, "adaptive", len(wanted)))).job
+        job = register(client, load_spec(self.spec(folder, "adaptive", budget, columns=not again))).job
         work = WorkDir(folder, job.id)
         with work.locked() as holder:
             runner = Runner(client, work, holder, RunnerOptions(inherited=environment), Reporter(Console(quiet=True)))
             template = Template(tuple(self.job_command(10_000)))
-            tuned = work_through(runner, job, template, PlanOptions(again=again))
+            tuned = work_through(runner, job, template, PlanOptions(again=wanted))
         took_s = time.monotonic() - began
-        print(f"{project}: {len(tuned.finished)} launches in {took_s:.0f} s", flush=True)
+        print(f"{project}: {len(tuned.finished)} runs in {took_s:.1f} s", flush=True)
         return {
             "job": tuned.job.model_dump(mode="json"),
             "recommendation": tuned.recommendation.model_dump(mode="json"),
             "wall_s": took_s,
         }
 
-    def spec(self, folder: Path, search: str, budget: int | None, *, columns: bool = False) -> Path:
+    def spec(self, folder: Path, search: str, budget: int | None = None, *, columns: bool = False) -> Path:
         """A job.toml in a new folder."""
         folder.mkdir()
         full, size = search == "full", self.size
