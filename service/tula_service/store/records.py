@@ -1,4 +1,4 @@
-"""Values that the store takes and returns: frozen, without wire types, every time aware and in UTC."""
+"""Values that the store takes and returns where the wire has no model of them: frozen, times aware and in UTC."""
 
 from __future__ import annotations
 
