@@ -156,11 +156,6 @@ class Readings:
         else:
             self._values.append((step, name, value))
 
-    @property
-    def empty(self) -> bool:
-        """True when the shipping thread has taken everything."""
-        return not (self.steps or self._values or self.comm or self.device)
-
     def take_values(self) -> list[tuple[int, str, float]]:
         """All numbers that have arrived; those still on a device stay."""
         arrived: list[tuple[int, str, float]] = []

@@ -17,7 +17,7 @@ from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
-from tula_agent.measure.memory import MemoryMonitor, device_of
+from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
 from tula_agent.measure.step_timer import OptimizerCalls, StepTimer
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
@@ -82,7 +82,7 @@ class Recorder:
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
             is_training=lambda: self.plan is None,
-            device_use=self.memory.device_use,
+            device_use=lambda: device_use(self.memory.device),
             model_parallel_size=self.model_parallel_size,
         )
         self._number = next(_recorders)
@@ -306,7 +306,7 @@ class Recorder:
         self.timer.pause()
         if self._device_clock is not None:
             self._device_clock.drop()
-        if self.timer.step and not self.memory.was_read and not self.finished:
+        if self.timer.step and self.memory.device is None and not self.finished:
             self._read_memory()  # a short run: its model may be freed before the end
 
     def pause(self) -> bool:

@@ -141,7 +141,7 @@ class MemoryMonitor:
 
     None of the moments is per step: `before_training` once the model is built, `at_optimizer` while gradients exist,
     `read` when a report is due. What was counted is kept for a report at the end, when the script has freed its model.
-    `largest_seen` is the largest batch so far: the peak belongs to it.
+    `largest_seen` is the largest batch so far: the peak belongs to it. `device` is known once memory was read.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -152,21 +152,12 @@ class MemoryMonitor:
         self._gradients: int | None = None
         self._state: int | None = None
         self._batch: int | None = None
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         self._buckets = 0
         self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
         self._static = 0.0
         self._capacity = 0
         self._logged = False
-
-    @property
-    def was_read(self) -> bool:
-        """True once memory was read."""
-        return self._device is not None
-
-    def device_use(self) -> dict[str, float]:
-        """How busy the device is, once memory was read; see `nvml.device_use`. For the shipping thread."""
-        return device_use(self._device)
 
     def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
         """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
@@ -187,24 +178,24 @@ class MemoryMonitor:
 
     def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> MemoryReading:
         """Read what is allocated now and at its peak; some tens of microseconds."""
-        if models or self._device is None:
-            self._device = device_of(models)
+        if models or self.device is None:
+            self.device = device_of(models)
             # On a host, buckets are resident before training begins, or never were touched.
-            self._buckets = bucket_bytes(models) if self._device.type == "cuda" else 0
+            self._buckets = bucket_bytes(models) if self.device.type == "cuda" else 0
         if self._parameters is None and models:
             self._parameters = parameter_bytes(models)
         if optimizers:
             self._state = optimizer_bytes(optimizers)
-        memory = self._breakdown(self._device)
+        memory = self._breakdown(self.device)
         if self.largest_seen:
             self.observe(memory, self.largest_seen, self._buckets)
         return memory
 
     def reset_peak(self) -> None:
         """Forget the peak so far, and give cached memory back: a larger batch follows."""
-        if self._device is not None and self._device.type == "cuda":
+        if self.device is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         else:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now

@@ -35,7 +35,8 @@ def train(bare: nn.Module, run: tula_agent.Run) -> None:
 def wait_until_joined(run: tula_agent.Run) -> None:
     """What ranks have to tell each other goes by way of the first rank's store, which ends with the stretch."""
     if run.recorder is not None:
-        while run.recorder.requests.waiting or not run.recorder.readings.empty:
+        readings = run.recorder.readings
+        while run.recorder.requests.waiting or readings.steps or readings.comm:
             time.sleep(0.01)
 
 
