@@ -37,7 +37,7 @@ class Repository:
     def _scalar(self, statement: sa.Executable) -> Any:
         return self._connection.execute(statement).scalar()
 
-    def _bump(self, job_id: str) -> None:
+    def bump(self, job_id: str) -> None:
         """Increment the job's data version, because something that a fit reads has changed."""
         grown = sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
         self._connection.execute(grown)

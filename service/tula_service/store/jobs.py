@@ -200,10 +200,6 @@ class Jobs(Repository):
             statement = statement.where(jobs.c.plan_state == "current").values(plan_state="stale")
         self._connection.execute(statement)
 
-    def bump(self, job_id: str) -> None:
-        """Increment the data version, because something that a fit reads has changed."""
-        self._bump(job_id)
-
     def begin_delete(self, job_id: str) -> None:
         """Make the job invisible at once; `usecases/jobs.py` then removes its rows piece by piece."""
         self._connection.execute(

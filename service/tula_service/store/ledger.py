@@ -6,7 +6,8 @@ Beside it what jobs teach later jobs: posteriors by instance type, and predictio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -23,37 +24,23 @@ from tula_service.store.tables import job_lessons, jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
 from tula_wire.enums import Objective
 
+_STEP_TIME = ("step_time_s", "step_time_low_s", "step_time_high_s")
+_COST = ("cost_usd", "cost_low_usd", "cost_high_usd")
+_SAME = {field.name for field in fields(LedgerRecord)} & set(ledger.c.keys())
+
 
 class Ledger(Repository):
     """Recommendations and their outcomes; a trigger of the database refuses to update an entry."""
 
     def append(self, entry: LedgerRecord) -> LedgerRecord:
         """Write an entry; an empty id is given one."""
-        identity = entry.id or new_id("rec")
-        step, cost = entry.predicted_step_time_s, entry.predicted_cost_usd
-        self._connection.execute(
-            sa.insert(ledger).values(
-                id=identity,
-                job_id=entry.job_id,
-                created_at=entry.created_at or self._now(),
-                objective=entry.objective,
-                basis=entry.basis,
-                configuration=None if entry.configuration is None else asdict(entry.configuration),
-                prices=dict(entry.prices),
-                model_version=entry.model_version,
-                data_version=entry.data_version,
-                step_time_s=step and step[0],
-                step_time_low_s=step and step[1],
-                step_time_high_s=step and step[2],
-                interval_scale=entry.interval_scale,
-                cost_usd=cost and cost[0],
-                cost_low_usd=cost and cost[1],
-                cost_high_usd=cost and cost[2],
-            )
-        )
-        row = self._row(sa.select(ledger).where(ledger.c.id == identity))
-        assert row is not None
-        return _record(row, None)
+        entry = replace(entry, id=entry.id or new_id("rec"), created_at=entry.created_at or self._now())
+        values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME}
+        values["configuration"] = None if entry.configuration is None else asdict(entry.configuration)
+        for names, interval in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
+            values |= dict(zip(names, interval or (None, None, None), strict=True))
+        self._connection.execute(sa.insert(ledger).values(values))
+        return entry
 
     def record_outcome(self, recommendation_id: str, outcome: LedgerOutcome) -> None:
         """Store what a run measured after this recommendation; a later measurement of the same run replaces it."""
@@ -134,7 +121,7 @@ def _outcome(row: RowMap) -> LedgerOutcome | None:
     )
 
 
-def _interval(row: RowMap, *names: str) -> tuple[float, float, float] | None:
+def _interval(row: RowMap, names: Sequence[str]) -> tuple[float, float, float] | None:
     value, low, high = (row[name] for name in names)
     return None if value is None else (value, low, high)
 
@@ -142,8 +129,8 @@ def _interval(row: RowMap, *names: str) -> tuple[float, float, float] | None:
 def _record(row: RowMap, outcome: LedgerOutcome | None) -> LedgerRecord:
     values = same_fields(LedgerRecord, row) | {
         "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
-        "predicted_step_time_s": _interval(row, "step_time_s", "step_time_low_s", "step_time_high_s"),
-        "predicted_cost_usd": _interval(row, "cost_usd", "cost_low_usd", "cost_high_usd"),
+        "predicted_step_time_s": _interval(row, _STEP_TIME),
+        "predicted_cost_usd": _interval(row, _COST),
         "outcome": outcome,
     }
     return LedgerRecord(**values)

@@ -49,7 +49,7 @@ class Runs(Repository):
         }
         values |= values.pop("configuration")
         self._connection.execute(sa.insert(runs).values(values))
-        self._bump(job_id)
+        self.bump(job_id)
         return self.get(values["id"])
 
     def get(self, run_id: str) -> RunRecord:
@@ -111,7 +111,7 @@ class Runs(Repository):
         ).first()
         if changed is None:
             return False
-        self._bump(changed[0])
+        self.bump(changed[0])
         return True
 
     def update(self, run_id: str, *, bump: bool = False, **values: Any) -> None:
@@ -122,7 +122,7 @@ class Runs(Repository):
         if changed is None:
             raise NotFound.of("run", run_id)
         if bump:
-            self._bump(changed[0])
+            self.bump(changed[0])
 
     def put_output(self, run_key: int, text: str) -> None:
         """Replace what is stored of a run's output."""
@@ -142,7 +142,7 @@ class Runs(Repository):
             .values(state="cancelled", finished_at=self._now())
         )
         if run_ids and self._connection.execute(statement).rowcount:
-            self._bump(job_id)
+            self.bump(job_id)
 
     def count_by_state(self) -> dict[RunState, int]:
         """The number of runs in each state."""

@@ -105,7 +105,7 @@ class Samples(Repository):
             stored = self._connection.exec_driver_sql(_SQLITE, rows).rowcount
         memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
         if stored or memory_changed:
-            self._bump(job_id)  # before the run's row is changed
+            self.bump(job_id)  # before the run's row is changed
             self._connection.execute(
                 sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
             )
