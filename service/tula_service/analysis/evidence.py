@@ -183,20 +183,17 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
         if run.id in unusable or run.kind == "profile":
             by_configuration.setdefault(run.configuration, []).append(run)
+    bad = unusable | {run.id for run in data.runs if run.state == "failed"}
     ruled_out: set[Configuration] = set()
     repeated: list[RunRecord] = []
     for configuration, runs in by_configuration.items():
         newest = next((run for run in runs if run.state != "cancelled"), runs[0])
         ended = next((run for run in runs if run.state in FINAL_STATES), None)
-        if _has_failed(newest, unusable) and newest.key > data.retried_up_to_key:
+        if newest.id in bad and newest.key > data.retried_up_to_key:
             ruled_out.add(configuration)
-        elif ended is not None and _has_failed(ended, unusable) and ended.key <= data.retried_up_to_key:
+        elif ended is not None and ended.id in bad and ended.key <= data.retried_up_to_key:
             repeated.append(ended)
     return ruled_out, sorted(repeated, key=lambda run: (run.position, run.key))
-
-
-def _has_failed(run: RunRecord, unusable: set[str]) -> bool:
-    return run.state == "failed" or run.id in unusable
 
 
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:

@@ -150,7 +150,10 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
         name, fabric = cluster.instance_type, lessons.fabrics.get(cluster.instance_type)
         buckets = lessons.buckets.get(name)
         if buckets is None and spec.model.parameters is not None:
-            buckets = Buckets.of(_reduced_bytes(spec.model))
+            # Of all-reduces that pass as many bytes over a link as a step of this network does.
+            facts = facts_of(spec.model)
+            parameters = facts.parameter_count / job_data.devices_of(spec.model)
+            buckets = Buckets.of(parameters * BYTES_PER_NUMBER["fp32"] * facts.volumes / 2.0)
         if fabric is not None and buckets is not None:
             believed[name] = with_fabric(
                 believed.get(name) or generic_prior(),
@@ -302,12 +305,6 @@ def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
             buckets = Buckets(np.array(timeline.bucket_bytes), np.array(timeline.ready_s))
             found[c.instance_type] = order, buckets
     return {name: buckets for name, (_, buckets) in found.items()}
-
-
-def _reduced_bytes(model: wire.ModelSpec) -> float:
-    """Bytes of the all-reduces of a step that pass as many bytes over a link as this network does."""
-    facts = facts_of(model)
-    return facts.parameter_count * BYTES_PER_NUMBER["fp32"] / job_data.devices_of(model) * facts.volumes / 2.0
 
 
 def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> EarlierScale:

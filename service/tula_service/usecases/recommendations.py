@@ -173,7 +173,7 @@ def _cached(
 ) -> str | None:
     """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
-    return tx.answers.get(job_id, _name(objective), **versions, or_newer=or_newer)
+    return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)
 
 
 def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision | None = None) -> str:
@@ -202,9 +202,18 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
         fields |= explanation.infeasible_fields(analysis)
     recommendation = wire.Recommendation.model_validate(fields)
     body = recommendation.model_dump_json()
-    tx.answers.put(job.id, _name(objective), data_version=version, model_version=MODEL_VERSION, body=body)
+    tx.answers.put(job.id, f"recommendation:{objective}", data_version=version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:
-        _update_job(tx, job, recommendation)
+        chosen = recommendation.chosen
+        smallest, largest = explanation.savings(chosen, recommendation.candidates)
+        tx.jobs.update(  # what a list of jobs shows
+            job.id,
+            recommended=None if chosen is None else chosen.configuration,
+            predicted_time_s=None if chosen is None else chosen.total_time_s.value,
+            predicted_cost_usd=None if chosen is None or chosen.cost_usd is None else chosen.cost_usd.value,
+            saving_vs_smallest_batch=smallest,
+            saving_vs_largest_batch=largest,
+        )
     return body
 
 
@@ -264,24 +273,6 @@ def _known_objective(job: JobRecord, objective: str | None) -> Objective:
     if wanted not in known:
         raise InvalidInput(f"Objective {wanted!r} is not known: use one of {', '.join(known)}.", field="objective")
     return wanted
-
-
-def _name(objective: Objective) -> str:
-    return f"recommendation:{objective}"
-
-
-def _update_job(tx: Transaction, job: JobRecord, recommendation: wire.Recommendation) -> None:
-    """Copy what a list of jobs shows onto the job."""
-    chosen = recommendation.chosen
-    smallest, largest = explanation.savings(chosen, recommendation.candidates)
-    values: dict[str, Any] = {
-        "recommended": None if chosen is None else chosen.configuration,
-        "predicted_time_s": None if chosen is None else chosen.total_time_s.value,
-        "predicted_cost_usd": None if chosen is None or chosen.cost_usd is None else chosen.cost_usd.value,
-        "saving_vs_smallest_batch": smallest,
-        "saving_vs_largest_batch": largest,
-    }
-    tx.jobs.update(job.id, **values)
 
 
 def _earlier_job(earlier: EarlierLessons) -> EarlierJob:

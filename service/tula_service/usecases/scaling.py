@@ -40,8 +40,8 @@ def current(
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         version, body = _latest(tx, job_id)
-        run = _newest_training(tx, job_id)
-        seen = None if run is None else _due_telemetry(tx, run)
+        run = next(iter(tx.runs.list(job_id, kind="train", limit=1)), None)
+        seen = None if run is None or run.state == "cancelled" else _due_telemetry(tx, run)
     if run is not None and seen is not None:
         version, body = _look(store, run, version, body, seen)
     thresholds = _view(version, body, policy)
@@ -95,11 +95,6 @@ def _publish(tx: Transaction, job_id: str, body: scaling.Body, *, after: int, ru
         return False
     tx.events.append(job_id, "scaling", run_id=run_id, data={"version": after + 1, "reason": body["reason"]})
     return True
-
-
-def _newest_training(tx: Transaction, job_id: str) -> RunRecord | None:
-    found = tx.runs.list(job_id, kind="train", limit=1)
-    return found[0] if found and found[0].state != "cancelled" else None
 
 
 def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry | None:
