@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from scipy.linalg import cholesky
@@ -19,6 +20,7 @@ from tula_service.perfmodel.step_time_form import (
     COLLECTIVES,
     LogStepTimes,
     ResidualScales,
+    Terms,
     hypotheses,
     log_terms,
     residual_covariance,
@@ -268,13 +270,17 @@ def _levenberg_marquardt(
 
     known, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
 
+    @lru_cache(maxsize=1)  # MINPACK asks for the slopes where it has just asked for the residuals
+    def terms_at(at: tuple[float, ...]) -> Terms:
+        return log_terms(np.array(at), targets.points, reference)
+
     def residuals(at: FloatArray) -> FloatArray:
-        terms = log_terms(at, targets.points, reference)
+        terms = terms_at(tuple(at.tolist()))
         compute = (terms.compute - targets.log_compute)[known] / _COMPUTE_NOISE
         return np.concatenate([whitener @ (terms.step - targets.log_step), compute, root @ (at - prior.mean)])
 
     def slopes(at: FloatArray) -> FloatArray:
-        terms = log_terms(at, targets.points, reference)
+        terms = terms_at(tuple(at.tolist()))
         return np.concatenate([whitener @ terms.step_slopes, terms.compute_slopes[known] / _COMPUTE_NOISE, root])
 
     found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)

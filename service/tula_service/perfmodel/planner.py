@@ -28,7 +28,7 @@ _APART = 4
 _WORTH_A_LAUNCH = 0.0125  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
-_MOST_JUDGED = 256  # candidates whose variance a design looks at: so thousands need 100 ms and 50 MiB
+_MOST_JUDGED = 128  # candidates whose variance a design looks at: so a plan of thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
 
@@ -353,7 +353,7 @@ def greedy_design(
     """Row numbers of up to `wanted` runs, in order, that leave the least weighted variance; deterministic.
 
     Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
-    rows, or over 256 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `known`
+    rows, or over 128 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `known`
     rows will be measured anyway; one row of each group in `first` comes before all others (the largest cluster of each
     instance type). `weights`, shape (n,), say how much the variance of each row matters.
     """
