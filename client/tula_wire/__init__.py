@@ -27,7 +27,7 @@ from tula_wire.jobs import (
     ProfilingSpec,
     SpotPrice,
 )
-from tula_wire.memory import MemoryBreakdown
+from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.recommendations import (
     Candidate,

@@ -9,42 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
-
-from pydantic import ConfigDict, Field
-
-from tula_wire._base import Bytes
+from typing import Final
 
 ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
 
 
-MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
-
-
 @dataclass(frozen=True)
-class MemoryBreakdown:
-    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
+class MemoryReading:
+    """Peak memory of one rank by component, bytes; None where it was not read. Field for field `MemoryBreakdown`.
 
-    None where it was not read. As with `Configuration`, creating one checks nothing.
+    The agent makes it, which also runs where Pydantic is not installed (`benchmarks.gpu`).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
-
-    method: Annotated[MemoryMethod, Field(description="How memory was read.")]
-    peak_bytes: Annotated[Bytes, Field(description="Largest number of bytes in use at one time.")]
-    parameter_bytes: Annotated[Bytes | None, Field(description="Bytes of parameters.")] = None
-    gradient_bytes: Annotated[Bytes | None, Field(description="Bytes of gradients.")] = None
-    optimizer_bytes: Annotated[Bytes | None, Field(description="Bytes of optimizer state.")] = None
-    activation_bytes: Annotated[Bytes | None, Field(description="Bytes of activations.")] = None
-    batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
-    reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
-    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
-    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None
-
-
-MemoryReading = MemoryBreakdown
-"""Its name in agent and service."""
+    method: str
+    peak_bytes: int
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activation_bytes: int | None = None
+    batch_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+    capacity_bytes: int | None = None
 
 
 def usable_bytes(capacity_bytes: float) -> float:

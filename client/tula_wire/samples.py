@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from tula_wire._base import Bytes, Count, Name, WireModel, optional
 from tula_wire.fabrics import AllReduces
-from tula_wire.memory import MemoryBreakdown
+from tula_wire.memory_breakdown import MemoryBreakdown
 
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096

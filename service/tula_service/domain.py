@@ -10,7 +10,9 @@ from typing import Any, Final, Literal, TypeAlias
 
 from tula_wire.configurations import Configuration
 from tula_wire.enums import FINAL_STATES, EndCause, Objective, RunKind, RunOrigin, RunState
-from tula_wire.memory import MemoryReading as MemoryReading
+from tula_wire.memory_breakdown import MemoryBreakdown
+
+MemoryReading = MemoryBreakdown
 
 
 class Measure(Enum):
