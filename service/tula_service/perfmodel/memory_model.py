@@ -226,8 +226,8 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
         weighted = design * root[:, None]
         found, _ = nnls(weighted, value * root)
         root = np.sqrt(2.0 / (1.0 + (value - design @ found) ** 2))
-    inverse = np.linalg.inv(weighted.T @ weighted)
-    return found * scale, np.asarray(inverse * np.outer(scale, scale))
+    inverse = np.linalg.pinv(weighted)  # of readings that differ by many orders of magnitude, the square is singular
+    return found * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
 
 
 def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, tuple[str, ...]]:

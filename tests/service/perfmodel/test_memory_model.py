@@ -181,3 +181,8 @@ def test_a_reading_of_one_byte_predicts_without_overflow():
     for batch in (1.0, 32.0, 2.0**31):
         predicted = model.predict(batch)
         assert np.isfinite([predicted.low, predicted.mean, predicted.high]).all()
+
+
+def test_readings_that_differ_by_many_orders_of_magnitude_still_have_a_line():
+    model = fit_memory(MemoryObservations([4e10, 11.0], [279.0, 8e15], static_bytes=1e15))
+    assert np.isfinite([model.predict(32.0).low, model.predict(32.0).high, model.static_bytes]).all()
