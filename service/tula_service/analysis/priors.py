@@ -174,7 +174,12 @@ def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     for name in sorted(model.posteriors):
         learned = model.posteriors[name].lesson()
         reference = learned.reference_batch_size or 1.0
-        found[name] = {"mean": learned.mean.tolist(), "sd": learned.sd.tolist(), "reference_batch_size": reference}
+        found[name] = {
+            "mean": learned.mean.tolist(),
+            "sd": learned.sd.tolist(),
+            "reference_batch_size": reference,
+            "optimizer_s": model.optimizer_s.get(name, 0.0),
+        }
     return found
 
 
@@ -327,6 +332,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
         absolute=True,
         reference_batch_size=float(learned["reference_batch_size"]),
         in_seconds=COLLECTIVES,
+        optimizer_s=float(learned.get("optimizer_s", 0.0)),  # an earlier version stored none
     )
 
 

@@ -211,7 +211,9 @@ def recommend(
             ineligible = left_out
     eligible = [estimate for estimate in estimates if estimate.configuration not in ineligible]
     possible = [e for e in estimates if math.isfinite(e.time_s.mean)]
-    knee = find_knee([e.configuration.global_batch_size for e in possible], [e.time_s.mean for e in possible])
+    # Of the time of equal epochs, so that a job has one knee, whatever the objective.
+    times_s = [e.time_s.mean / goal.steps_factor.get(e.configuration, 1.0) for e in possible]
+    knee = find_knee([e.configuration.global_batch_size for e in possible], times_s)
     return replace(choose(goal, eligible, knee), estimates=estimates, ineligible=ineligible)
 
 

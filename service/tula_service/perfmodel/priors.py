@@ -49,7 +49,8 @@ class StepTimePrior:
 
     `absolute`: c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
     None for "the largest batch in question". `in_seconds` are entries that the form has relative to c and that are
-    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself.
+    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself. `optimizer_s` of a
+    micro-step's compute are spent once in a step.
     """
 
     mean: FloatArray
@@ -59,6 +60,7 @@ class StepTimePrior:
     absolute: bool = False
     reference_batch_size: float | None = None
     in_seconds: tuple[int, ...] = ()
+    optimizer_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
@@ -358,7 +360,14 @@ def prior_from_jobs(
         mean[0], sd[0] = scale.mean[0], scale.sd[0]
     mean[collectives] -= mean[0]
     return StepTimePrior(
-        mean, sd, base.scales, "transfer", absolute=True, reference_batch_size=b_ref, in_seconds=COLLECTIVES
+        mean,
+        sd,
+        base.scales,
+        "transfer",
+        absolute=True,
+        reference_batch_size=b_ref,
+        in_seconds=COLLECTIVES,
+        optimizer_s=float(np.median([p.optimizer_s for p in posteriors])) if scale is None else 0.0,
     )
 
 

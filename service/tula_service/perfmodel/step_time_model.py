@@ -94,7 +94,8 @@ class StepTimeModel:
     to all the rest under None. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
     every other prediction is that of the form `overlap`. All of these are of the step without its waits for data, which
     `input_waits` adds: by instance type, an unmeasured one as that which was measured most. The fits repeat the whole
-    compute of a step with each micro-step, so predictions are less by the `optimizer_s` that are not repeated, by type.
+    compute of a step with each micro-step, so predictions are less by the `optimizer_s` that are not repeated, by type
+    like the waits.
     """
 
     form: StepTimeForm
@@ -122,7 +123,9 @@ class StepTimeModel:
                 np.exp(predicted.compute),
                 points.grad_accum_steps[at],
             )
-            repeated_s = (micro_steps - 1.0) * np.minimum(self.optimizer_s.get(name, 0.0), computing_s / micro_steps)
+            repeated_s = (micro_steps - 1.0) * np.minimum(
+                _seconds_of(self.optimizer_s, name), computing_s / micro_steps
+            )
             mean_s[at] = whole_s - repeated_s
             log_sd[at] = predicted.sd * self.interval_scale * whole_s / mean_s[at]
             wait = self.input_waits.get(name, next(iter(self.input_waits.values()), None))
@@ -271,15 +274,20 @@ def without_waits(observations: StepTimeObservations) -> StepTimeObservations:
 
 
 def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
-    """Seconds of an optimizer's step: the median over the runs of each instance type that report it."""
+    """Seconds of an optimizer's step: the median over the runs of each type that report it, of most runs first."""
     known = observations.take(np.isfinite(observations.optimizer_time_s))
-    types = set(known.points.instance_type)
+    types = sorted(set(known.points.instance_type), key=lambda name: (-len(known.points.rows_of(name)), name))
     return {name: float(np.median(known.optimizer_time_s[known.points.rows_of(name)])) for name in types}
+
+
+def _seconds_of(by_type: Mapping[str, float], name: str) -> float:
+    """A type that does not report takes as long as that of most runs: the fit carries its compute over as well."""
+    return by_type.get(name, next(iter(by_type.values()), 0.0))
 
 
 def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
     """The runs as they would be if the optimizer stepped with each micro-step, which is how the forms count."""
-    each_s = np.array([optimizer_s.get(name, 0.0) for name in observations.points.instance_type])
+    each_s = np.array([_seconds_of(optimizer_s, name) for name in observations.points.instance_type])
     added_s = (observations.points.grad_accum_steps - 1.0) * each_s
     step_s = observations.step_time_s + added_s
     return replace(
@@ -313,6 +321,7 @@ def unmeasured_model(
             if each is not None
         },
         interval_scale=interval_scale,
+        optimizer_s={name: each.optimizer_s for name, each in priors.believed.items()},
     )
 
 

@@ -121,8 +121,10 @@ def get(
         return body
     on_miss()
     with store.job_lock(job_id):
-        with store.reading() as tx:  # the thread before this one in the queue may have computed it
-            body = _cached(tx, job_id, wanted, tx.jobs.get(job_id).data_version)
+        with store.reading() as tx:  # since then another thread may have computed it, or the job's objective changed
+            job = visible_job(tx, principal, job_id)
+            wanted = _known_objective(job, objective)
+            body = _cached(tx, job_id, wanted, job.data_version)
         return body or _compute(store, job_id, wanted, plan=False)
 
 

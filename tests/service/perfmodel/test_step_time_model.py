@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware, prior_from_jobs
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.step_time_model import fit_step_time, unmeasured_model
 from tula_wire import Configuration
 from tula_wire.enums import StepTimeForm
 
@@ -326,6 +326,21 @@ def test_the_optimizer_counts_once_a_step_however_many_micro_steps_accumulate() 
             before = fit_step_time(StepTimeObservations.at(points, **taken)).predict(configurations)
             assert before.mean_s[0] == pytest.approx(predicted.mean_s[0], rel=1e-12)
             assert before.mean_s[2] == pytest.approx(4 * times[0], rel=0.02)
+
+
+def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slower_step() -> None:
+    """Their compute of a micro-step holds the optimizer: how much of it does not repeat carries over with it."""
+    gradients_s, optimizer_s = 0.5, 0.5
+    points = [make_configuration(1, 1, batch, 4) for batch in (32, 64)]
+    taken = [4 * gradients_s * batch / 32 + optimizer_s for batch in (32, 64)]
+    seen = StepTimeObservations.at(points, taken, compute_time_s=taken, optimizer_time_s=[optimizer_s] * 2)
+    model = fit_step_time(seen)
+    other = replace(points[0], instance_type="other")
+    assert model.predict([other]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
+    (learned,) = model.posteriors.values()
+    lesson = replace(learned.lesson(), optimizer_s=model.optimizer_s[points[0].instance_type])
+    later = Priors({points[0].instance_type: prior_from_jobs([lesson])})
+    assert unmeasured_model(later, points).predict(points[:1]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
 
 
 def test_an_optimizer_that_waits_for_other_ranks_leaves_each_micro_step_some_compute() -> None:
