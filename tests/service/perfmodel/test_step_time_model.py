@@ -339,8 +339,8 @@ def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slowe
     assert model.predict([other]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
     (learned,) = model.posteriors.values()
     lesson = replace(learned.lesson(), optimizer_s=model.optimizer_s[points[0].instance_type])
-    later = Priors({points[0].instance_type: prior_from_jobs([lesson])})
-    assert unmeasured_model(later, points).predict(points[:1]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
+    priors = Priors({points[0].instance_type: prior_from_jobs([lesson])})
+    assert unmeasured_model(priors, points).predict(points[:1]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
 
 
 def test_an_optimizer_that_waits_for_other_ranks_leaves_each_micro_step_some_compute() -> None:
