@@ -10,13 +10,11 @@ from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.step_timer import median_relative_error
 from tula_agent.rank_channel import Channel, RankRendezvous
+from tula_wire.bounds import FURTHER_WARMUP_STEPS
 
 FIRST_DECISION, DECIDE_EVERY = 8, 4
 """Measured steps before the first chance to end early, and between two."""
 TRAIN_WARMUP_STEPS = 5
-FURTHER_WARMUP_STEPS = 3
-"""At most, of a launch's second batch and those after it: process, optimizer and links are warm. The first step
-compiles for the new shape, the second captures a CUDA graph, the third is the first to replay it."""
 PEERS_WITHIN_S = 10.0
 LIMIT_EVERY = 16
 """Steps between two looks at the time limit of a training."""

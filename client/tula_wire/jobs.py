@@ -141,7 +141,11 @@ class Limits(WireModel):
 class ProfilingSpec(WireModel):
     """Limits and precision of profiling."""
 
-    profiling_warmup_steps: WarmupSteps = Field(5, description="Steps that a profiling run discards first.")
+    profiling_warmup_steps: WarmupSteps = Field(
+        5,
+        description="Steps that a profiling run discards first; at most 3 of a launch's second batch and those after "
+        "it.",
+    )
     measuring_steps: MeasuringSteps = Field(30, description="Steps that a profiling run measures at most.")
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     columns: bool = Field(

@@ -18,7 +18,9 @@ MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
 class Instruction(WireModel):
     """How many steps the agent of a profiling run discards and measures, its precision, and whether it probes."""
 
-    profiling_warmup_steps: WarmupSteps = Field(description="Steps to discard first.")
+    profiling_warmup_steps: WarmupSteps = Field(
+        description="Steps to discard first; at most 3 of a launch's second batch and those after it."
+    )
     measuring_steps: MeasuringSteps = Field(description="Steps to measure at most.")
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(

@@ -18,6 +18,7 @@ from tula_service.perfmodel.candidates import column_of, columns_of
 from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
+from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.enums import FINAL_STATES
 from tula_wire.jobs import ProfilingCost
 
@@ -40,7 +41,7 @@ class NextRun:
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """The plan for one version of a job's data; `usecases/planning.py` stores it.
+    """The plan for one version of a job's data; `usecases/recommendations.py` stores it.
 
     `cancelled` are ids of waiting runs. `predicted_step_time_s` is by id of the waiting runs that stay. `active` is
     False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validated_error` is how well
@@ -155,13 +156,15 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
+    instruction = instruction_of(data.spec)
     return PlanBudget(
         max_runs=profiling.max_runs or _DEFAULT_MAX_RUNS,
         by_default=profiling.max_runs is None,
         by_column=profiling.columns,
         max_gpu_seconds=profiling.max_gpu_seconds,
         spent_gpu_seconds=_spent_gpu_seconds(data),
-        steps_per_run=profiling.profiling_warmup_steps + profiling.measuring_steps,
+        steps_per_run=_steps(instruction),
+        steps_per_further_run=_steps(instruction, further=True),
     )
 
 
@@ -184,16 +187,19 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
     """
     begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
     launches = _launches(begun, spec)
+    further = {run.id for spans in launches for run in _ascending(run for run, _, _ in spans)[1:]}
     measured = [run for run in plan if run.step_time_s is not None and run.state in FINAL_STATES]
-    share = fmean(_needed(run) / _steps(run) for run in measured) if measured else 1.0
+    shares = [_needed(run, further) / _steps(run.instruction, run.id in further) for run in measured]
+    share = fmean(shares) if shares else 1.0
     ended = [
         spans
         for spans in launches
         if any(run.step_time_s for run, _, _ in spans) and all(run.state in FINAL_STATES for run, _, _ in spans)
     ]
-    start_up_s = median(max(0.0, _taken(spans)[1] - _in_steps_s(spans)) for spans in ended) if ended else _START_UP_S
-    under_way_s = {
-        _launch(spans[0][0], spec): _taken(spans)[1] - _in_steps_s(spans)
+    around_s = [max(0.0, _taken(spans)[1] - _in_steps_s(spans, further)) for spans in ended]
+    start_up_s = median(around_s) if ended else _START_UP_S
+    under_way = {
+        _launch(spans[0][0], spec): spans
         for spans in launches
         if any(run.state not in FINAL_STATES and ended_s >= now_s for run, _, ended_s in spans)
     }
@@ -203,8 +209,13 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
             waiting.setdefault(_launch(run, spec), []).append(run)
     left = []
     for launch, runs in waiting.items():
-        steps_s = share * sum(_steps(run) * (run.predicted_step_time_s or 0.0) for run in runs)
-        left.append((runs[0].configuration, max(0.0, start_up_s + steps_s - under_way_s.get(launch, 0.0))))
+        spans = under_way.get(launch, [])
+        first = _ascending([*runs, *(run for run, _, _ in spans)])[0]
+        steps_s = share * sum(
+            _steps(run.instruction, run is not first) * (run.predicted_step_time_s or 0.0) for run in runs
+        )
+        taken_s = _taken(spans)[1] - _in_steps_s(spans, further) if spans else 0.0
+        left.append((runs[0].configuration, max(0.0, start_up_s + steps_s - taken_s)))
     spent, spent_usd = _totals(spec, [_taken(spans) for spans in launches])
     left_gpu_seconds, left_usd = _totals(spec, left)
     return ProfilingCost(
@@ -246,18 +257,26 @@ def _ended_s(run: RunRecord, now_s: float) -> float:
     return now_s if run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
 
 
-def _in_steps_s(spans: Sequence[Span]) -> float:
+def _ascending(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """The runs of a launch in the order in which it measures them."""
+    return sorted(runs, key=lambda run: run.configuration.local_batch_size)
+
+
+def _in_steps_s(spans: Sequence[Span], further: Collection[str]) -> float:
     """Seconds that the runs of a launch which have ended spent in steps."""
-    return sum(_needed(run) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state in FINAL_STATES)
+    return sum(_needed(run, further) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state in FINAL_STATES)
 
 
-def _needed(run: RunRecord) -> int:
-    return min(run.num_samples, _steps(run))
+def _needed(run: RunRecord, further: Collection[str]) -> int:
+    return min(run.num_samples, _steps(run.instruction, run.id in further))
 
 
-def _steps(run: RunRecord) -> int:
-    plan = run.instruction
-    return 1 if plan is None else int(plan["profiling_warmup_steps"] + plan["measuring_steps"])
+def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:
+    """Planned steps of a run; `further`: it is not the first of its launch."""
+    if instruction is None:
+        return 1
+    warmup_steps = instruction["profiling_warmup_steps"]
+    return int((min(warmup_steps, FURTHER_WARMUP_STEPS) if further else warmup_steps) + instruction["measuring_steps"])
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:

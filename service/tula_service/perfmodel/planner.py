@@ -45,6 +45,7 @@ class PlanBudget:
     max_gpu_seconds: float | None = None
     spent_gpu_seconds: float = 0.0
     steps_per_run: int = 30
+    steps_per_further_run: int = 30
     by_default: bool = False
     by_column: bool = False
 
@@ -172,7 +173,8 @@ def _affordable(
     affordable = []
     for c, step_time_s in zip(ascending, model.predict(ascending).mean_s.tolist(), strict=True):
         launch = column_of(c) if budget.by_column else c
-        needed[launch] += step_time_s * budget.steps_per_run * c.world_size
+        steps = budget.steps_per_further_run if launch in needed else budget.steps_per_run
+        needed[launch] += step_time_s * steps * c.world_size
         if needed[launch] <= left:
             affordable.append(c)
     return frozenset(affordable)

@@ -64,6 +64,20 @@ def test_before_the_first_launch_steps_are_as_predicted_and_its_start_up_is_assu
     assert cost(waiting, cluster={"max_nodes": 8}).left_usd is None
 
 
+def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> None:
+    """As the agent does: 5 + 5 steps of the first and 3 + 5 of each further one."""
+    instruction = INSTRUCTION | {"profiling_warmup_steps": 5}
+    waiting = [run(b, "pending", predicted_step_time_s=1.0, instruction=instruction) for b in (64, 32, 16)]
+    assert cost(waiting).left_s == pytest.approx(30 + 10 + 8 + 8)
+    assert cost(waiting, columns=False).left_s == pytest.approx(3 * (30 + 10))
+    ended = run(16, "succeeded", 1, 10, step_time_s=1.0, num_samples=10, instruction=instruction)
+    under_way = run(32, "running", 0, predicted_step_time_s=1.0, instruction=instruction)
+    assert cost([ended, under_way], now_s=11).left_s == pytest.approx(30 + 8 - 1)
+    done = run(32, "succeeded", 0, 19, step_time_s=1.0, num_samples=8, instruction=instruction)
+    waiting = [run(16, "pending", nodes=2, predicted_step_time_s=1.0, instruction=instruction)]
+    assert cost([ended, done, *waiting]).left_s == pytest.approx(1 + 10)
+
+
 def test_a_launch_to_come_starts_up_once_as_earlier_ones_did_and_needs_as_many_of_its_steps() -> None:
     waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 32) for batch in (32, 64)]
     found = cost([*COLUMN, *waiting])
