@@ -210,7 +210,7 @@ def _root(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> P
             raise CheckpointError("no checkpoint directory: set TULA_CHECKPOINT_DIR or pass directory=")
         return Path(name)
 
-    return ranks.on_each(named, "", "")
+    return ranks.on_each(named, "no checkpoint directory", "set TULA_CHECKPOINT_DIR or pass directory=")
 
 
 def _agreed_newest(ranks: CollectiveCalls, root: Path) -> Path | None:
@@ -232,7 +232,7 @@ def _unreadable(folder: Path) -> tuple[str, str]:
 
 
 def _check_fit(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> None:
-    """Raise ValueError for what torch would refuse of `saved`, before any rank has loaded anything.
+    """Raise ValueError for what torch or gradient scaling would refuse of `saved`, before any rank has loaded anything.
 
     Sharded weights are not compared, nor models and optimizers with their own loading: they may accept other names.
     """
@@ -246,6 +246,8 @@ def _check_fit(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any)
         before, now = ([len(group["params"]) for group in each] for each in groups)
         if before != now:
             raise ValueError(f"the optimizer's groups have {before} parameters there and {now} here")
+    if saved.get("optimizer") is not None and hasattr(optimizer, "check_state_dict"):
+        optimizer.check_state_dict(saved["optimizer"])
 
 
 def _compare_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -39,7 +39,8 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
 BUCKETS_TIMED_FROM = 2
-"""Steps of a batch size until its buckets are timed: DDP orders them in the first."""
+"""Steps of a launch until buckets are timed: DDP orders them in the first. Of further batches from their first step on,
+since hooks on every parameter slow a step, and fewer warm-up steps hide that."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
 REQUEST_TIMEOUT_S = 5.0
@@ -96,6 +97,7 @@ class Recorder:
         self._begun = False  # in the current process group
         self._last_world_size = config.world_size
         self._in_step = False
+        self._on_host = False  # so that the host's clock times the optimizer: elsewhere its step only launches work
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
@@ -205,6 +207,7 @@ class Recorder:
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
         tracked = list(self.objects.models)
+        self._on_host = device_of(tracked).type == "cpu"
         self.memory.before_training(tracked, first=self.timer.step == 0)
         if self._begun and models and self._rendezvous is not None:
             self._start_comm_split(tracked)
@@ -273,17 +276,22 @@ class Recorder:
         """Step pre-hook of the watched optimizers; never raises."""
         if self.finished:
             return
-        # With a closure, forward and backward run inside the optimizer's step. `args` begins with the optimizer.
-        alone = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
-        if self._device_clock is not None and alone:
-            self._device_clock.optimizer()
-        self._read_gradients(optimizer)
-        # Other ranks have no device clock, and send no rows.
-        self.timer.optimizer_stepped(timed=alone and self.leads and self._device_clock is None)
+        try:
+            # With a closure, forward and backward run inside the optimizer's step. `args` begins with the optimizer.
+            alone = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
+            if self._device_clock is not None and alone:
+                self._device_clock.optimizer()
+            self._read_gradients(optimizer)
+            self.timer.optimizer_stepped(timed=alone and self.leads and self._on_host)
+        except Exception as error:
+            self.guard.note("the optimizer's hooks", error)
 
     def after_optimizer_step(self, *_: Any) -> None:
         """Step post-hook of the watched optimizers; never raises."""
-        self.timer.optimizer_returned()
+        try:
+            self.timer.optimizer_returned()
+        except Exception as error:
+            self.guard.note("the optimizer's hooks", error)
 
     def _read_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         try:
@@ -385,6 +393,7 @@ class Recorder:
 
     def _begin_in_group(self) -> None:
         models = list(self.objects.models)
+        self._on_host = device_of(models).type == "cpu"  # it may have moved since it was watched
         self.memory.before_training(models, first=self.timer.step == 0)
         if current_group() is None and not is_launched():
             self._last_world_size = 1
@@ -422,12 +431,15 @@ class Recorder:
                 if found:
                     self.readings.timelines[local_batch_size] = found
 
-    def _forget_objects(self) -> None:
-        self.objects = TrackedObjects()
-        self._comm_split = None
+    def _stop_timing_buckets(self) -> None:
         if self._bucket_timer is not None:
             self._bucket_timer.close()
             self._bucket_timer = None
+
+    def _forget_objects(self) -> None:
+        self.objects = TrackedObjects()
+        self._comm_split = None
+        self._stop_timing_buckets()
         self.gradients = GradientReader()
 
     # The end of a step.
@@ -436,7 +448,7 @@ class Recorder:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
         step, warmup_steps = timing.step, self.profiling.warmup_steps
         since = step - self.profiling.first_step
-        if self.leads and (self._bucket_timer is not None or since == BUCKETS_TIMED_FROM):
+        if self.leads and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)
         # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
@@ -499,6 +511,9 @@ class Recorder:
         if self.leads and self.cut_to is not None:
             self._report("running", self.batches.run_id)
         self.profiling.begin_again(step + 1)
+        if self.leads:
+            self._stop_timing_buckets()  # of the batch that has ended
+            self._time_buckets(self._batch_size)
         with self.guard("memory"):
             self.memory.reset_peak()
 

@@ -304,6 +304,33 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, gro
     assert inner.state_dict()["state"] == {}
 
 
+def test_gradient_scaling_of_an_earlier_version_is_refused_before_anything_is_loaded(tmp_path):
+    model, inner = layers(3, 2)
+    folder = init().checkpoint(model, TulaOptimizer(inner), directory=tmp_path)
+    saved = torch.load(folder / "training.pt", weights_only=True)
+    del saved["optimizer"]["tula"]["format"], saved["optimizer"]["tula"]["gain"]["seen"]
+    saved["optimizer"]["param_groups"][0]["lr"] = 5.0
+    torch.save(saved, folder / "training.pt")
+    model, inner = layers(3, 2)
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match="written by an earlier version of Tula; finish that training with it"):
+        init().resume(model, TulaOptimizer(inner), directory=tmp_path)
+    assert torch.equal(model[0].weight, before)
+    optimizer = TulaOptimizer(inner)
+    with pytest.raises(ValueError, match="leave out the optimizer's key 'tula'"):
+        optimizer.load_state_dict(saved["optimizer"])
+    assert inner.param_groups[0]["lr"] == 0.1
+    del saved["optimizer"]["tula"]
+    optimizer.load_state_dict(saved["optimizer"])
+    assert inner.param_groups[0]["lr"] == 5.0
+
+
+def test_a_directory_that_is_no_path_is_refused_in_one_sentence():
+    sentence = r"^no checkpoint directory \(TypeError: .*\): set TULA_CHECKPOINT_DIR or pass directory=$"
+    with pytest.raises(CheckpointError, match=sentence):
+        init().checkpoint(torch.nn.Linear(3, 1), directory=5)
+
+
 def test_a_model_that_translates_older_names_is_not_refused(tmp_path):
     model, optimizer = small()
     init().checkpoint(model, optimizer, directory=tmp_path)

@@ -75,6 +75,12 @@ def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launc
     assert with_memory == {(run, rank) for run in ("small", "middle", "run1") for rank in (0, 1)}
 
 
+def test_buckets_of_a_further_batch_are_timed_in_its_first_five_steps(sink: Sink, launch: Launch) -> None:
+    launch("train.py", "--epochs", "1", ranks=2, **COLUMN | {"TULA_MEASURE_STEPS": "3"})
+    assert not sink.invalid
+    assert [path.split("/")[3] for _, path, body in sink.requests if "timeline" in body] == ["middle", "run1"]
+
+
 def test_a_network_is_compiled_again_in_the_warm_up_of_each_batch_and_each_ends_when_the_service_has_enough(
     sink: Sink, launch: Launch
 ) -> None:

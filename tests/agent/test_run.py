@@ -367,12 +367,33 @@ def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path:
             optimizer.step() if step < 2 else optimizer.step(gradients)
     run.finish()
     assert not sink.invalid
-    rows = sink.rows("step_time_s", "optimizer_time_s")
-    for step, (step_time_s, optimizer_time_s) in enumerate(rows):
+    rows = sink.rows("step", "step_time_s", "optimizer_time_s")
+    assert [step for step, *_ in rows] == [0, 1, 2, 3]
+    for step, step_time_s, optimizer_time_s in rows:
         if step < 2:
             assert 0.04 <= optimizer_time_s <= step_time_s - 0.03
         else:
             assert optimizer_time_s is None
+
+
+def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Path) -> None:
+    """There a step only launches work: its time on the host is not the optimizer's."""
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    model = torch.nn.Linear(2, 1, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.watch(model, optimizer)
+    for _ in run.steps([torch.zeros(4)] * 3):
+        model(torch.ones(4, 2, device="meta")).sum().backward()
+        optimizer.step()
+    run.finish()
+    assert len(sink.steps()) == 3
+    assert {row[0] for body in sink.samples for row in zip(body.get("optimizer_time_s", [None]))} == {None}
+
+
+def test_the_optimizer_s_hooks_raise_nothing(sink: Sink, tmp_path: Path) -> None:
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    run.recorder.before_optimizer_step(None, None, None)  # type: ignore[union-attr,arg-type]
+    run.finish()
 
 
 def test_processes_that_share_a_replica_count_as_one_rank(

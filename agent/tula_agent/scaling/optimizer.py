@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresh
 from tula_agent.torch_private import is_sharded
 
 _STATE_KEY = "tula"
+_STATE_FORMAT = 2
+"""Of what is stored under that key; it grows when a stored number gets another name or meaning. 1 was not stored."""
 _FACTORS_DEPEND_ON = ("granularity", "small_batch_size", "s_min", "s_max")
 _CHUNKS = 16
 
@@ -260,6 +262,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, under `tula`, all that decides the next factors; equal on all ranks."""
         own = {
+            "format": _STATE_FORMAT,
             "steps": self._steps,
             "progress": self._progress,
             "thresholds": self._thresholds.to_vector(),
@@ -269,8 +272,23 @@ class TulaOptimizer(torch.optim.Optimizer):
         }
         return {**self._inner.state_dict(), _STATE_KEY: own}
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError where another version of Tula wrote the key `tula` of `state_dict`; changes nothing."""
+        own = state_dict.get(_STATE_KEY)
+        if own is None or (written := own.get("format", 1)) == _STATE_FORMAT:
+            return
+        version = "an earlier" if written < _STATE_FORMAT else "a later"
+        raise ValueError(
+            f"the state of gradient scaling was written by {version} version of Tula; finish that training with it, or "
+            f"leave out the optimizer's key {_STATE_KEY!r}, so that scaling starts afresh"
+        )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit from `state_dict`; without the key `tula` scaling starts from nothing."""
+        """Continue bit for bit from `state_dict`; without the key `tula` scaling starts from nothing.
+
+        Raises ValueError as `check_state_dict` does, before anything is changed.
+        """
+        self.check_state_dict(state_dict)
         rest = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
         self._inner.load_state_dict(rest)
         own = state_dict.get(_STATE_KEY)
