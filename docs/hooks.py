@@ -40,7 +40,7 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("The same with the paper's ring form", "hard.ring.median", ""),
     ("Step time, harder grids, 6 adaptive runs: median error", "hard.adaptive6.median", ""),
     ("Share of measurements inside the 90 % interval", "coverage.regular", ""),
-    ("Real DDP over limited links, 6 adaptive runs: median error", "adaptive.median_error", "2-5 % (full)"),
+    ("Real DDP, limited links, no priority, 6 adaptive runs: median error", "adaptive.median_error", "2-5 % (full)"),
     ("The same with partial search", "partial.median_error", "7.5-14 % (two points)"),
     ("Share of the full search's time that those adaptive runs took", "adaptive.profiling_fraction", ""),
     ("Regret of taking the largest cluster and batch for least time, mean", "regret.time.largest.mean", ""),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ def fork_ranks(
 def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str], namespaces: str) -> None:
     if namespaces:
         enter(f"{namespaces}{rank}")
-        with suppress(PermissionError):
+        try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        except PermissionError:
+            print("Ranks run without priority (no CAP_SYS_NICE): small all-reduces take longer.", file=sys.stderr)
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
     torch.set_num_threads(1)
     rank_main()
