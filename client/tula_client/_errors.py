@@ -93,9 +93,11 @@ class ProblemError(TulaError):
 
     type: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, type: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
-        cls.type, cls.exit_code = type, exit_code
-        _BY_TYPE[type] = cls
+    def __init_subclass__(cls, *, type: str | None = None, exit_code: ExitCode | None = None) -> None:
+        cls.type = cls.type if type is None else type
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        if type is not None:
+            _BY_TYPE.setdefault(type, cls)  # a user's subclass does not replace ours
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(_sentence(problem))

@@ -8,7 +8,7 @@ import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -144,5 +144,8 @@ def headers(token: str) -> dict[str, str]:
 
 
 def package_version() -> str:
-    """The installed version of Tula."""
-    return version("tula")
+    """The installed version of Tula; 0.0.0 if only its source is on the path, as with `py_modules` of Ray."""
+    try:
+        return version("tula")
+    except PackageNotFoundError:
+        return "0.0.0"

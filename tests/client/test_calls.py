@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tula_client import AsyncClient, Client, ProblemError, TulaError, UnexpectedAnswerError, _calls
+from tula_client import AsyncClient, Client, NotFoundError, ProblemError, TulaError, UnexpectedAnswerError, _calls
 from tula_client._errors import from_problem
 from tula_client._request import Answer
 from tula_wire import Configuration, JobPatch, JobSpec, Problem, ProblemType, RunCreate, routes
@@ -135,3 +135,16 @@ def test_a_configuration_is_checked_as_a_field() -> None:
         RunCreate(kind="train", configuration=unchecked)
     valid = dataclasses.replace(unchecked, num_nodes=2)
     assert dataclasses.asdict(valid) == RunCreate(kind="train", configuration=valid).model_dump()["configuration"]
+
+
+def test_a_user_may_derive_from_an_exception_of_a_problem() -> None:
+    class Mine(NotFoundError):
+        pass
+
+    class Typed(ProblemError, type=ProblemType.NOT_FOUND):
+        pass
+
+    problem = Problem(type=ProblemType.NOT_FOUND, title="Not found", status=404, detail="none")
+    assert (Mine.type, Mine.exit_code) == (NotFoundError.type, NotFoundError.exit_code)
+    assert type(from_problem(problem)) is NotFoundError
+    assert Typed(problem).type == ProblemType.NOT_FOUND

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tula_client import DEFAULT_URL, TulaError
-from tula_client._settings import access, config_path
+from tula_client._settings import access, config_path, package_version
 from tula_client.cli.app import run
 
 
@@ -109,3 +110,9 @@ def test_the_command_refuses_an_open_token_in_one_sentence(capfd: pytest.Capture
     config('url = "http://127.0.0.1:9"\ntoken = "secret"\n', 0o644)
     assert run(["jobs", "list"]) == 1
     assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert package_version() == metadata.version("tula")
+    monkeypatch.setattr("sys.path", [])
+    assert package_version() == "0.0.0"
