@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -53,10 +54,16 @@ def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
     return (yield from calls.register(read_spec(job))).job.id
 
 
-def jobs_named(name: str) -> Flow[list[JobSummary]]:
-    """All jobs of that name that are not archived, newest first."""
-    pages = yield from _pages(lambda cursor: calls.jobs(search=name, limit=_PAGE, cursor=cursor))
-    return [job for page in pages for job in page.jobs if job.name == name]
+def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
+    """The jobs of that name that are not archived, newest first: all, or the first `limit`."""
+    found: list[JobSummary] = []
+    cursor: str | None = None
+    while limit is None or len(found) < limit:
+        page = yield from calls.jobs(search=name, limit=_PAGE, cursor=cursor)
+        found += [job for job in page.jobs if job.name == name]
+        if (cursor := page.next_cursor) is None:
+            break
+    return found[:limit]
 
 
 def runs(job_id: str) -> Flow[list[Run]]:
@@ -92,7 +99,10 @@ def plot(
 ) -> Flow[Any]:
     """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
-    return altair_chart(spec) if output is None else save(spec, Path(output))
+    if output is None:
+        return altair_chart(spec)
+    yield functools.partial(save, spec, Path(output))
+    return None
 
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
+import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+    overload,
+)
 
 from tula_wire.retry import backoff_s
 
@@ -55,8 +68,11 @@ class Call(Generic[T]):
         return (yield self)
 
 
-Flow = Generator["Call[Any] | float", Any, T]
-"""What takes several calls: yields each call and is sent its answer, yields seconds to wait, and returns the result."""
+Work = Callable[[], None]
+"""What would block an event loop: `AsyncClient` does it in a thread."""
+Flow = Generator[Call[Any] | float | Work, Any, T]
+"""What takes several calls: yields each call and is sent its answer, yields seconds to wait or work to be done, and
+returns the result."""
 
 
 class Question(Protocol[T_co]):
@@ -82,10 +98,16 @@ class Method(Generic[P, T]):
     def __init__(self, build: Callable[P, Question[T]], first: Literal["", "self", "id"] = "") -> None:
         self.build = build
         self.first = first
-        signature = inspect.signature(build)
-        parameters = list(signature.parameters.values())[1 if first else 0 :]
-        answer = re.sub(r"^\w+\[(.*)\]$", r"\1", str(signature.return_annotation))
-        self.signature = signature.replace(parameters=parameters, return_annotation=answer)  # for notebooks and `help`
+        self.functions: dict[type, Callable[..., Any]] = {}
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, owner: None, kind: type[Blocking]) -> Callable[Concatenate[Any, P], T]: ...
+
+    @overload
+    def __get__(self, owner: None, kind: type[Awaited]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]: ...
 
     @overload
     def __get__(self, owner: Blocking, kind: type[Blocking]) -> Callable[P, T]: ...
@@ -94,13 +116,38 @@ class Method(Generic[P, T]):
     def __get__(self, owner: Awaited, kind: type[Awaited]) -> Callable[P, Coroutine[Any, Any, T]]: ...
 
     def __get__(self, owner: Any, kind: Any) -> Any:
-        @functools.wraps(self.build)
-        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if kind not in self.functions:
+            self.functions[kind] = self._function(kind)
+        function = self.functions[kind]
+        return function if owner is None else types.MethodType(function, owner)
+
+    def _function(self, kind: type) -> Any:
+        """The function that class `kind` has under this name: it takes the object first."""
+
+        def send(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             first = {"": (), "self": (owner,), "id": (getattr(owner, "id", ""),)}[self.first]
             return getattr(owner, "client", owner).send(self.build(*first, *args, **kwargs))
 
-        method.__signature__ = self.signature  # type: ignore[attr-defined]
-        return method
+        async def send_awaited(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return await send(owner, *args, **kwargs)
+
+        function: Any = send_awaited if issubclass(kind, Awaited) else send
+        functools.update_wrapper(function, self.build)
+        function.__module__, function.__name__ = kind.__module__, self.name
+        function.__qualname__ = f"{kind.__qualname__}.{self.name}"
+        function.__signature__ = signature = _signature(self.build, bool(self.first))
+        annotated = {one.name: one.annotation for one in list(signature.parameters.values())[1:]}
+        function.__annotations__ = annotated | {"return": signature.return_annotation}
+        return function
+
+
+def _signature(build: Callable[..., Any], takes_object: bool) -> inspect.Signature:
+    """The signature of the method that sends what `build` makes, for notebooks and `help`; annotations are objects."""
+    hints = get_type_hints(build)
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    others = list(inspect.signature(build).parameters.values())[1 if takes_object else 0 :]
+    parameters = [owner, *(one.replace(annotation=hints[one.name]) for one in others)]
+    return inspect.Signature(parameters, return_annotation=get_args(hints["return"])[-1])
 
 
 def flow(build: Callable[Concatenate[Any, P], Question[T]]) -> Method[P, T]:

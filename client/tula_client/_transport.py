@@ -14,12 +14,12 @@ import httpx
 
 from tula_client._calls import parse_error
 from tula_client._errors import ServiceUnreachableError, TulaError, UnexpectedAnswerError
-from tula_client._request import Answer, Call, Outcome, Question, Request, RetryPolicy
+from tula_client._request import Answer, Call, Outcome, Question, Request, RetryPolicy, Work
 from tula_wire.retry import retry_after_s
 
 T = TypeVar("T")
-Step = Request | float
-"""A request to send, or seconds to wait."""
+Step = Request | float | Work
+"""A request to send, seconds to wait, or work to do."""
 Received = Answer | httpx.TransportError | None
 
 MAX_ANSWER_BYTES: Final = 256 * 2**20
@@ -61,6 +61,9 @@ class SyncTransport:
             raise _unreachable(str(self.http.base_url), error) from error
 
     def _take(self, step: Step) -> Received:
+        if callable(step):
+            step()
+            return None
         if not isinstance(step, Request):
             self.sleep(step)
             return None
@@ -104,6 +107,9 @@ class AsyncTransport:
             raise _unreachable(str(self.http.base_url), error) from error
 
     async def _take(self, step: Step) -> Received:
+        if callable(step):
+            await asyncio.to_thread(step)
+            return None
         if not isinstance(step, Request):
             await asyncio.sleep(step)
             return None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
 from tests.client.test_client import profile
 from tula_client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, TulaError, recommend
 from tula_client._client import AsyncProfileRun
-from tula_wire import Configuration, JobSpec
+from tula_client._flows import jobs_named
+from tula_client.tables import save
+from tula_wire import Configuration, Job, JobSpec
 
 TOML = """
 name = "{name}"
@@ -150,3 +154,56 @@ def test_the_async_kind_has_the_methods_of_the_other(sync: type, awaited: type) 
     for name in public[0] & public[1]:
         one, other = (inspect.signature(getattr(kind, name)) for kind in (sync, awaited))
         assert list(one.parameters.values()) == list(other.parameters.values()), name
+
+
+def test_methods_of_a_handle_are_those_of_its_class(client: Client, spec: JobSpec) -> None:
+    handle = client.handle(spec)
+    assert JobHandle.status(handle) == handle.status()
+    assert handle.status == handle.status
+    for kind, name in ((JobHandle, "JobHandle.status"), (AsyncJobHandle, "AsyncJobHandle.status")):
+        method = kind.status
+        assert (method.__name__, method.__qualname__, method.__module__) == ("status", name, kind.__module__)
+        assert get_type_hints(method) == {"return": Job}
+        assert list(inspect.signature(method).parameters) == ["self"]
+        assert inspect.signature(kind.wait).parameters["poll_s"].annotation is float
+    assert not inspect.signature(handle.status).parameters
+    for awaited in (AsyncJobHandle.status, AsyncJobHandle.wait, AsyncProfileRun.log_steps, AsyncClient.job):
+        assert inspect.iscoroutinefunction(awaited)
+    assert not inspect.iscoroutinefunction(JobHandle.status)
+
+
+def test_an_async_plot_is_drawn_outside_the_event_loop(
+    async_client: AsyncClient, client: Client, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = client.handle(spec)
+    profile(client, handle.id)
+    threads: list[int] = []
+
+    def save_noting_the_thread(chart: dict[str, Any], path: Path) -> None:
+        threads.append(threading.get_ident())
+        save(chart, path)
+
+    monkeypatch.setattr("tula_client._flows.save", save_noting_the_thread)
+
+    async def plot() -> None:
+        async with async_client:
+            other = await async_client.handle(handle.id)
+            await other.plot(output=tmp_path / "awaited.svg")
+            with pytest.raises(TulaError, match="must end in"):
+                await other.plot(output=tmp_path / "awaited.gif")
+
+    asyncio.run(plot())
+    assert threading.get_ident() not in threads
+    handle.plot(output=tmp_path / "blocking.svg")
+    assert threads[-1] == threading.get_ident()
+    assert (tmp_path / "awaited.svg").read_bytes() == (tmp_path / "blocking.svg").read_bytes()
+
+
+def test_jobs_of_a_name_are_asked_for_until_there_are_enough(client: Client, spec: JobSpec) -> None:
+    job_id = client.handle(spec).id
+    page = client.jobs(search=spec.name).model_copy(update={"next_cursor": "more"})
+    flow = jobs_named(spec.name, 1)
+    next(flow)
+    with pytest.raises(StopIteration) as ended:
+        flow.send(page)
+    assert [one.id for one in ended.value.value] == [job_id]

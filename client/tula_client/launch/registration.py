@@ -70,7 +70,7 @@ def _jobs_named(client: Client, name: str) -> list[Job]:
     """The newest jobs of that name that are not archived."""
     if not name.isprintable():  # no search takes it
         return []
-    return [client.job(one.id) for one in client.send(_flows.jobs_named(name))[:_MAX_JOBS]]
+    return [client.job(one.id) for one in client.send(_flows.jobs_named(name, _MAX_JOBS))]
 
 
 def _differences(job: Job, spec: JobSpec) -> Differences:
