@@ -19,8 +19,9 @@ T = TypeVar("T")
 class StepTiming(NamedTuple):
     """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included.
 
-    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s` is
-    how long its optimizers took, None where none was watched or the host does not wait for the device.
+    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s`
+    runs from the first optimizer's call to the end of the step, the clearing of gradients included; None where no
+    optimizer was watched or the host does not wait for the device.
     """
 
     step: int

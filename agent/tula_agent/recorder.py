@@ -51,8 +51,8 @@ _recorders = count()
 class Recorder:
     """One run in one process. Its methods are called on the training thread, under the run's guard.
 
-    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`, `after_optimizer_step`. The
-    last two are called by torch and raise nothing; none of them takes a lock or waits.
+    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`. The last is called by torch
+    and raises nothing; none of them takes a lock or waits.
     """
 
     def __init__(
@@ -202,7 +202,6 @@ class Recorder:
             self._watch_thresholds(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self.before_optimizer_step)
-                optimizer.register_step_post_hook(self.after_optimizer_step)
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
@@ -283,13 +282,6 @@ class Recorder:
                 self._device_clock.optimizer()
             self._read_gradients(optimizer)
             self.timer.optimizer_stepped(timed=alone and self.leads and self._on_host)
-        except Exception as error:
-            self.guard.note("the optimizer's hooks", error)
-
-    def after_optimizer_step(self, *_: Any) -> None:
-        """Step post-hook of the watched optimizers; never raises."""
-        try:
-            self.timer.optimizer_returned()
         except Exception as error:
             self.guard.note("the optimizer's hooks", error)
 

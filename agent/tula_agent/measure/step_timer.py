@@ -27,8 +27,8 @@ class StepTimer:
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
-        "_called_at", "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer", "_sizes",
-        "_started", "_stepped", "_wanted", "step", "watched",
+        "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer_at", "_sizes", "_started",
+        "_stepped", "_wanted", "step", "watched",
     )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -42,8 +42,7 @@ class StepTimer:
         self._started: float | None = None
         self._wanted = 0.0
         self._input = 0.0
-        self._called_at: float | None = None
-        self._optimizer: float | None = None
+        self._optimizer_at: float | None = None
         self._left_at: float | None = None
         self._sizes: list[int | None] = []
 
@@ -58,18 +57,12 @@ class StepTimer:
         return not self._sizes
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """An optimizer's step is called; `timed` where `optimizer_returned` will say when it is over."""
+        """An optimizer's step is called. The step's first call is `timed`, unless it holds the gradients too."""
+        if not self._stepped and timed:
+            self._optimizer_at = self._clock()
+        elif not timed:
+            self._optimizer_at = None
         self._stepped = True
-        if not timed:
-            self._called_at = None
-        elif self._called_at is None:  # a subclass that calls its parent's step may have hooks around both
-            self._called_at = self._clock()
-
-    def optimizer_returned(self) -> None:
-        """Its step is over. A step of several optimizers took as long as all of them."""
-        if self._called_at is not None:
-            self._optimizer = (self._optimizer or 0.0) + self._clock() - self._called_at
-            self._called_at = None
 
     def want_batch(self) -> StepTiming | None:
         """The loop asks for a batch: the boundary. Returns the step that ended here, if one did."""
@@ -85,7 +78,8 @@ class StepTimer:
         elif not self._ends_by_count(micro):
             return None
         uneven = micro > 1 and len(set(self._sizes)) > 1
-        timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven, self._optimizer)
+        optimizer_s = None if self._optimizer_at is None else now - self._optimizer_at
+        timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven, optimizer_s)
         self._begin(now)
         self.step += 1
         return timing
@@ -114,8 +108,7 @@ class StepTimer:
         self._left_at = None
 
     def _begin(self, started: float | None) -> None:
-        self._called_at = None
-        self._started, self._input, self._sizes, self._stepped, self._optimizer = started, 0.0, [], False, None
+        self._started, self._input, self._sizes, self._stepped, self._optimizer_at = started, 0.0, [], False, None
 
     def leave_out(self) -> None:
         """The time from now until `count_again` belongs to no step, also in the middle of one."""
@@ -128,6 +121,8 @@ class StepTimer:
         if left_at is not None and self._started is not None:
             self._started = min(now, self._started + now - left_at)
             self._wanted = min(now, self._wanted + now - left_at)
+            if self._optimizer_at is not None:
+                self._optimizer_at = min(now, self._optimizer_at + now - left_at)
 
     def restart(self) -> None:
         """Begin the next step now, so that the agent's own work since the boundary does not count."""
