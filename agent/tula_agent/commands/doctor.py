@@ -7,8 +7,10 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +20,7 @@ import typer
 from tula_wire import routes
 
 State = Literal["ok", "warning", "wrong"]
+MAX_CLOCK_SKEW_S = 5.0
 MIN_FREE_BYTES = 256 * 2**20
 
 
@@ -119,14 +122,18 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
     named = f"{url} (by {origin})"
     try:
-        status = client.get(url + routes.HEALTH).status_code
+        health = client.get(url + routes.HEALTH)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         yield Finding("service", "wrong", f"{named} does not answer ({error})", "start `tula serve`, or set TULA_URL")
         return
-    if status != 200:
-        yield Finding("service", "wrong", f"{named} answers {status}", "check TULA_URL: is this the service?")
+    if health.status_code != 200:
+        yield Finding(
+            "service", "wrong", f"{named} answers {health.status_code}", "check TULA_URL: is this the service?"
+        )
         return
     yield Finding("service", "ok", named)
+    if "date" in health.headers:
+        yield _clock(health.headers["date"])
     ready = client.get(url + routes.READY)
     found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
     remedy = "see the service's log; a new version needs `tula migrate`"
@@ -141,6 +148,14 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         yield Finding("token", "ok", "accepted" if token else "none is set, and none is needed")
     else:
         yield Finding("token", "warning", _detail(answer), "see the service's log")
+
+
+def _clock(date: str) -> Finding:
+    ahead_s = parsedate_to_datetime(date).timestamp() + 0.5 - time.time()  # the header has whole seconds
+    agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
+    apart = f"the service is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine"
+    remedy = "start a time service (chrony); measuring itself does not need it"
+    return _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
 
 
 def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:

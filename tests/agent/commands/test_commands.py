@@ -31,10 +31,20 @@ def look(environ: dict[str, str]) -> dict[str, Finding]:
         return {finding.name: finding for finding in examine(environ, client)}
 
 
+def test_a_clock_apart_from_the_service_is_a_warning() -> None:
+    """Of a service whose answers carry a date of long ago; no real one has a wrong clock at will."""
+    answers = httpx.MockTransport(lambda _: httpx.Response(200, headers={"date": "Tue, 01 Jan 2019 00:00:00 GMT"}))
+    with httpx.Client(transport=answers) as client:
+        (clock,) = [found for found in examine({}, client) if found.name == "clock"]
+    assert (clock.state, "behind this machine" in clock.found) == ("warning", True)
+
+
 def test_a_healthy_place_has_nothing_wrong(sink: Sink, tmp_path: Path) -> None:
     sink.pages = dict(HEALTHY)
     found = look({"TULA_URL": sink.url, "TULA_SPOOL_DIR": str(tmp_path / "spool"), "RANK": "0", "WORLD_SIZE": "2"})
-    assert {"python", "torch", "distributed", "cuda", "ranks", "service", "database", "token", "disk"} <= set(found)
+    assert {"python", "torch", "distributed", "cuda", "ranks", "service", "clock", "database", "token", "disk"} <= set(
+        found
+    )
     assert [finding for finding in found.values() if finding.state == "wrong"] == []
 
 
