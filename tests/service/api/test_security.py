@@ -419,6 +419,7 @@ def test_pages_and_answers_carry_security_headers(service: Service) -> None:
     for response in (page, answer):
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["x-frame-options"] == "DENY"
+        assert response.headers["permissions-policy"].startswith("camera=()")
         assert response.headers["cache-control"] == "no-store"
         assert response.headers["x-request-id"]
     assert "default-src 'self'" in page.headers["content-security-policy"]
