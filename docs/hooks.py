@@ -7,6 +7,7 @@ paper's four networks, and what the report of the experiments on gradient scalin
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import re
 import statistics
@@ -273,9 +274,10 @@ def methods(*kinds: type) -> str:
     rows = []
     for name, member in {name: one for kind in kinds for name, one in vars(kind).items()}.items():
         if hasattr(member, "build"):
-            signature = member.signature
-            arguments = re.sub(r"['\"]|wire\.", "", str(signature.replace(return_annotation=signature.empty)))
-            answer = re.sub(r"['\"]|wire\.", "", str(signature.return_annotation))
+            signature = inspect.signature(member.build)
+            parameters = list(signature.parameters.values())[1 if member.first else 0 :]
+            arguments = re.sub(r"['\"]|wire\.", "", str(inspect.Signature(parameters)))
+            answer = re.sub(r"^\w+\[|\]$|['\"]|wire\.", "", str(signature.return_annotation))
             description = " ".join((member.build.__doc__ or "").split())
             rows.append(f"| `{name}{arguments}` | {description} | `{answer}` |")
     return "| call | does | answers |\n|---|---|---|\n" + "\n".join(rows)
