@@ -29,15 +29,14 @@ class StopAgreement:
     rank without one costs PEERS_WITHIN_S once. After joining, ranks wait only for the first rank's decision, and only
     in a training that waits for the first rank anyway. Ranks without a rendezvous never agree.
 
-    single_rank: there is one rank. joined: it is known whether all ranks take part. agreed: all do; only then may a
-    loop end early.
+    joined: it is known whether all ranks take part. agreed: all do; only then may a loop end early.
     """
 
     def __init__(self, rendezvous: RankRendezvous | None, guard: Guard, world_size: int = 1) -> None:
         self._rendezvous = rendezvous
         self._channel: Channel | None = None
         self._guard = guard
-        self.single_rank = self.agreed = self.joined = world_size == 1
+        self.agreed = self.joined = world_size == 1
 
     def join(self, plan: ProfilePlan | None) -> ProfilePlan | None:
         """Find out whether all ranks take part; returns the first rank's plan, on every rank."""

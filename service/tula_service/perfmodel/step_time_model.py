@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
+
+V = TypeVar("V")
 
 _RANGE_TOLERANCE = 1.05
 _LEAST_SHARE = 0.01  # of a step: below it, a wait is that of taking a batch from a full queue
@@ -124,11 +127,11 @@ class StepTimeModel:
                 points.grad_accum_steps[at],
             )
             repeated_s = (micro_steps - 1.0) * np.minimum(
-                _seconds_of(self.optimizer_s, name), computing_s / micro_steps
+                _of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps
             )
             mean_s[at] = whole_s - repeated_s
             log_sd[at] = predicted.sd * self.interval_scale * whole_s / mean_s[at]
-            wait = self.input_waits.get(name, next(iter(self.input_waits.values()), None))
+            wait = _of_type(self.input_waits, name, None)
             if wait is not None:
                 input_s[at] = wait.predict(points.take(at), mean_s[at])
                 sd_s = np.hypot(log_sd[at] * mean_s[at], wait.relative_sd * input_s[at])
@@ -274,20 +277,25 @@ def without_waits(observations: StepTimeObservations) -> StepTimeObservations:
 
 
 def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
-    """Seconds of an optimizer's step: the median over the runs of each type that report it, of most runs first."""
+    """Seconds of an optimizer's step by measured type: the median over the runs that report it, of most runs first.
+
+    A type that reports none takes that of most runs, as an unmeasured one does; 0 where no run reports it.
+    """
     known = observations.take(np.isfinite(observations.optimizer_time_s))
-    types = sorted(set(known.points.instance_type), key=lambda name: (-len(known.points.rows_of(name)), name))
-    return {name: float(np.median(known.optimizer_time_s[known.points.rows_of(name)])) for name in types}
+    rows = {name: known.points.rows_of(name) for name in sorted(set(known.points.instance_type))}
+    by_count = sorted(rows, key=lambda name: -len(rows[name]))
+    found = {name: float(np.median(known.optimizer_time_s[rows[name]])) for name in by_count}
+    return {name: _of_type(found, name, 0.0) for name in dict.fromkeys([*found, *observations.points.instance_type])}
 
 
-def _seconds_of(by_type: Mapping[str, float], name: str) -> float:
-    """A type that does not report takes as long as that of most runs: the fit carries its compute over as well."""
-    return by_type.get(name, next(iter(by_type.values()), 0.0))
+def _of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
+    """What is known of a type; of one of which nothing is, what is known of the first: of the one measured most."""
+    return by_type.get(name, next(iter(by_type.values()), otherwise))
 
 
 def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
     """The runs as they would be if the optimizer stepped with each micro-step, which is how the forms count."""
-    each_s = np.array([_seconds_of(optimizer_s, name) for name in observations.points.instance_type])
+    each_s = np.array([optimizer_s[name] for name in observations.points.instance_type])
     added_s = (observations.points.grad_accum_steps - 1.0) * each_s
     step_s = observations.step_time_s + added_s
     return replace(

@@ -113,18 +113,19 @@ def get(
 
     It is that of the data at the time of the request, whatever is measured during the computation.
     """
-    with store.reading() as tx:
-        job = visible_job(tx, principal, job_id)
-        wanted = _known_objective(job, objective)
-        body = _cached(tx, job_id, wanted, job.data_version)
+
+    def look_up() -> tuple[Objective, str | None]:
+        with store.reading() as tx:
+            job = visible_job(tx, principal, job_id)
+            wanted = _known_objective(job, objective)
+            return wanted, _cached(tx, job_id, wanted, job.data_version)
+
+    _, body = look_up()
     if body is not None:
         return body
     on_miss()
     with store.job_lock(job_id):
-        with store.reading() as tx:  # since then another thread may have computed it, or the job's objective changed
-            job = visible_job(tx, principal, job_id)
-            wanted = _known_objective(job, objective)
-            body = _cached(tx, job_id, wanted, job.data_version)
+        wanted, body = look_up()  # another thread may have computed it, or the job's objective have changed
         return body or _compute(store, job_id, wanted, plan=False)
 
 

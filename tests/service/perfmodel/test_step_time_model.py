@@ -337,6 +337,10 @@ def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slowe
     model = fit_step_time(seen)
     other = replace(points[0], instance_type="other")
     assert model.predict([other]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
+    silent = StepTimeObservations.at(
+        [*points, other], [*taken, taken[0]], optimizer_time_s=[optimizer_s] * 2 + [np.nan]
+    )
+    assert fit_step_time(silent).optimizer_s["other"] == optimizer_s
     (learned,) = model.posteriors.values()
     lesson = replace(learned.lesson(), optimizer_s=model.optimizer_s[points[0].instance_type])
     priors = Priors({points[0].instance_type: prior_from_jobs([lesson])})
