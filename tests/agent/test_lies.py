@@ -24,8 +24,9 @@ TRUTH = {
 POSSIBLE = {"version zero", *(f"{name} fraction" for name in ("delta", "static_scale", "s_min"))}
 """Lies that a true answer could hold."""
 STEP_S, MEMORY_KIB = 1.0, 64 * 1024
-"""What a lie may add to the longest step, and to the most memory. A slow answer goes on for `WITHIN_S`, and a bomb takes
-seconds to unpack: a training that waits for either is above the first, and one that shares two busy cores is below."""
+"""What a lie may add to the longest step, and to the most memory. A slow answer goes on for `WITHIN_S`, and a bomb
+takes seconds to unpack: a training that waits for either is above the first, and one that shares two busy cores is
+below."""
 NOWHERE = "http://127.0.0.1:9"
 
 
