@@ -157,7 +157,7 @@ async def identify(request: Request) -> Principal:
 
 async def _found(request: Request, services: Services) -> Principal:
     secret = _secret(request)
-    principal = services.access.cached(secret) if secret is not None else services.access.tokenless_now()
+    principal = services.access.cached(secret)
     if principal is None and secret is not None:
         principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.lookups)
     elif principal is None and services.access.tokenless_allowed:

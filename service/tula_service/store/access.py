@@ -118,19 +118,6 @@ class Tokens(Repository):
         """Set the time of last use to now."""
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
-    def generation(self) -> tuple[object, ...]:
-        """Changes with every token that any process creates, revokes or deletes, and with every session."""
-        count, newest = sa.func.count, sa.func.max
-        figures = sa.select(
-            count(),
-            count(tokens.c.revoked_at),
-            newest(tokens.c.created_at),
-            newest(tokens.c.revoked_at),
-            sa.select(count()).select_from(sessions).scalar_subquery(),
-            sa.select(newest(sessions.c.created_at)).scalar_subquery(),
-        ).select_from(tokens)
-        return tuple(self._connection.execute(figures).one())
-
     def ever_made(self) -> bool:
         """True if a token was ever made, even if it has ended or was deleted with its job: the audit log keeps that."""
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)

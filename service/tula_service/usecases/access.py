@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import threading
 import time
@@ -10,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from tula_service.domain import RunRecord
-from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
+from tula_service.errors import Forbidden, InvalidInput, NotFound, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
 from tula_service.store.access import MADE
 from tula_service.store.records import JobRecord
@@ -24,7 +25,6 @@ SECRET_PREFIX: Final = "tula_"
 SESSION_S: Final = 12 * 3600.0
 CACHED_TOKENS: Final = 10_000
 TOUCH_EVERY_S: Final = 60.0
-TRUSTED_S: Final = 60.0
 CACHED_RUNS: Final = 20_000
 ANNOUNCE_EVERY_S: Final = 1.0
 
@@ -274,11 +274,11 @@ class KnownRuns:
 
 
 class Access:
-    """Authenticates secrets, with a cache so that ingest costs no query.
+    """Authenticates secrets; trusts what it has read for `cache_s`, so that ingest costs few queries.
 
-    Every `cache_s` one request checks whether tokens have changed anywhere (another worker, replica or command) and
-    clears the cache if so: that is the longest that a revocation takes; in the worker that revokes, it is immediate.
-    Request threads share an instance: writes to its caches hold `_lock`, reads are single dict operations.
+    That is the longest that a revocation takes anywhere else; in the worker that revokes, `forget` makes it immediate.
+    Request threads share an instance: writes to its cache hold `_lock`, reads are single dict operations. What a thread
+    read before `forget` goes into the cache of that time, which nobody reads any more.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -286,87 +286,50 @@ class Access:
         self.cache_s = cache_s
         self.tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
-        self._principals: BoundedDict[str, tuple[float, Principal]] = BoundedDict(CACHED_TOKENS)
-        self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
-        self._tokenless_until = 0.0
-        self.check_again_at = 0.0
-        self._generation: tuple[object, ...] = ()
-        self._changes = 0
+        self.forget()
 
-    def cached(self, secret: str) -> Principal | None:
-        """The principal of a secret that was checked before; None for a request that has to check. Never blocks."""
-        now = time.monotonic()
-        entry = self._principals.get(secret)
-        if entry is None or entry[0] <= now:
-            return None  # unknown secrets must not consume the periodic revalidation
-        if now >= self.check_again_at:
-            self.check_again_at = now + self.cache_s  # other requests use the cache while this one checks
-            return None
-        return entry[1]
+    def cached(self, secret: str | None) -> Principal | None:
+        """The principal of a secret (None: of no secret) that was checked just now, else None. Never blocks."""
+        until, principal = self._trusted.get(secret, (0.0, None))
+        return principal if time.monotonic() < until else None
 
     def authenticate(self, secret: str) -> Principal:
         """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
-        changes = self._changes
-        try:
-            with self._store.reading() as tx:
-                generation = tx.tokens.generation()
-                token = tx.tokens.by_hash(digest(secret))
-        except StoreUnavailable:
-            self.check_again_at = 0.0
-            raise
-        with self._lock:
-            if generation != self._generation and changes == self._changes:
-                self._clear(generation)
-            elif generation != self._generation:  # this read raced with another change: one more check decides
-                self.check_again_at = 0.0
-        now = self._store.now()
+        cache = self._trusted
+        with self._store.reading() as tx:
+            token, now = tx.tokens.by_hash(digest(secret)), tx.now()
         if token is None:
             raise Unauthenticated("This token is unknown: create one with `tula token create`.")
         ended = _ended(token, now)
         if ended is not None:
             raise Unauthenticated(f"This token {ended}: create one with `tula token create`.")
-        trusted_s = TRUSTED_S
-        if token.expires_at is not None:
-            trusted_s = min(trusted_s, (token.expires_at - now).total_seconds())
+        if token.last_used_at is None or (now - token.last_used_at).total_seconds() >= TOUCH_EVERY_S:
+            with self._store.transaction() as tx:
+                tx.tokens.touch(token.id)
+        left_s = math.inf if token.expires_at is None else (token.expires_at - now).total_seconds()
         principal = Principal(token.name, token.scope, token.id, token.project, token.job_id)
-        self._cache(secret, principal, trusted_s, generation)
-        return principal
-
-    def tokenless_now(self) -> Principal | None:
-        """The anonymous principal if a recent check allowed it. Never blocks."""
-        return ANONYMOUS if time.monotonic() < self._tokenless_until else None
+        return self._trust(cache, secret, principal, left_s)
 
     def tokenless(self) -> Principal | None:
         """The anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
         if not self.tokenless_allowed:
             return None
+        cache = self._trusted
         with self._store.reading() as tx:
             if tx.tokens.ever_made():
                 self.tokenless_allowed = False  # for good: no later request has to ask
                 return None
-        self._tokenless_until = time.monotonic() + self.cache_s
-        return ANONYMOUS
+        return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def forget(self) -> None:
-        """Clear the cache, after a token was created or revoked in this process."""
-        with self._lock:
-            self._clear(())
+        """Begin an empty cache, after a token was created or revoked in this process."""
+        self._trusted: _Trusted = BoundedDict(CACHED_TOKENS)
 
-    def _clear(self, generation: tuple[object, ...]) -> None:
-        self._principals.clear()
-        self._tokenless_until = 0.0
-        self._generation = generation
-        self._changes += 1
-
-    def _cache(self, secret: str, principal: Principal, trusted_s: float, generation: tuple[object, ...]) -> None:
-        now = time.monotonic()
+    def _trust(self, cache: _Trusted, secret: str | None, principal: Principal, left_s: float) -> Principal:
         with self._lock:
-            if generation == self._generation:  # what was read before a change must not outlive it
-                self._principals[secret] = (now + trusted_s, principal)
-            token_id = str(principal.token_id)
-            due = now - self._touched.get(token_id, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
-            if due:
-                self._touched[token_id] = now
-        if due:
-            with self._store.transaction() as tx:
-                tx.tokens.touch(token_id)
+            cache[secret] = time.monotonic() + min(self.cache_s, left_s), principal
+        return principal
+
+
+_Trusted: TypeAlias = BoundedDict[str | None, tuple[float, Principal]]
+"""Until when the principal of a secret, or of no secret, is trusted."""
