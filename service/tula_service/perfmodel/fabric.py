@@ -22,10 +22,9 @@ _BUCKET_BYTES = 25 * 2**20
 _LEAST_BETWEEN_SHARE = 0.1
 _OF_A_STEP_SD = 0.25  # of the log of a step's collectives, beside all-reduces of the same bytes on idle ranks
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
-_OVERLAP_SD = 0.5
-"""Of log(g - 1) where buckets were timed: the form is within 10 % of simulated steps of up to sixteen equal buckets."""
-_OVERLAPS = np.linspace(-4.0, 4.0, 81)
+_OVERLAP_SD = 0.5  # of log(g - 1) where buckets were timed
 _PACES = (0.5, 1.0, 2.0, 4.0)
+_SIMULATED_SD = 0.03  # of the log of a simulated step around the form, beside what a probe says of its collectives
 _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's link
 
 
@@ -148,18 +147,34 @@ class Buckets:
         return end
 
 
-def overlap_of(buckets: Buckets, reduce_s: Sequence[FloatArray]) -> float:
-    """log(g - 1), with which the form is nearest to the simulated steps whose buckets take each of `reduce_s`.
+def nearest_form(
+    buckets: Buckets,
+    reduce_s: Sequence[FloatArray],
+    *,
+    nodes: FloatArray,
+    inner_s: float,
+    mean: FloatArray,
+    sd: FloatArray,
+) -> FloatArray:
+    """log seconds between two nodes, its growth, and log(g - 1), of the form that is nearest to the simulated steps.
 
-    A bucket is reduced once it is complete and the one before is done; what ends after the backward pass is exposed.
-    Local batches of half to four times the timed one are simulated, by a backward pass as many times as long.
+    reduce_s: seconds of each bucket on each of `nodes`. inner_s: seconds of collectives within a node. mean, sd, shape
+    (3,): the three before the simulation. A bucket is reduced once it is complete and the one before is done; what ends
+    after the backward pass is exposed. Local batches of half to four times the timed one are simulated, by a backward
+    pass as many times as long.
     """
-    compute_s = float(np.asarray(buckets.ready_s)[-1])
-    cases = [(pace * compute_s, each.sum(), buckets.end_s(each, pace)) for pace in _PACES for each in reduce_s]
-    compute, collectives, steps = np.log(cases).T
-    g = 1.0 + np.exp(_OVERLAPS)[:, None]
-    missed = np.sum((np.logaddexp(g * compute, g * collectives) / g - steps) ** 2, axis=1)
-    return float(_OVERLAPS[np.argmin(missed)])
+    from scipy.optimize import least_squares
+
+    compute_s = np.asarray(_PACES)[:, None] * np.asarray(buckets.ready_s)[-1]
+    steps = np.log([[buckets.end_s(each, pace) for each in reduce_s] for pace in _PACES])
+
+    def residuals(theta: FloatArray) -> FloatArray:
+        collective = np.log(inner_s + np.where(nodes > 1, np.exp(theta[0] + theta[1] * np.log(nodes / 2.0)), 0.0))
+        g = 1.0 + np.exp(theta[2])
+        missed = np.logaddexp(g * np.log(compute_s), g * collective) / g - steps
+        return np.append(missed.ravel() / _SIMULATED_SD, (theta - mean) / sd)
+
+    return np.asarray(least_squares(residuals, mean).x, dtype=np.float64)
 
 
 def with_fabric(
@@ -169,13 +184,13 @@ def with_fabric(
 
     A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter are the line through
     log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the job's ranks. Both are in seconds, so
-    compute readings on one node leave them as they are. Where the buckets were timed, g is `overlap_of` these
-    collectives. The basis stays.
+    compute readings on one node leave them as they are. Where the buckets were timed, the line and g are those of
+    `nearest_form`. The basis stays.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     known = set(prior.in_seconds)
     gradient_bytes, messages = float(buckets.size_bytes.sum()), buckets.size_bytes.size
-    nodes = np.array([1])
+    nodes, line, line_sd = np.array([1]), np.zeros(2), np.ones(2)
     inner = fabric.within(ranks_per_node, gradient_bytes, messages)
     if inner is not None and (inner_sd := math.hypot(inner[1], _OF_A_STEP_SD)) < sd[4]:
         sd[4], sd[5] = inner_sd, min(sd[5], _SHARED_LINK_SD)
@@ -185,14 +200,22 @@ def with_fabric(
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
         each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
         seconds, log_sds = zip(*each, strict=True)
-        outer_sd = math.hypot(max(log_sds), _OF_A_STEP_SD)
-        if outer_sd < sd[6]:
-            growth, at_two = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)
-            mean[6] = at_two - mean[8] * math.log(ranks_per_node) - mean[0]
-            mean[7], sd[6:9] = growth, (outer_sd, min(sd[7], _GROWTH_SD), min(sd[8], _SHARED_LINK_SD))
-            known.add(6)
+        line = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)[::-1]
+        line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[7], _GROWTH_SD)])
     if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[9] > _OVERLAP_SD:
         sizes = buckets.size_bytes.tolist()
         reduce_s = [np.array([fabric.whole(int(n), ranks_per_node, size)[0] for size in sizes]) for n in nodes]
-        mean[9], sd[9] = overlap_of(buckets, reduce_s), _OVERLAP_SD
+        found = nearest_form(
+            buckets,
+            reduce_s,
+            nodes=nodes,
+            inner_s=inner[0] if inner else 0.0,
+            mean=np.append(line, mean[9]),
+            sd=np.append(line_sd, sd[9]),
+        )
+        line, mean[9], sd[9] = found[:2], found[2], _OVERLAP_SD
+    if nodes[0] > 1 and line_sd[0] < sd[6]:
+        mean[6:8] = line[0] - mean[8] * math.log(ranks_per_node) - mean[0], line[1]
+        sd[6:9] = *line_sd, min(sd[8], _SHARED_LINK_SD)
+        known.add(6)
     return replace(prior, mean=mean, sd=sd, in_seconds=tuple(sorted(known)))

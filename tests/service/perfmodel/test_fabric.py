@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, overlap_of, with_fabric
+from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
 from tula_service.perfmodel.points import ObservationError, Points
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.step_time_form import log_terms
@@ -97,18 +99,36 @@ def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
     assert kept.sd.tolist() == sure.sd.tolist()
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 16])
-def test_the_form_follows_simulated_buckets(number: int) -> None:
-    """Equal buckets that become ready one after another in the last two thirds of a step."""
-    ready = np.array([1 / 3 + 2 / 3 * (i + 1) / number for i in range(number)])
-    buckets = Buckets(np.full(number, 1e6), ready)
-    every = [np.full(number, share / number) for share in (0.25, 0.5, 1.0, 2.0)]
-    g = 1.0 + np.exp(overlap_of(buckets, every))
-    for each in every:
-        reduced = float(each.sum())
-        found = (1.0 + reduced**g) ** (1.0 / g)
-        assert found == pytest.approx(buckets.end_s(each), rel=0.1)
-    assert (g < 1.1) == (number == 1)
+def timed(total_mib: float, cap_mib: float, lateness: float) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of DDP's buckets, and when each is complete in a step of 1 s; above 1, `lateness` delays the last ones."""
+    number = max(1, round(total_mib / cap_mib))
+    done = np.arange(1, number + 1) / number
+    return np.full(number, total_mib / number * 2**20), 1 / 3 + 2 / 3 * done**lateness
+
+
+def test_the_prior_follows_simulated_steps() -> None:
+    """1 MiB to 1.3 GiB of gradients, evenly complete or late, links of 0.2 to 100 Gbit/s, compute of a third to three
+    times the collectives of four nodes, 2 to 16 nodes, batches of half to four times the timed one.
+    """
+    missed = []
+    cases = product([(1.0, 0.25), (5.0, 1.0), (100.0, 25.0), (1300.0, 25.0)], [1.0, 2.5], [0.2, 1.0, 10.0, 100.0])
+    for ((total, cap), lateness, gbps), ratio in product(cases, [0.3, 1.0, 3.0]):
+        sizes, ready = timed(total, cap, lateness)
+        fabric = Fabric(2, 1, AllReduceCost(np.log([5e-5, 8e-9 / gbps]), np.eye(2) * 0.0025))
+        compute_s = fabric.whole(4, 1, float(sizes.sum()), sizes.size)[0] / ratio
+        buckets = Buckets(sizes, ready * compute_s)
+        prior = with_fabric(generic_prior(), fabric, buckets=buckets, max_nodes=16, ranks_per_node=1)
+        points = Points.of([make_configuration(nodes, 1, 32) for nodes in range(2, 17)])
+        communication = log_terms(prior.mean, points, 32.0).communication
+        g = 1.0 + np.exp(prior.mean[9])
+        reduced = [np.array([fabric.whole(n, 1, size)[0] for size in sizes]) for n in range(2, 17)]
+        for pace in (0.5, 1.0, 2.0, 4.0):
+            simulated = np.log([buckets.end_s(each, pace) for each in reduced])
+            step = np.logaddexp(g * np.log(pace * compute_s), g * communication) / g
+            missed.append(np.abs(step - simulated))
+    assert np.median(missed) < 0.023
+    assert np.quantile(missed, 0.9) < 0.075
+    assert np.max(missed) < 0.14
 
 
 def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
