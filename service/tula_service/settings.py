@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
@@ -13,7 +11,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tula_wire.problems import remedy
 
 PREFIX: Final = "TULA_"
-_SECRETS: Final = Path("/run/secrets")
 
 
 class SettingsError(ValueError):
@@ -53,22 +50,14 @@ class Settings(BaseSettings):
 
     @classmethod
     def read(cls, **flags: Any) -> Settings:
-        """From flags that are not None, the environment, files that `TULA_..._FILE` name, `.env`, and /run/secrets.
-
-        Raises SettingsError for a value of the wrong kind or beyond its bounds, and for a file that cannot be read.
-        """
-        given = {name: value for name, value in flags.items() if value is not None}
+        """From flags that are not None, the environment and `.env`. Raises SettingsError for an invalid value."""
         try:
-            for name in cls.model_fields.keys() - given.keys():
-                variable = PREFIX + name.upper()
-                if (file := os.environ.get(f"{variable}_FILE")) and not os.environ.get(variable):
-                    given[name] = Path(file).read_text(encoding="utf-8").strip()
-            return cls(_secrets_dir=_SECRETS if _SECRETS.is_dir() else None, **given)
+            return cls(**{name: value for name, value in flags.items() if value is not None})
         except ValidationError as error:
             first = error.errors()[0]
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"A file of settings cannot be read ({error}): correct its path or its text.") from None
+            raise SettingsError(f"The file .env cannot be read ({error}): correct its rights or its text.") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which the same settings are read: how workers get them."""

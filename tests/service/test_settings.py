@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tula_service import settings
 from tula_service.settings import Settings, SettingsError
 
 
@@ -18,17 +17,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_first_place_that_has_a_value_gives_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = folder / "secrets"
-    secrets.mkdir()
-    (secrets / "tula_database").write_text("postgresql+psycopg://tula:secret@db/tula\n")
     assert Settings.read().database == "tula.db"
-    monkeypatch.setattr(settings, "_SECRETS", secrets)
-    assert Settings.read().database == "postgresql+psycopg://tula:secret@db/tula"
     (folder / ".env").write_text("TULA_DATABASE=dotenv.db\nTULA_TOKEN=of-the-client\nTULA_TRACE=1\n")
-    assert Settings.read().database == "dotenv.db"
-    (folder / "file").write_text("file.db\n")
-    monkeypatch.setenv("TULA_DATABASE_FILE", str(folder / "file"))
-    assert Settings.read(host=None).database == "file.db"
+    assert Settings.read(host=None).database == "dotenv.db"
     monkeypatch.setenv("TULA_DATABASE", "environment.db")
     assert Settings.read().database == "environment.db"
     found = Settings.read(database="flag.db", port=0)
@@ -66,7 +57,7 @@ def test_a_value_that_is_wrong_is_named_with_its_remedy(
     assert str(raised.value) == f"TULA_{name} {said}"
 
 
-def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TULA_DATABASE_FILE", "/nowhere/database")
-    with pytest.raises(SettingsError, match="/nowhere/database"):
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / ".env").write_bytes(b"TULA_DATABASE=\xff\n")
+    with pytest.raises(SettingsError, match=r"file \.env"):
         Settings.read()

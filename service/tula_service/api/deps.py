@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -139,9 +138,8 @@ async def authenticate(request: Request) -> Principal:
 async def identify(request: Request) -> Principal:
     """Who is calling; looked up once for a request, before its body is read.
 
-    Takes `Authorization: Bearer TOKEN`, for reading also `Basic` with the token as password, which is what a scraper
-    sends, and a browser's session. Without a token, the user of this machine. Raises Unauthenticated, or Busy after too
-    many requests of this address without a right token.
+    Takes `Authorization: Bearer TOKEN`, and a browser's session. Without a token, the user of this machine. Raises
+    Unauthenticated, or Busy after too many requests of this address without a right token.
     """
     known: Principal | None = request.scope.get("tula.principal")
     if known is not None:
@@ -215,14 +213,6 @@ def _secret(request: Request) -> str | None:
     scheme, _, rest = header.partition(" ")
     if scheme.lower() == "bearer" and rest.strip():
         return rest.strip()
-    if scheme.lower() == "basic" and request.method in _SAFE:
-        try:
-            decoded = base64.b64decode(rest.strip(), validate=True).decode("utf-8")
-        except ValueError:
-            decoded = ""
-        _, _, password = decoded.partition(":")
-        if password:
-            return password
     raise Unauthenticated("The Authorization header cannot be read: send `Authorization: Bearer TOKEN`.")
 
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -20,7 +19,6 @@ from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.problems import remedy
 
 _LOG = logging.getLogger("tula.service")
-_CHALLENGE: Final = 'Bearer realm="tula", Basic realm="tula", charset="UTF-8"'
 _MAX_ERRORS: Final = 20
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
@@ -85,9 +83,8 @@ def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Resp
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     if isinstance(error, errors.Busy) and error.limited:
         status = 429
-    # A browser would ask for a password in a box, also where a page's script sends the request.
-    if status == 401 and Headers(scope=scope).get("sec-fetch-dest") != "empty":
-        headers["WWW-Authenticate"] = _CHALLENGE
+    if status == 401:
+        headers["WWW-Authenticate"] = 'Bearer realm="tula"'
     faults = [] if error.field is None else [FieldError(field=error.field, message=error.message)]
     return _problem(scope, status, error.message, faults=faults, headers=headers)
 
