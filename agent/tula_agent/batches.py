@@ -118,11 +118,12 @@ class LaunchBatches:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
+    own_run_id: the run of the whole batch.
     """
 
     def __init__(self, run_id: str, whole: int | None, smaller: Sequence[tuple[int, str]] = ()) -> None:
         self.whole = whole
-        self._run_id = run_id
+        self.own_run_id = run_id
         self._runs: dict[int, str] = {}
         self._due: list[tuple[int, str]] = []
         self.use(smaller)
@@ -140,7 +141,7 @@ class LaunchBatches:
     @property
     def run_id(self) -> str:
         """The run that is being measured."""
-        return self._due[0][1] if self._due else self._run_id
+        return self._due[0][1] if self._due else self.own_run_id
 
     def use(self, smaller: Sequence[tuple[int, str]]) -> None:
         """Measure these batches, then the whole one; what was measured of others stays theirs."""
@@ -153,7 +154,7 @@ class LaunchBatches:
 
     def run_of(self, local_batch_size: int | None) -> str:
         """The run that samples of this batch belong to."""
-        return self._runs.get(local_batch_size or 0, self._run_id)
+        return self._runs.get(local_batch_size or 0, self.own_run_id)
 
     def share_of(self, local_batch_size: int | None) -> float:
         """Which share of the whole batch this is; 1 for any that is not cut."""

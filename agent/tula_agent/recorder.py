@@ -105,18 +105,18 @@ class Recorder:
         self._threshold_poller: ThresholdPoller | None = None
         self.joining = None
         if config.job is not None:
-            self.joining = Joining(self, config.job, self._number, guard, REQUEST_TIMEOUT_S)
+            self.joining = Joining(self, config.job, self._number, guard)
         self.exporter = Exporter(
-            self.joining.connect if self.joining else lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
-            self.requests.collect,
+            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
+            self._collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
             on_reply=self._on_reply,
             poll=self._poll if self.leads else None,
-            ready=self.joining.ready if self.joining else None,
         )
         if self.leads:
-            self._report("running", config.run_id)
+            if self.joining is None:
+                self._report("running", config.run_id)
             self.exporter.start()
         _finish_in_children(self)
 
@@ -358,10 +358,9 @@ class Recorder:
         self._forget_objects()
         self._device_clock = self._threshold_poller = None
         cause = "time_limit" if over else None
-        report = self._end_report(state, message, cause, failed_local_batch_size)
-        self.exporter.close(self.config.exit_deadline_s, report)
-        if self.joining is not None and self.joining.run_id is None:
-            self.exporter.forget()
+        self.exporter.close(
+            self.config.exit_deadline_s, lambda: self._end_report(state, message, cause, failed_local_batch_size)
+        )
         self._rendezvous = None
         self.profiling.use(StopAgreement(None, self.guard))
         if self.dropped:
@@ -564,6 +563,8 @@ class Recorder:
         self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
     ) -> list[SpooledRequest]:
         unfinished = self.batches.several and not self.stopping  # the launcher knows how it ended
+        if self.joining is not None and self.joining.run_id is None:
+            return []
         if state != "out_of_memory" and (not self.leads or (state == "succeeded" and unfinished)):
             return []
         body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
@@ -572,7 +573,14 @@ class Recorder:
         known = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.batches.run_id), encode(known))]
 
-    # A run that the agent makes by itself: asked on the shipping thread.
+    # Asked on the shipping thread, most of it for a run that the agent makes by itself.
+
+    def _collect(self, last: bool) -> list[SpooledRequest]:
+        """The requests that are due; none before the run is known, and none ever where there will be no run."""
+        if self.joining is not None and not self.joining.ready(last):
+            return []
+        due = self.requests.collect(last)
+        return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
         """Local batch size and accumulation, once a whole step or the end of the script has shown them."""
@@ -580,8 +588,11 @@ class Recorder:
             return None
         return self._batch_size, self.timer.grad_accum_steps
 
-    def joined(self) -> None:
+    def joined(self, run_id: str) -> None:
         """The run is known from now on."""
+        self.batches.own_run_id = run_id
+        if self.leads:
+            self._report("running", run_id)
         for optimizer in list(self.objects.optimizers):
             self._watch_thresholds(optimizer)
 

@@ -30,13 +30,13 @@ class JoiningRank:
         self.config, self.boot_id, self.model_parallel_size = config, f"boot{rank}", 1
         self.world_size = world_size
         self._channel = Channel(store, f"tula/{start}/", rank, world_size)
-        self.joining = Joining(self, WantedJob(job, 100), 0, Guard(), 5.0)
+        self.joining = Joining(self, WantedJob(job, 100), 0, Guard())
 
-    def channel(self, _within_s: float = 0.0) -> Channel:
+    def channel(self) -> Channel:
         return self._channel
 
     def seen_configuration(self) -> tuple[int, int]:
         return 8, 2
 
-    def joined(self) -> None:
+    def joined(self, _run_id: str) -> None:
         pass

@@ -29,9 +29,9 @@ class Exporter:
     """A bounded queue, one daemon thread that is started when first needed, and a spool on disk.
 
     `collect` is called on the thread before each delivery and answers the requests that are due; `on_reply` gets each
-    reply; `poll` is called after each delivery; while `ready` answers False nothing is delivered. While the service
-    fails the circuit is open: requests go to the spool, and one at a time probes whether the service is back. The
-    training thread never waits for this, except in `close`, which has a deadline.
+    reply; `poll` is called after each delivery. While the service fails the circuit is open: requests go to the spool,
+    and one at a time probes whether the service is back. The training thread never waits for this, except in `close`,
+    which has a deadline.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class Exporter:
         guard: Guard,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
         poll: Callable[[Transport], None] | None = None,
-        ready: Callable[[bool], bool] | None = None,
         queue_limit_bytes: int = 4 * 2**20,
         spool_limit_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
@@ -53,10 +52,9 @@ class Exporter:
         self._collect = collect
         self._on_reply = on_reply
         self._poll = poll
-        self._ready = ready
         self._guard = guard
         self.queue_limit_bytes = queue_limit_bytes
-        self._final_requests: deque[SpooledRequest] = deque()
+        self._finals: deque[Callable[[], list[SpooledRequest]]] = deque()
         self._abandoned = False
         self._clock = clock
         self._quick_until = clock() + QUICK_FOR_S
@@ -98,11 +96,11 @@ class Exporter:
         """Deliver now rather than at the next interval."""
         self._wake.set()
 
-    def close(self, deadline_s: float, final_requests: list[SpooledRequest]) -> None:
-        """Deliver the rest and `final_requests`, write what remains to disk, and return: all within `deadline_s`."""
+    def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
+        """Deliver the rest and then `final`'s, write what remains to disk, and return: all within `deadline_s`."""
         ends = time.monotonic() + deadline_s
         self.start()
-        self._final_requests.extend(final_requests)
+        self._finals.append(final)
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -119,16 +117,17 @@ class Exporter:
 
     def _save(self) -> None:
         """On another thread, since a disk can hang like a network."""
-        with self._guard("collecting at exit"):
-            for request in [*self._collect(False), *take(self._final_requests)]:
-                self.put(request)
+        self._put_due(False, final=True)
         self._spool_all()
 
-    def forget(self) -> None:
-        """Drop what is queued and what is on disk: no run will ever take it."""
-        with self._lock:
-            self._queue.clear()
-        self._spool.clear()
+    def _put_due(self, last: bool, final: bool) -> None:
+        """Queue what is due; with `final`, what reports the end of the run, even if the rest can't be collected."""
+        with self._guard("shipping"):
+            for request in self._collect(last):
+                self.put(request)
+        with self._guard("shipping"):
+            for request in [each for due in take(self._finals) for each in due()] if final else []:
+                self.put(request)
 
     def reset_in_child(self) -> None:
         """In a forked child: new lock, spool and empty queue, no connection; the parent sends what was queued."""
@@ -142,14 +141,9 @@ class Exporter:
             self._wake.wait(FLUSH_INTERVAL_S if self._clock() < self._quick_until else SLOW_FLUSHES * FLUSH_INTERVAL_S)
             self._wake.clear()
             last = self._closing
+            self._put_due(last, final=last)
             with self._guard("shipping"):
-                for request in self._collect(last):
-                    self.put(request)
-            with self._guard("shipping"):
-                for request in take(self._final_requests) if last else []:
-                    self.put(request)
-                if self._ready is None or self._ready(last):
-                    self.deliver(last)
+                self.deliver(last)
             if last and not self._abandoned:
                 self._spool_all()
             if last:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import threading
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 from urllib.parse import urlencode
 
-from tula_agent.config import UNKNOWN_RUN, AgentConfig, WantedJob, is_id
+from tula_agent.config import AgentConfig, WantedJob, is_id
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import Channel
-from tula_agent.ship.spool import SpooledRequest, encode
+from tula_agent.ship.exporter import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from tula_agent.ship.spool import encode
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire import routes
+from tula_wire.retry import backoff_s
 
 LEASE_S: Final = 600.0
 """Samples renew it; the service fails a training that is killed once it has expired."""
@@ -29,24 +32,20 @@ _JOBS_READ: Final = 50
 
 
 class Process(Protocol):
-    """What is asked of the recorder."""
+    """What is asked of the recorder: its place among the ranks, and what it has seen."""
 
     config: AgentConfig
     boot_id: str
     model_parallel_size: int
 
     @property
-    def world_size(self) -> int:
-        """Processes of the training."""
+    def world_size(self) -> int: ...
 
-    def channel(self, within_s: float = 0.0) -> Channel | None:
-        """The connection to the other ranks."""
+    def channel(self) -> Channel | None: ...
 
-    def seen_configuration(self) -> tuple[int, int] | None:
-        """Local batch size and accumulation steps, once they are known."""
+    def seen_configuration(self) -> tuple[int, int] | None: ...
 
-    def joined(self) -> None:
-        """Called when the run is known."""
+    def joined(self, run_id: str) -> None: ...
 
 
 class _NoRun(Exception):
@@ -58,83 +57,55 @@ class _NoRun(Exception):
 
 
 class Joining:
-    """The run of a job: the first rank makes it when it delivers for the first time, the others learn its id from it.
+    """The run of a job: the first rank makes it once a step has shown its configuration, the others learn its id.
 
-    Until then requests name UNKNOWN_RUN and wait, on disk while the service is away. A service that refuses is not
-    asked again: the first rank says why, once, and what is measured is dropped. `number` differs for each training of
-    this process. Everything here runs on the shipping thread, so that training waits for none of it.
+    Until then measurements stay in their queues. A service that is away is asked again after a back-off; one that
+    refuses is not: the first rank says why, once, and what is measured is dropped. `number` differs for each training
+    of this process. Everything here runs on the shipping thread, so that training waits for none of it.
     """
 
-    def __init__(self, process: Process, job: WantedJob, number: int, guard: Guard, timeout_s: float) -> None:
+    def __init__(self, process: Process, job: WantedJob, number: int, guard: Guard) -> None:
         self.run_id: str | None = None
         self.job_id: str | None = None
         self._process = process
         self._wanted = job
         self._mark = _mark(number)
         self._guard = guard
-        self._timeout_s = timeout_s
         self._refused = False
         self._host_given = False
         self._hosts_until: float | None = None
-
-    def connect(self) -> Transport:
-        """A connection that sends requests with the run's id, and makes the run first."""
-        return _JoiningTransport(self, self._process.config, self._timeout_s)
+        self._failures = 0
+        self._not_before = 0.0
+        self._asking = threading.Lock()
 
     def ready(self, last: bool) -> bool:
-        """True when requests may be sent; `last` at the end of the script."""
-        if self.run_id is not None or self._refused:
-            return True
-        with self._guard("joining a run"):
-            if self._process.config.rank != 0:
-                return self._learned(2 * AT_END_WITHIN_S if last else 0.0)
-            if self._process.seen_configuration() is None:
-                return False
-            if self._hosts_until is None or last:
-                self._hosts_until = time.monotonic() + (AT_END_WITHIN_S if last else HOSTS_WITHIN_S)
-            while not self._knows_hosts():
-                if time.monotonic() > self._hosts_until:
-                    break
-                if not last:
-                    return False
-                time.sleep(0.02)
-            return True
-        return False
+        """True once the run is known, or there will be none; `last` at the end of the script.
 
-    def sent(self, request: SpooledRequest) -> SpooledRequest | Reply:
-        """`request` for the run, which is made now if it is unknown; a reply in its place where there is no run."""
-        if self.run_id is None and not self._refused:
+        Where another thread asks already, which hangs in a request at the end, this one does not wait for it.
+        """
+        if self.run_id is None and not self._refused and self._asking.acquire(blocking=False):
             try:
-                self._make()
-            except (_NoRun, LookupError, TypeError, ValueError) as error:
-                reply = getattr(error, "reply", None)
-                if reply is not None and reply.verdict == "retry":
-                    return cast("Reply", reply)
-                self._refused = True
-                reason = str(error) if isinstance(error, _NoRun) else "its answer makes no sense"
-                text = "no run of job %r could be made (%s): nothing is measured, training continues"
-                logger.warning(text, self._wanted.name, reason)
-            self._publish()
-        if self.run_id is None:
-            return Reply("delivered", 204)
-        return replace(request, path=request.path.replace(f"/{UNKNOWN_RUN}", f"/{self.run_id}", 1))
+                with self._guard("joining a run"):
+                    if self._process.config.rank != 0:
+                        self._learn(2 * AT_END_WITHIN_S if last else 0.0)
+                    elif self._process.seen_configuration() is not None and self._waited_for_hosts(last):
+                        self._make_or_try_later(last)
+            finally:
+                self._asking.release()
+        return self.run_id is not None or self._refused
 
     # The other ranks.
 
-    def _learned(self, within_s: float) -> bool:
+    def _learn(self, within_s: float) -> None:
         channel = self._process.channel()
         if channel is None:
-            return False
+            return
         if not self._host_given:
             channel.set(_host(channel, channel.rank), socket.gethostname())
             self._host_given = True
         found = channel.wait(_run(channel), within_s)
-        if found is None:
-            return False
-        self._refused = not found
-        self.run_id = _checked(found) if found else None
-        self._leave_mark()
-        return True
+        if found is not None:
+            self._known(_checked(found) if found else None)
 
     # The first rank.
 
@@ -142,23 +113,54 @@ class Joining:
         channel = self._process.channel()
         return channel is None or channel.has(*(_host(channel, rank) for rank in range(1, channel.world_size)))
 
-    def _publish(self) -> None:
+    def _waited_for_hosts(self, last: bool) -> bool:
+        if self._hosts_until is None or last:
+            self._hosts_until = time.monotonic() + (AT_END_WITHIN_S if last else HOSTS_WITHIN_S)
+        while not self._knows_hosts() and time.monotonic() <= self._hosts_until:
+            if not last:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _make_or_try_later(self, last: bool) -> None:
+        if not last and time.monotonic() < self._not_before:
+            return
+        run_id = None
+        try:
+            run_id = self._make()
+        except (_NoRun, LookupError, TypeError, ValueError) as error:
+            reply = getattr(error, "reply", None)
+            if reply is not None and reply.verdict == "retry":
+                self._failures += 1
+                bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
+                pause = backoff_s(self._failures, random.random(), **bounds, asked_s=reply.retry_after_s)
+                self._not_before = time.monotonic() + pause
+                if self._failures == 1:
+                    logger.warning("no run of job %r could be made yet (%s)", self._wanted.name, error)
+                return
+            reason = str(error) if isinstance(error, _NoRun) else "its answer makes no sense"
+            text = "no run of job %r could be made (%s): nothing is measured, training continues"
+            logger.warning(text, self._wanted.name, reason)
         with self._guard("giving the run to the other ranks"):
             channel = self._process.channel()
             if channel is not None:
-                channel.set(_run(channel), self.run_id or "")
-        if self.run_id is not None:
-            with self._guard("joining a run"):
-                self._process.joined()
-        self._leave_mark()
+                channel.set(_run(channel), run_id or "")
+        self._known(run_id)
 
-    def _leave_mark(self) -> None:
-        """On every machine, since the next start's first rank may be on any."""
-        if self.run_id is not None and self._mark is not None:
+    def _known(self, run_id: str | None) -> None:
+        """The run, or None: there will be none. It is left to a later start, whose first rank may be on any machine."""
+        self._refused = run_id is None
+        if run_id is None:
+            return
+        with self._guard("joining a run"):
+            self._process.joined(run_id)
+        self.run_id = run_id
+        if self._mark is not None:
             with self._guard("leaving the run to a later start"):
-                self._mark.write_text(self.run_id)
+                self._mark.write_text(run_id)
 
-    def _make(self) -> None:
+    def _make(self) -> str:
+        """The id of a new run. Raises _NoRun; for an answer of another shape LookupError, TypeError or ValueError."""
         config, seen = self._process.config, self._process.seen_configuration()
         assert seen is not None  # `ready` has checked it
         service = Transport(config.url, config.token, TIMEOUT_S)
@@ -177,7 +179,8 @@ class Joining:
                 "lease_s": LEASE_S,
             }
             run = _ask(service, "POST", routes.JOB_RUNS.format(job_id=job_id), body | self._continued(service, job_id))
-            self.job_id, self.run_id = job_id, _checked(run["id"])
+            self.job_id = job_id
+            return _checked(run["id"])
         finally:
             service.close()
 
@@ -248,18 +251,6 @@ def _find(service: Transport, path: str) -> dict[str, Any] | None:
         if error.reply is not None and error.reply.status == 404:
             return None
         raise
-
-
-class _JoiningTransport(Transport):
-    """Sends what is of the unknown run once that is known."""
-
-    def __init__(self, joining: Joining, config: AgentConfig, timeout_s: float) -> None:
-        super().__init__(config.url, config.token, timeout_s)
-        self._joining = joining
-
-    def send(self, request: SpooledRequest) -> Reply:
-        found = self._joining.sent(request)
-        return found if isinstance(found, Reply) else super().send(found)
 
 
 def _mark(number: int) -> Path | None:

@@ -35,7 +35,7 @@ PATIENCE_S = 20.0
 class Asking:
     """Makes the agent ask before a step, and measures how long the training thread is held up meanwhile."""
 
-    answers, longest_s = 0, 0.0  # of all trainings
+    answers, exchanges, longest_s = 0, 0, 0.0  # of all trainings
 
     def __init__(self, run: Any) -> None:
         self._exporter = run.recorder.exporter
@@ -95,7 +95,8 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
 def main() -> None:
     arguments = parser.parse_args()
     recorder.REQUEST_TIMEOUT_S, joining.TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.3, 0.0
-    exporter.FIRST_PAUSE_S = exporter.LONGEST_PAUSE_S = 0.001
+    for module in (exporter, joining):
+        module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = 0.001
     apply = tula_agent.TulaOptimizer.apply_thresholds
 
     def record(optimizer: Any, wanted: ScalingThresholds) -> None:
@@ -103,15 +104,17 @@ def main() -> None:
         apply(optimizer, wanted)
 
     tula_agent.TulaOptimizer.apply_thresholds = record
-    asks: Any = exporter.Exporter if arguments.job else thresholds.ThresholdPoller
-    name = "deliver" if arguments.job else "poll"
+    asks: Any = joining.Joining if arguments.job else thresholds.ThresholdPoller
+    name = "ready" if arguments.job else "poll"
     ask = getattr(asks, name)
 
-    def count(*given: Any) -> None:
+    def count(*given: Any) -> Any:
+        before, result = Asking.exchanges, None
         try:
-            ask(*given)
+            result = ask(*given)
+            return result
         finally:
-            Asking.answers += 1
+            Asking.answers += result is not False or Asking.exchanges > before
 
     setattr(asks, name, count)
     exchange: Any = transport.Transport.exchange
@@ -119,6 +122,7 @@ def main() -> None:
     def timed(*given: Any, **options: Any) -> Any:
         began = time.monotonic()
         reply = exchange(*given, **options)
+        Asking.exchanges += 1
         Asking.longest_s = max(Asking.longest_s, time.monotonic() - began)
         return reply
 

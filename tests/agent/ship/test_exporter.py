@@ -42,7 +42,7 @@ def test_a_token_goes_in_the_header_and_never_into_the_spool(sink: Sink, tmp_pat
     exporter = Exporter(lambda: transport, lambda _last: [], tmp_path / "a.spool", guard=Guard())
     sink.behaviour = "error"
     exporter.put(SpooledRequest("PATCH", "/v1/runs/r", b'{"state": "running"}'))
-    exporter.close(3.0, [])
+    exporter.close(3.0, list)
     assert b"secret-token" not in (tmp_path / "a.spool").read_bytes()
     assert len(sink.seen) >= 1
 
@@ -191,5 +191,5 @@ def test_requests_go_to_disk_where_python_starts_no_more_threads(
     last, rows = (SpooledRequest("PATCH", "/v1/runs/r", b"{}"), SpooledRequest("POST", "/v1/runs/r/samples", b"[]", 1))
     exporter = Exporter(lambda: Service(), lambda _last: [rows], tmp_path / "a.spool", guard=Guard())  # type: ignore[arg-type,return-value]
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    exporter.close(5.0, [last])
+    exporter.close(5.0, lambda: [last])
     assert list(read_records(tmp_path / "a.spool")) == [rows, last]
