@@ -1,4 +1,4 @@
-"""`run.checkpoint` and `run.resume`: a training stopped at any step continues as if it had not been stopped.
+"""A training's place in its data, and checkpoints: stopped at any step, it continues as if it had not been stopped.
 
 A checkpoint is a folder `step-<number>` below TULA_CHECKPOINT_DIR, or `step-<number>.<n>` if it is the n-th of a step:
 
@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -27,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from tula_agent.guard import logger
-from tula_agent.position import Position, capture_randomness, restore_randomness
-from tula_agent.torch_private import has_own_loading, has_plain_loading, is_sharded
+from tula_agent.torch_private import is_sharded
 
 T = TypeVar("T")
 
@@ -38,7 +40,120 @@ KEEP: Final = 2
 _COMPLETE: Final = "complete.json"
 _NAME: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LONGEST: Final = 2000  # characters of an error that are sent to the other ranks
-_SHARDS: Final = "shards"
+_END: Any = object()
+
+
+@dataclass
+class Position:
+    """Epochs that are complete, and batches consumed of the one under way.
+
+    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
+    epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
+    `at_epoch_start`: the random state when the epoch under way began.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    step: int = 0
+    epochs_before: float = 0.0
+    known: bool = False
+    at_epoch_start: dict[str, Any] = field(default_factory=dict)
+    loader: Any = None
+    _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
+
+    def restore(self, consumed: int, at_epoch_start: dict[str, Any], now: dict[str, Any] | None) -> None:
+        """Let the next epoch begin as the interrupted one did, skip `consumed` batches, and use state `now`."""
+        self._pending = (consumed, at_epoch_start, now)
+
+    def begin(self, loader: Iterable[T]) -> Iterator[T]:
+        """An iterator over `loader` from the current position."""
+        pending, self._pending, self.loader = self._pending, None, loader
+        if pending is None:
+            self.at_epoch_start, self.consumed = _captured(loader), 0
+            return iter(loader)
+        consumed, at_epoch_start, now = pending
+        self.at_epoch_start, self.consumed = at_epoch_start, 0
+        if at_epoch_start and now is not None:
+            restore_randomness(at_epoch_start, loader)
+        batches = iter(loader)
+        for _ in range(consumed):
+            if next(batches, _END) is _END:
+                break
+            self.consumed += 1
+        self.known = True
+        self.epochs_before = self.epoch + _share(self.consumed, loader)
+        if now is not None:
+            restore_randomness(now, loader)
+        return batches
+
+    def advance(self) -> None:
+        """The script gets a batch."""
+        self.consumed += 1
+        self.step += 1
+
+    def end(self) -> None:
+        """The epoch is over, or was left."""
+        self.epoch += 1
+        self.consumed, self.at_epoch_start = 0, {}
+
+
+def _captured(loader: Any) -> dict[str, Any]:
+    """Empty where a generator cannot be read: only writing a checkpoint may fail for that."""
+    try:
+        return capture_randomness(loader)
+    except Exception as error:
+        logger.info("random numbers cannot be read, so a resumed run may draw others: %r", error)
+        return {}
+
+
+def _share(batches: int, loader: Iterable[Any]) -> float:
+    """So many batches as a share of an epoch; 0 for a loader without a length."""
+    try:
+        return min(1.0, batches / len(loader))  # type: ignore[arg-type]
+    except Exception:  # a loader's own __len__ may raise anything
+        return 0.0
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The loader's own generators; samplers often share the loader's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    return list(unique.values())
+
+
+def capture_randomness(loader: Any = None) -> dict[str, Any]:
+    """The state of every generator that a step may draw from: torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    version, words, gauss_next = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, *words, gauss_next]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == "MT19937":  # unless a script has replaced it
+            keys, position = found["state"]["key"], found["state"]["pos"]
+            gauss = int(found["has_gauss"]), float(found["gauss"])
+            state["numpy"] = ["MT19937", [int(key) for key in keys], int(position), *gauss]
+    state["loader"] = [generator.get_state() for generator in _generators(loader)]
+    return state
+
+
+def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
+    """Restore what `capture_randomness` captured; generators that do not exist in this process are left out."""
+    torch.set_rng_state(state["torch"])
+    version, *words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    for generator, saved in zip(_generators(loader), state["loader"], strict=False):
+        generator.set_state(saved)
 
 
 class CheckpointError(RuntimeError):
@@ -78,21 +193,18 @@ def save(
     """
     ranks = CollectiveCalls(model)
     root = _root(ranks, directory)
-    failing = f"no checkpoint of step {position.step} was written below {root}, the one before is still valid"
-    remedy = "all ranks need the same directory, with room in it"
-    folder = root / ranks.on_first(lambda: _new_folder(root, position.step).name, failing, remedy)
-    parts = _save_parts(folder, model, optimizer) if is_sharded(model.parameters(), [model]) else []
+    ranks.failing = f"no checkpoint of step {position.step} was written below {root}, the one before is still valid"
+    ranks.remedy = "all ranks need the same directory, with room in it"
+    folder = root / ranks.on_first(lambda: _new_folder(root, position.step).name)
+    shards = _Shards(model, optimizer, folder) if is_sharded(model.parameters(), [model]) else None
 
     def write() -> None:
-        whole: dict[str, Any] = {"extra": extra or {}}
-        for name, part in (("scheduler", scheduler), ("scaler", scaler)):
-            if part is not None:
-                whole[name] = part.state_dict()
-        if not parts:
-            whole["model"] = _unwrapped(model).state_dict()
-            whole["optimizer"] = None if optimizer is None else optimizer.state_dict()
+        objects = {"model": _unwrapped(model), "optimizer": optimizer} if shards is None else {}
+        objects |= {"scheduler": scheduler, "scaler": scaler}
+        whole = {name: part.state_dict() for name, part in objects.items() if part is not None}
+        whole["extra"] = extra or {}
         if ranks.rank == 0:
-            _write(folder / "training.pt", whole)
+            _replace(folder / "training.pt", lambda path: torch.save(whole, path))
         own = {
             "epoch": position.epoch,
             "step": position.step,
@@ -100,13 +212,13 @@ def save(
             "at_pass_start": position.at_epoch_start,  # the stored name
             "now": capture_randomness(position.loader),
         }
-        _write(folder / f"rank-{ranks.rank}.pt", own)
+        _replace(folder / f"rank-{ranks.rank}.pt", lambda path: torch.save(own, path))
 
-    facts = {"step": position.step, **_shape(ranks, position.loader)}
+    facts = json.dumps({"step": position.step, **_shape(ranks, position.loader)})
     try:
-        for part in (write, *parts):
-            ranks.on_each(part, failing, remedy)
-        ranks.on_first(lambda: _seal(folder, facts), failing, remedy)
+        for part in (write, *((shards.gather, shards.write) if shards else ())):
+            ranks.on_each(part)
+        ranks.on_first(lambda: _replace(folder / _COMPLETE, lambda path: path.write_text(facts)))
     except CheckpointError:
         if ranks.rank == 0:
             _delete(folder)
@@ -130,34 +242,43 @@ def resume(
 
     Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the position in the data is
     kept in examples, and the random numbers start afresh. Raises `CheckpointError` on all ranks when the checkpoint
-    does not fit, or cannot be read on one of them. Then no rank has changed anything if a file cannot be read, or if
-    names and shapes of the weights or the optimizer's groups differ. Shards, and objects with their own loading (a
-    model, an optimizer, a scheduler, a GradScaler), may be half loaded: do not train on after that.
+    does not fit, or cannot be read on one of them. Then weights and buffers are on all ranks what they were before, as
+    is the optimizer where it does not fit. Shards, and what is loaded before a part that fails (optimizer, scheduler,
+    GradScaler, in this order), stay loaded: do not train on after that.
     """
     ranks = CollectiveCalls(model)
-    folder = _agreed_newest(ranks, _root(ranks, directory))
+    root = _root(ranks, directory)
+    ranks.failing, ranks.remedy = f"checkpoints below {root} cannot be listed", "let all ranks read that directory"
+    # The first rank's newest, on all ranks: they may look at different moments.
+    name = ranks.on_first(lambda: next((path.name for path in reversed(_complete(root))), None))
     position.known = True
-    if folder is None:
+    if name is None:
         return Resumed()
+    folder = root / name
+    ranks.failing = f"the checkpoint {folder} does not fit this script or cannot be read"
+    ranks.remedy = "delete it, undo the change, or let all ranks read it"
 
     def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         facts = json.loads((folder / _COMPLETE).read_text())
         own = folder / f"rank-{min(ranks.rank, facts['world_size'] - 1)}.pt"
         return facts, _load(folder / "training.pt"), _load(own)
 
-    facts, whole, own = ranks.on_each(read, *_unreadable(folder))
-    ranks.on_each(
-        lambda: _check_fit(whole, model, optimizer),
-        f"the checkpoint {folder} does not fit this script",
-        "delete it or undo the change",
-    )
-    parts = [] if "model" in whole else _load_parts(folder, model, optimizer)
-    for part in (*parts, lambda: _load_whole(whole, model, optimizer, scheduler, scaler)):
-        ranks.on_each(part, *_unreadable(folder))
-    resumed = ranks.on_each(
-        lambda: _restore_position(position, facts, own, _shape(ranks, loader), loader, whole["extra"]),
-        *_unreadable(folder),
-    )
+    facts, whole, own = ranks.on_each(read)
+
+    def load(name: str, part: Any) -> None:
+        if part is not None and whole.get(name) is not None:
+            part.load_state_dict(whole[name])
+
+    if "model" not in whole:
+        shards = _Shards(model, optimizer, folder)
+        for step in (shards.gather, shards.read, shards.apply):
+            ranks.on_each(step)
+    objects = {"model": _unwrapped(model), "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    with _unchanged_by_failure(model) if "model" in whole else nullcontext():
+        for each in objects.items():
+            ranks.on_each(partial(load, *each))
+    shape = _shape(ranks, loader)
+    resumed = ranks.on_each(lambda: _restore_position(position, facts, own, shape, loader, whole["extra"]))
     if not resumed.exact:
         logger.warning(
             "resumed with another batch size or world size: the data continues at the same example, shuffled"
@@ -165,15 +286,17 @@ def resume(
     return resumed
 
 
-def _load_whole(whole: dict[str, Any], model: torch.nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-    """Load what `training.pt` holds; a sharded model and its optimizer are not in it."""
-    if "model" in whole:
-        _unwrapped(model).load_state_dict(whole["model"])
-        if optimizer is not None and whole["optimizer"] is not None:
-            optimizer.load_state_dict(whole["optimizer"])
-    for name, part in (("scheduler", scheduler), ("scaler", scaler)):
-        if part is not None and name in whole:
-            part.load_state_dict(whole[name])
+@contextmanager
+def _unchanged_by_failure(model: torch.nn.Module) -> Iterator[None]:
+    """Restores weights and buffers after an exception: torch loads those that fit before it raises for the others."""
+    before = [(tensor, tensor.detach().cpu().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    except Exception:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        raise
 
 
 def _restore_position(
@@ -203,65 +326,11 @@ def _same_examples(consumed: int, then: dict[str, Any], now: dict[str, Any]) -> 
 
 
 def _root(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> Path:
+    ranks.failing, ranks.remedy = "no checkpoint directory", "set TULA_CHECKPOINT_DIR or pass directory="
     name = directory or os.environ.get("TULA_CHECKPOINT_DIR")
-
-    def named() -> Path:
-        if not name:
-            raise CheckpointError("no checkpoint directory: set TULA_CHECKPOINT_DIR or pass directory=")
-        return Path(name)
-
-    return ranks.on_each(named, "no checkpoint directory", "set TULA_CHECKPOINT_DIR or pass directory=")
-
-
-def _agreed_newest(ranks: CollectiveCalls, root: Path) -> Path | None:
-    """The newest that the first rank sees, on all ranks: they may look at different moments."""
-
-    def look() -> str | None:
-        complete = _complete(root)
-        return complete[-1].name if complete else None
-
-    name = ranks.on_first(look, f"checkpoints below {root} cannot be listed", "let all ranks read that directory")
-    return None if name is None else root / name
-
-
-def _unreadable(folder: Path) -> tuple[str, str]:
-    return (
-        f"the checkpoint {folder} does not fit this script or cannot be read",
-        "delete it, undo the change, or let all ranks read it",
-    )
-
-
-def _check_fit(saved: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> None:
-    """Raise ValueError for what torch or gradient scaling would refuse of `saved`, before any rank has loaded anything.
-
-    Sharded weights are not compared, nor models and optimizers with their own loading: they may accept other names.
-    """
-    if is_sharded(model.parameters(), [model]):
-        return
-    module, inner = _unwrapped(model), getattr(optimizer, "optimizer", optimizer)
-    if "model" in saved and not has_own_loading(module):
-        _compare_weights(saved["model"], module.state_dict())
-    if saved.get("optimizer") is not None and has_plain_loading(inner):
-        groups = saved["optimizer"]["param_groups"], inner.param_groups
-        before, now = ([len(group["params"]) for group in each] for each in groups)
-        if before != now:
-            raise ValueError(f"the optimizer's groups have {before} parameters there and {now} here")
-    if saved.get("optimizer") is not None and hasattr(optimizer, "check_state_dict"):
-        optimizer.check_state_dict(saved["optimizer"])
-
-
-def _compare_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    for name, value in current.items():
-        if name not in saved:
-            raise ValueError(f"the model's {name} is not in it")
-        if not (isinstance(value, torch.Tensor) and isinstance(saved[name], torch.Tensor)):
-            continue
-        before, now = list(saved[name].shape), list(value.shape)
-        if before != now and (before, now) != ([1], []):  # torch loads one element into a scalar
-            raise ValueError(f"the model's {name} has shape {before} there and {now} here")
-    for name in saved:
-        if name not in current:
-            raise ValueError(f"the model has no {name}")
+    if not name:
+        raise CheckpointError(f"{ranks.failing}: {ranks.remedy}")
+    return ranks.on_each(lambda: Path(name))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -283,64 +352,105 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-# What all ranks do in the same order.
-
-
 class CollectiveCalls:
     """Calls that every rank training `model` makes in the same order, and that succeed or fail on all of them.
 
-    Each method raises `CheckpointError` on all ranks with one sentence, "`what` (rank, error): `remedy`", that of the
-    first rank that failed.
+    Each method raises `CheckpointError` on all ranks with one sentence, "`failing` (rank, error): `remedy`", that of
+    the first rank that failed.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if distributed else 0
         self.size: int = dist.get_world_size() if distributed else 1
+        self.failing = self.remedy = ""
         # NCCL moves objects over the current device, which a script may have left at the first one on every rank.
-        self._device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+        device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+        self._on_device = nullcontext() if device is None else torch.cuda.device(device)
 
-    def on_each(self, function: Callable[[], T], what: str, remedy: str) -> T:
+    def on_each(self, function: Callable[[], T]) -> T:
         """Call `function` on every rank; returns its result on this one."""
-        value, error, cause = self._try(function, what, remedy)
+        value, error, cause = self._try(function)
         errors = [error]
         if self.size > 1:
             errors = [None] * self.size
-            with self._on_device():
+            with self._on_device:
                 dist.all_gather_object(errors, error)
-        _raise(next((sentence for sentence in errors if sentence is not None), None), cause)
-        return cast(T, value)
+        return self._result(value, next((sentence for sentence in errors if sentence is not None), None), cause)
 
-    def on_first(self, function: Callable[[], T], what: str, remedy: str) -> T:
+    def on_first(self, function: Callable[[], T]) -> T:
         """Call `function` on the first rank only; returns its result on every rank (pickled, so keep it small)."""
-        value, error, cause = self._try(function, what, remedy) if self.rank == 0 else (None, None, None)
+        value, error, cause = self._try(function) if self.rank == 0 else (None, None, None)
         outcome: list[Any] = [value, error]
         if self.size > 1:
-            with self._on_device():
+            with self._on_device:
                 dist.broadcast_object_list(outcome, src=0)
-        _raise(outcome[1], cause)
-        return cast(T, outcome[0])
+        return self._result(cast("T", outcome[0]), outcome[1], cause)
 
-    def _try(self, function: Callable[[], T], what: str, remedy: str) -> tuple[T | None, str | None, Exception | None]:
+    def _try(self, function: Callable[[], T]) -> tuple[T | None, str | None, Exception | None]:
         try:
             return function(), None, None
-        except CheckpointError as error:
-            return None, str(error), error  # a sentence already
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}"[:_LONGEST].split())
             who = f"rank {self.rank}: " if self.size > 1 else ""
-            return None, f"{what} ({who}{text}): {remedy}", error
+            return None, f"{self.failing} ({who}{text}): {self.remedy}", error
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._device is None else torch.cuda.device(self._device)
-
-
-def _raise(sentence: str | None, cause: Exception | None) -> None:
-    if sentence is not None:
-        raise CheckpointError(sentence) from cause
+    def _result(self, value: T | None, sentence: str | None, cause: Exception | None) -> T:
+        if sentence is not None:
+            raise CheckpointError(sentence) from cause
+        return cast("T", value)
 
 
-# Folders on disk.
+class _Shards:
+    """Model and optimizer of this rank's part of a sharded model, in torch's own format below `folder`.
+
+    Every rank calls the methods in the same order, each only if the one before succeeded on all ranks: they contain
+    collectives of torch, in which a rank that failed before would leave the others waiting. Factors of gradient scaling
+    are not among the state, and are estimated again.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
+        self._model = model
+        self._optimizer = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+        self._path = str(folder / "shards")
+        self._state: dict[str, Any] = {}
+
+    def gather(self) -> None:
+        """Take the state as it is; reading needs it too, and fills it."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        self._state["model"], self._state["optimizer"] = get_state_dict(self._model, self._optimizer)
+
+    def write(self) -> None:
+        """Write what was gathered."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        self._transfer(save)
+
+    def read(self) -> None:
+        """Read into what was gathered."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        self._transfer(load)
+
+    def apply(self) -> None:
+        """Load what was read into the model and the optimizer."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def _transfer(self, function: Callable[..., Any]) -> None:
+        """Raise RuntimeError with the first rank's cause: torch's own is no `Exception`, with every rank's stack."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            function(self._state, checkpoint_id=self._path)
+        except CheckpointException as error:
+            rank, (cause, *_) = next(iter(error.failures.items()))
+            raise RuntimeError(f"the shard of rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
 def _new_folder(root: Path, step: int) -> Path:
@@ -354,11 +464,6 @@ def _new_folder(root: Path, step: int) -> Path:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
-
-
-def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Mark `folder` as complete, with `facts`."""
-    _replace(folder / _COMPLETE, lambda path: path.write_text(json.dumps(facts)))
 
 
 def _delete_superseded(folder: Path) -> None:
@@ -386,11 +491,6 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(path: Path, value: Any) -> None:
-    """Write `value` in torch's format; a crash leaves nothing under the name `path`."""
-    _replace(path, lambda new: torch.save(value, new))
-
-
 def _replace(path: Path, fill: Callable[[Path], object]) -> None:
     """Write to another name, fsync, then rename: a crash leaves no half file under `path`."""
     new = path.with_name(f".{path.name}.new")
@@ -414,64 +514,3 @@ def _age(folder: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
-
-
-# Sharded models.
-
-
-def _save_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:
-    """Functions that every rank must call in this order, each only if the one before succeeded on all ranks.
-
-    They contain collectives of torch: a rank that failed before would leave the others waiting.
-    """
-    state: dict[str, Any] = {}
-
-    def write() -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        with _plain_errors():
-            save(state, checkpoint_id=str(folder / _SHARDS))
-
-    return [lambda: state.update(_gathered(model, optimizer)), write]
-
-
-def _load_parts(folder: Path, model: torch.nn.Module, optimizer: Any) -> list[Callable[[], None]]:
-    """The functions that load what those of `_save_parts` wrote; the same rules hold."""
-    state: dict[str, Any] = {}
-
-    def read() -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        with _plain_errors():
-            load(state, checkpoint_id=str(folder / _SHARDS))
-
-    def apply() -> None:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        set_state_dict(model, _inner(optimizer), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    return [lambda: state.update(_gathered(model, optimizer)), read, apply]
-
-
-def _gathered(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    of_model, of_optimizer = get_state_dict(model, _inner(optimizer))
-    return {"model": of_model, "optimizer": of_optimizer}
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise RuntimeError with the first rank's cause: torch's own is no `Exception` and holds every rank's stack."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, *_) = next(iter(error.failures.items()))
-        raise RuntimeError(f"the shard of rank {rank}: {type(cause).__name__}: {cause}") from error
-
-
-def _inner(optimizer: Any) -> Any:
-    """The optimizer with the sharded state; factors of gradient scaling are estimated again after a sharded resume."""
-    return () if optimizer is None else getattr(optimizer, "optimizer", optimizer)

@@ -19,8 +19,8 @@ from tula_agent.guard import Guard
 from tula_agent.other_loggers import log_to_wandb
 
 if TYPE_CHECKING:
+    from tula_agent.checkpoint import Position
     from tula_agent.oom_watch import OomWatch
-    from tula_agent.position import Position
     from tula_agent.recorder import Recorder
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Run:
     def position(self) -> Position:
         """Where the training is in its data; `checkpoint` and `resume` write and read it."""
         if self._position is None:
-            from tula_agent.position import Position
+            from tula_agent.checkpoint import Position
 
             self._position = Position()
         return self._position

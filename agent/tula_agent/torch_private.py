@@ -139,30 +139,6 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-# State dictionaries.
-
-
-def has_own_loading(model: torch.nn.Module) -> bool:
-    """True when `model.load_state_dict` does more than torch's: it is replaced, hooked, or a part loads its own way."""
-    if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
-        return True
-    return any(
-        getattr(part, "_load_state_dict_pre_hooks", None)
-        or getattr(part, "_load_state_dict_post_hooks", None)
-        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        for part in model.modules()
-    )
-
-
-def has_plain_loading(optimizer: Any) -> bool:
-    """True when `optimizer.load_state_dict` is torch's own without hooks."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
-        return False
-    return getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
-
-
 # Tensors without data, and devices.
 
 

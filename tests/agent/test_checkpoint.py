@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tula_agent import init
-from tula_agent.checkpoint import CheckpointError
-from tula_agent.position import capture_randomness, restore_randomness
+from tula_agent.checkpoint import CheckpointError, capture_randomness, restore_randomness
 from tula_agent.scaling import TulaOptimizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
@@ -137,7 +136,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_or_that_does_not_fit_it_is_resum
         **(
             {}
             if sharded
-            else {"resume where the second's model grew": r"script \(rank 1: ValueError: .* 3.weight is not"}
+            else {"resume where the second's model grew": r"read \(rank 1: RuntimeError: .*Missing key.* \"3.weight"}
         ),
     }
     for attempt, error in failures.items():
@@ -285,10 +284,10 @@ def layers(*widths, groups=1):
 @pytest.mark.parametrize(
     ("then", "now", "groups", "why"),
     [
-        ((2, 2, 1), (2, 2, 3), 1, "the model's 1.weight has shape [1, 2] there and [3, 2] here"),
-        ((2, 2, 1), (2, 2, 1, 1), 1, "the model's 2.weight is not in it"),
-        ((2, 2, 1, 1), (2, 2, 1), 1, "the model has no 2.weight"),
-        ((2, 2, 1), (2, 2, 1), 2, "the optimizer's groups have [4] parameters there and [2, 2] here"),
+        ((2, 2, 1), (2, 2, 3), 1, "RuntimeError: .*size mismatch for 1.weight: .*\\[1, 2\\].* is .*\\[3, 2\\]"),
+        ((2, 2, 1), (2, 2, 1, 1), 1, "RuntimeError: .*Missing key.* .2.weight"),
+        ((2, 2, 1, 1), (2, 2, 1), 1, "RuntimeError: .*Unexpected key.* .2.weight"),
+        ((2, 2, 1), (2, 2, 1), 2, "ValueError: .*different number of parameter groups"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, groups, why):
@@ -297,14 +296,14 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, gro
     optimizer = TulaOptimizer(inner)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = init()
-    sentence = f"does not fit this script (ValueError: {why}): delete it or undo the change"
-    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+    sentence = rf"does not fit this script or cannot be read \({why}.*\): delete it, undo the change"
+    with pytest.raises(CheckpointError, match=sentence):
         run.resume(model, optimizer, directory=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert inner.state_dict()["state"] == {}
 
 
-def test_gradient_scaling_of_an_earlier_version_is_refused_before_anything_is_loaded(tmp_path):
+def test_gradient_scaling_of_an_earlier_version_is_refused_and_changes_nothing(tmp_path):
     model, inner = layers(3, 2)
     folder = init().checkpoint(model, TulaOptimizer(inner), directory=tmp_path)
     saved = torch.load(folder / "training.pt", weights_only=True)
