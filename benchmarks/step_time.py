@@ -30,9 +30,17 @@ import numpy as np
 
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
-from tula_service.perfmodel.candidates import Column, column_of, columns_of
 from tula_service.perfmodel.choice import Choice, Goal, Limits, Offer, Training, recommend
-from tula_service.perfmodel.planner import PlanBudget, corner_design, design, first_columns, plan
+from tula_service.perfmodel.planner import (
+    Column,
+    PlanBudget,
+    column_of,
+    columns_of,
+    corner_design,
+    design,
+    first_columns,
+    plan,
+)
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration

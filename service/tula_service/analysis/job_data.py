@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy.typing as npt
 
 import tula_wire as wire
 from tula_service.domain import RunRecord, RunSummary
-from tula_service.perfmodel.candidates import SearchSpace, enumerate_candidates
 from tula_service.perfmodel.choice import Offer, Spot
 from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.perfmodel.points import ObservationError
@@ -171,46 +171,73 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
-    found: set[wire.Configuration] = set()
-    problem = ""
-    for cluster in spec.cluster:
-        name = cluster.instance_type
-        try:
-            space = SearchSpace(
-                min_num_nodes=cluster.min_nodes,
-                max_num_nodes=cluster.max_nodes,
-                ranks_per_node=cluster.ranks_per_node,
-                min_local_batch_size=spec.batch.min_local_batch_size,
-                max_local_batch_size=_largest_batch(spec, memory_bound.get(name)),
-                global_batch_size=spec.batch.global_batch_size,
-                max_grad_accum_steps=spec.batch.max_grad_accum_steps,
-                instance_type=name,
-            )
-            found.update(enumerate_candidates(space))
-        except ObservationError as error:
-            problem = str(error)
+    found = {c for cluster in spec.cluster for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))}
+    if not found:
+        raise ObservationError(
+            "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
+        )
     most_steps = spec.batch.max_grad_accum_steps
     accumulated = {c for c in found if c.grad_accum_steps <= most_steps}
-    fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
-    if found and not accumulated:
+    if not accumulated:
         fewest = min(c.grad_accum_steps for c in found)
-        problem = (
+        raise ObservationError(
             f"batch: a global batch of {spec.batch.global_batch_size} needs at least {fewest} accumulation steps, but "
             f"max_grad_accum_steps is {most_steps}; raise it, batch.max_local_batch_size or cluster.max_nodes."
         )
-    elif accumulated and not fitting:
+    fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
+    if not fitting:
         smallest = min(c.global_batch_size for c in accumulated)
-        problem = (
+        raise ObservationError(
             f"batch: the smallest global batch, {smallest}, is above the data set of {spec.dataset.size} examples; "
             "lower batch.global_batch_size, batch.min_local_batch_size or cluster.min_nodes."
         )
-    if not fitting:
-        raise ObservationError(problem)
     return tuple(sorted(fitting))
 
 
-def _largest_batch(spec: wire.JobSpec, memory_bound: int | None) -> int:
-    smallest, given = spec.batch.min_local_batch_size, spec.batch.max_local_batch_size
+def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | None) -> Iterator[wire.Configuration]:
+    """The configurations on one instance type: powers of two in nodes and in batch, both ends included."""
+    largest = _largest_batch(batch, memory_bound)
+    batches = powers_of_two(batch.min_local_batch_size, largest)
+    # Only the largest batch is accumulated: the same global batch from smaller ones takes longer.
+    steps = powers_of_two(2, batch.max_grad_accum_steps) if batches else ()
+    shapes = [*((each, 1) for each in batches), *((batches[-1], number) for number in steps)]
+    for nodes in powers_of_two(cluster.min_nodes, cluster.max_nodes):
+        world = nodes * cluster.ranks_per_node
+        if batch.global_batch_size is not None:
+            shapes = _at_global_batch(batch, largest, *divmod(batch.global_batch_size, world))
+        for local, number in shapes:
+            yield wire.Configuration(
+                num_nodes=nodes,
+                ranks_per_node=cluster.ranks_per_node,
+                local_batch_size=local,
+                grad_accum_steps=number,
+                instance_type=cluster.instance_type,
+            )
+
+
+def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""
+    values = []
+    value = smallest
+    while value < largest:
+        values.append(value)
+        value *= 2
+    return (*values, largest) if largest >= smallest else ()
+
+
+def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: int) -> list[tuple[int, int]]:
+    """Up to three local batches with their accumulation that make exactly `per_rank` examples, the largest first."""
+    if rest or not per_rank:
+        return []
+    small = [number for number in range(1, math.isqrt(per_rank) + 1) if per_rank % number == 0]
+    locals_ = sorted({*small, *(per_rank // number for number in small)}, reverse=True)
+    fitting = [local for local in locals_ if local <= largest]
+    kept = [local for local in fitting if local == fitting[0] or local >= batch.min_local_batch_size]
+    return [(local, per_rank // local) for local in kept[:3]]
+
+
+def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
+    smallest, given = batch.min_local_batch_size, batch.max_local_batch_size
     if memory_bound is not None and (given is None or memory_bound < given):
         doublings = max(0, min(_MOST_DOUBLINGS, (memory_bound // smallest).bit_length() - 1))
         return smallest << doublings if memory_bound >= smallest else memory_bound

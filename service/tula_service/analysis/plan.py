@@ -14,8 +14,7 @@ from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import posteriors_of
 from tula_service.domain import RunRecord
-from tula_service.perfmodel.candidates import column_of, columns_of
-from tula_service.perfmodel.planner import Plan, PlanBudget, plan
+from tula_service.perfmodel.planner import Plan, PlanBudget, column_of, columns_of, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
 from tula_wire.bounds import FURTHER_WARMUP_STEPS

@@ -2,9 +2,8 @@
 
 Arrays and dataclasses in, arrays and dataclasses out; everything is deterministic. Bad input raises
 `points.ObservationError` (a `ValueError`) with one sentence. Import from the modules; `docs/model.md` maps each
-equation to its function. The calls for one job, in order:
+equation to its function. The calls for one job and its candidates, in order:
 
-    candidates = candidates.enumerate_candidates(SearchSpace(min_num_nodes=1, max_num_nodes=16, ...))
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))
     answer     = choice.recommend(candidates, model, goal, memory={...})      # predict, price, find the knee, choose

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -33,6 +34,7 @@ _TOLERANCE = 1e-5  # of the squared misfit and of theta: a shift of predictions 
 _OUTLIER_SDS = 3.0
 _POINTS_FOR_A_CASE = 10  # of fewer, replays get worse: an outlier cannot be distinguished from a job that strays
 _PRIOR_DOF = 6.0
+_IN_SECONDS = to_seconds(COLLECTIVES)
 _COMPUTE_NOISE = 0.07  # of log compute time: how far the timed phases of a step are from its compute
 
 
@@ -78,7 +80,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Members weighted by how well they explain the measurements; everything that prediction needs."""
+    """Members weighted by how well they explain the measurements; everything that prediction needs.
+
+    `prior` is the fit's, with c moved to the data where it was unknown.
+    """
 
     prior: StepTimePrior
     reference_batch_size: float
@@ -120,44 +125,34 @@ class Posterior:
 
     def as_prior(self) -> StepTimePrior:
         """Mean and standard deviation of theta over all members, as a prior for other types of the same job."""
-        mean, variance = self._in_seconds(np.array([member.variance_factor for member in self.members]))
-        return self._prior_of(mean, np.sqrt(variance))
+        return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def lesson(self) -> StepTimePrior:
-        """What the measurements alone teach later jobs, as if the fit had started from the generic prior.
+        """What the measurements alone teach later jobs: what they would have left of the generic prior.
 
-        The prior is divided out: a job that has not left one GPU would otherwise repeat what others found of a network,
-        and each repetition would count as another job that measured it. How well the job fits the form widens or
-        narrows what was measured, and nothing else.
+        The prior of the fit is divided out: a job that has not left one GPU would otherwise repeat what others found of
+        a network, and each repetition would count as another job that measured it. How well the job fits the form
+        widens or narrows what was measured, and nothing else.
         """
-        mean, variance = self._in_seconds(np.ones(len(self.members)))
+        found, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
-        generic, collectives = generic_prior(), list(COLLECTIVES)
-        started, inherited = generic.mean.copy(), self.prior.mean.copy()
-        started[collectives] += mean[0]
-        for entry in collectives:
-            in_seconds = self.prior.absolute or entry in self.prior.in_seconds
-            inherited[entry] += inherited[0] if in_seconds else mean[0]
-        now, before = 1.0 / variance, 1.0 / self.prior.sd**2
-        added = np.maximum(now - before, 0.0) / factor
-        weighted = np.where(added > 0.0, now * (to_seconds(COLLECTIVES) @ mean) - before * inherited, 0.0) / factor
-        precision = added + 1.0 / generic.sd**2
-        taught = (weighted + started / generic.sd**2) / precision
-        taught[collectives] -= taught[0]
-        return self._prior_of(taught, 1.0 / np.sqrt(precision))
+        now, before, usual = (prior.sd**-2.0 for prior in (found, self.prior, generic))
+        measured = now > before
+        started = in_seconds @ [found.mean[0], *generic.mean[1:]]
+        weighted = measured * (now * (in_seconds @ found.mean) - before * (in_seconds @ self.prior.mean)) / factor
+        precision = measured * (now - before) / factor + usual
+        taught = (weighted + usual * started) / precision
+        return replace(found, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
 
-    def _in_seconds(self, factors: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Mean of theta, and its variance, that of collectives in seconds, with these factors on the members'."""
-        known = to_seconds(COLLECTIVES)  # c and what is relative to it are known less well apart
+    def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
+        """A prior with the mean and deviation of theta over all members, whose covariances are these; collectives,
+        which are known better than what is relative to c, in seconds."""
         thetas = np.array([member.theta for member in self.members])
-        variances = np.array([np.diag(known @ member.covariance @ known.T) for member in self.members])
         mean = self.member_weights @ thetas
-        return mean, self.member_weights @ (variances * factors[:, None] + ((thetas - mean) @ known.T) ** 2)
-
-    def _prior_of(self, mean: FloatArray, sd: FloatArray) -> StepTimePrior:
+        variances = np.array([np.diag(_IN_SECONDS @ each @ _IN_SECONDS.T) for each in covariances])
         return StepTimePrior(
             mean,
-            sd,
+            np.sqrt(self.member_weights @ (variances + ((thetas - mean) @ _IN_SECONDS.T) ** 2)),
             self.prior.scales,
             "transfer",
             absolute=True,
@@ -196,11 +191,12 @@ def fit_posterior(
         shift = float(np.mean(targets.log_step - start))
         centre[0] += shift
         centre[list(prior.in_seconds)] -= shift
+    prior = replace(prior, mean=centre)
     members: list[Member] = []
     beliefs = hypotheses(prior.scales)
     for scales, _ in beliefs:
         start = members[0].theta if members else centre
-        members.append(_fit_member(start, replace(prior, mean=centre), scales, targets, reference_batch_size))
+        members.append(_fit_member(start, prior, scales, targets, reference_batch_size))
     log_weights = np.array([m.log_evidence + math.log(share) for m, (_, share) in zip(members, beliefs, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     return Posterior(

@@ -6,12 +6,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
 from tula_service.domain import MEASURES, Measure
-from tula_service.perfmodel.candidates import Column, column_of, columns_of
 from tula_service.perfmodel.choice import Choice, Estimate, Goal, barred_by, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
@@ -31,6 +31,26 @@ _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2
 _MOST_JUDGED = 128  # candidates whose variance a design looks at: so a plan of thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
+
+
+class Column(NamedTuple):
+    """What configurations that differ in the local batch alone have in common: one launch can measure them."""
+
+    instance_type: str
+    num_nodes: int
+    world_size: int
+    grad_accum_steps: int
+
+
+def column_of(configuration: Configuration) -> Column:
+    """The column that a configuration belongs to."""
+    c = configuration
+    return Column(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
+
+
+def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
+    """The columns of all these configurations."""
+    return frozenset(column_of(c) for c in configurations)
 
 
 @dataclass(frozen=True)
