@@ -36,7 +36,7 @@ from rich.console import Console
 from benchmarks.support import clean_environment
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
-from benchmarks.support.server import Server, make_token, migrate
+from benchmarks.support.server import PYTHON, Server, make_token, migrate
 from tula_client import Client
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
@@ -372,7 +372,7 @@ class Bench:
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
         """The user's launch command, with Tula's placeholders."""
         return [
-            sys.executable, "-m", "benchmarks._cluster_job", "--nodes", "{num_nodes}",
+            PYTHON, "-m", "benchmarks._cluster_job", "--nodes", "{num_nodes}",
             "--batch-size", "{local_batch_size}", "--steps", str(steps), "--dataset-size", str(DATASET),
             *(f"--{name}={value}" for name, value in self.cluster.for_ranks.items()),
             *(["--show-steps"] if show else []),

@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.cluster import processor_clock, served, stolen_share
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.server import PYTHON
 from tula_client import Client
 from tula_service.analysis.priors import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
@@ -172,7 +173,7 @@ class Bench:
     def run(self, module: str, words: list[str], environment: dict[str, str]) -> str:
         """What a program over ranks in namespaces prints; raises CalledProcessError where it fails."""
         places = [f"--{name}={value}" for name, value in self.cluster.for_ranks.items()]
-        command = [sys.executable, "-m", module, *words, *places]
+        command = [PYTHON, "-m", module, *words, *places]
         done = subprocess.run(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=True
         )

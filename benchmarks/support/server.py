@@ -22,7 +22,7 @@ from tula_service.store.migrations import upgrade_schema
 from tula_service.usecases.access import ANONYMOUS, issue_token
 
 PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
-"""The interpreter that serves; in smoke runs of the tests one that forks a process with all imports."""
+"""The interpreter that serves and trains; in smoke runs of the tests one that forks a process with all imports."""
 
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
 

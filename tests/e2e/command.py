@@ -65,7 +65,7 @@ class Tula:
     def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
         path = os.pathsep.join([*([str(launchers())] if forked else []), str(FOLDER), os.environ["PATH"]])
         if forked:
-            environment["PYTHON_EXEC"] = str(launchers() / "python")
+            environment.setdefault("PYTHON_EXEC", str(launchers() / "python"))
         self.environment = clean_environment(TULA_URL=server.url, PATH=path) | environment
         self.folder = folder
 

@@ -14,6 +14,7 @@ from statistics import median
 import pytest
 
 from benchmarks.support.cluster import Cluster
+from tests.support.forked_commands import launchers
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.cluster("namespaces")
@@ -78,7 +79,8 @@ def round_trip_s(cluster: Cluster) -> float:
 
 def step_time_s(cluster: Cluster) -> float:
     """The median step of a real DDP job over two nodes."""
-    job = [sys.executable, "-m", "benchmarks._cluster_job", "--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
+    job = [launchers() / "python", "-m", "benchmarks._cluster_job"]
+    job += ["--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
     place = [f"--{name}={value}" for name, value in cluster.for_ranks.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*job, *place], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import obey_ctrl_c
+from tests.support.forked_commands import launchers
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,8 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
 def test_the_whole_demonstration_trains_what_it_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     # Of `make demo`, one rank at each of its batches and fewer epochs; test_loop trains the same script with two ranks.
     command = [sys.executable, "-m", "examples.demo", "--max-nodes", "1", "--epochs", "5", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=590, check=False)
+    forked = os.environ | {"PYTHON_EXEC": str(launchers() / "python")}  # ranks, which torchrun starts from it
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=forked, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     predicted_and_measured = re.findall(r"^\d nodes?, global batch .* (?:yes|no) *$", done.stdout, re.MULTILINE)
     assert len(predicted_and_measured) == 2

@@ -24,7 +24,7 @@ def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server:
     first.send_signal(signal.SIGKILL)
     first.communicate()
     wait_until(lambda: not tula.processes(), within_s=30)
-    tuned, _ = tula(*command)
+    tuned, _ = Tula(server, tmp_path, forked=True)(*command)
     assert [run.state for run in tula.runs("killed")] == ["succeeded"]
     assert tuned["recommendation"]["basis"] == "profiled"
 
@@ -65,7 +65,7 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
 
 @pytest.mark.cluster("memory")
 def test_a_rank_that_the_kernel_kills_for_its_memory_also_falls_back(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
+    tula = Tula(server, tmp_path, forked=True)
     script = [*TORCHRUN, *BATCH, "--accumulate={grad_accum_steps}"]
     tula.register("killed-for-memory")
     with limited(400 * 2**20) as group:

@@ -26,6 +26,7 @@ from tula_wire import Run as WireRun
 
 BIN = Path(sys.executable).parent
 UNEDITED = Path(__file__).parent / "scripts" / "unedited"
+SHORT = ("--batch-size=8", "--epochs=4")
 SCRIPT = """
 import torch, torch.distributed as dist, tula_agent
 dist.init_process_group("gloo")
@@ -143,7 +144,7 @@ def check_one_run_of_two_ranks(client: Client, job: str) -> None:
     "command",
     [
         ("torchrun", "--standalone", "--nproc-per-node=2", str(UNEDITED / "plain_ddp.py")),
-        ("python", str(UNEDITED / "mp_spawn.py"), "--epochs=4"),
+        ("python", str(UNEDITED / "mp_spawn.py")),
     ],
     ids=["torchrun", "mp.spawn"],
 )
@@ -152,7 +153,7 @@ def test_a_script_without_an_edit_joins_the_job_in_its_environment(
 ) -> None:
     job = f"no line under {command[0]}"
     client.register(spec(job, cluster={"max_nodes": 1, "ranks_per_node": 2}))
-    without_an_edit(server, job, tmp_path, str(BIN / command[0]), *command[1:], "--batch-size=8")
+    without_an_edit(server, job, tmp_path, str(BIN / command[0]), *command[1:], *SHORT)
     check_one_run_of_two_ranks(client, job)
 
 
@@ -162,7 +163,7 @@ def test_ranks_that_srun_starts_join_the_job_in_their_environment(
 ) -> None:
     client.register(spec("no line under srun", cluster={"max_nodes": 1, "ranks_per_node": 2}))
     rank = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS"
-    script = f"{rank} {BIN / 'python'} {UNEDITED / 'plain_ddp.py'} --batch-size=8"
+    script = f"{rank} {BIN / 'python'} {UNEDITED / 'plain_ddp.py'} {' '.join(SHORT)}"
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with slurm() as cluster:
         srun = ["srun", "--ntasks=2", "--overcommit", "bash", "-c", script]

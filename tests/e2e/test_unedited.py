@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ from tests.e2e.command import BATCH, Tula
 
 PLAIN = str(Path(__file__).parent / "scripts" / "unedited" / "plain_ddp.py")
 START = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", PLAIN]
+
+
+def forked_torchrun(server: Server, folder: Path) -> Tula:
+    """The command, whose torchrun is forked; it starts the interpreters of ranks, into which the start-up hook gets."""
+    return Tula(server, folder, forked=True, PYTHON_EXEC=sys.executable)
 
 
 def test_a_plain_ddp_script_is_measured_and_ends_when_there_is_enough(server: Server, tmp_path: Path) -> None:
@@ -25,7 +31,7 @@ def test_a_plain_ddp_script_is_measured_and_ends_when_there_is_enough(server: Se
 
 
 def test_one_launch_of_a_plain_script_measures_every_batch(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
+    tula = forked_torchrun(server, tmp_path)
     tula("tune", tula.spec("unedited-column", least_batch=2), *START, *BATCH)
     runs = tula.runs("unedited-column")
     assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
@@ -35,9 +41,10 @@ def test_one_launch_of_a_plain_script_measures_every_batch(server: Server, tmp_p
 
 @pytest.mark.parametrize("script", ["accelerate_loop.py", "lightning_trainer.py"])
 def test_tune_measures_a_script_of_a_framework(server: Server, tmp_path: Path, script: str) -> None:
-    tula, name = Tula(server, tmp_path), script.removesuffix(".py")
+    """One rank; `tests/agent/test_unedited_scripts.py` runs them with two."""
+    tula, name = forked_torchrun(server, tmp_path), script.removesuffix(".py")
     path = str(Path(PLAIN).with_name(script))
-    tuned, _ = tula("tune", tula.spec(name), *START[:-1], path, *BATCH)
+    tuned, _ = tula("tune", tula.spec(name, nodes=1), *START[:-1], path, *BATCH)
     (run,) = tula.runs(name)
     assert (run.state, tuned["recommendation"]["basis"]) == ("succeeded", "profiled"), tula.logs()
     assert run.configuration_mismatch is None

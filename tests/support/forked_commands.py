@@ -91,7 +91,7 @@ def _serve(listening: socket.socket, forks: ForkServer) -> None:
 
 def _stand_for(link: socket.socket, forks: ForkServer, one_at_a_time: threading.Lock) -> None:
     """Fork what one program asks for, and tell it the process id and the exit status."""
-    with link, link.makefile("rw") as lines, suppress(OSError):
+    with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
         out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
         with one_at_a_time:
