@@ -36,8 +36,8 @@ from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
+from tula_service.domain import NewChunk, NewJob, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
-from tula_service.store.records import NewChunk, NewJob, NewRun
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
 

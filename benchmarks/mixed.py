@@ -32,8 +32,8 @@ import numpy as np
 from benchmarks.support.postgres import databases
 from benchmarks.support.report import median, parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, migrate
+from tula_service.domain import NewJob, NewRun
 from tula_service.store import Store
-from tula_service.store.records import NewJob, NewRun
 from tula_service.usecases.access import ANONYMOUS, issue_token
 from tula_wire import Configuration, JobSpec, routes
 

@@ -21,8 +21,8 @@ import sqlalchemy as sa
 
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
+from tula_service.domain import NewJob, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store, tables
-from tula_service.store.records import NewJob, NewRun
 from tula_wire import Configuration, JobSpec, SampleBatch, routes
 
 FEW = 100

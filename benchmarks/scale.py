@@ -33,9 +33,9 @@ from benchmarks.recommend import measure as ask_questions
 from benchmarks.support.postgres import databases
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
+from tula_service.domain import NewRun
 from tula_service.store import Store, partitions, tables
 from tula_service.store.archive import Archive
-from tula_service.store.records import NewRun
 from tula_service.store.telemetry import chunk_row
 from tula_service.usecases.access import ANONYMOUS
 from tula_service.usecases.jobs import delete_job

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.support.server import make_token
+from tula_service.domain import NewJob, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
-from tula_service.store.records import NewJob, NewRun
 from tula_wire import Configuration
 
 # One statement, so one snapshot: between two, a server may commit.

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.dashboard.session import CurrentUser
-from tula_service.store.records import NewChunk
+from tula_service.domain import NewChunk
 from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_series
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 

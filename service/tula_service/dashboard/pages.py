@@ -19,8 +19,8 @@ from tula_service.analysis.what_if import WhatIf
 from tula_service.dashboard import charts
 from tula_service.dashboard.format import render
 from tula_service.dashboard.session import CurrentUser, User
+from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
-from tula_service.store.records import JobOrder
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
 from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, columns_of_runs, read_of_runs

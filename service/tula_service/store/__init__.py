@@ -9,8 +9,8 @@
         summaries = tx.samples.summaries(job.id, summarise)   # what a fit reads, one record per run
 
 A transaction has one repository for each noun (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories take and
-return models of the wire, such as tokens and events, or the frozen records of `store/records.py` and of the domain, and
-raise `errors.NotFound` and `errors.Conflict`. Creating a run, changing its state and storing a sample increment the
+return models of the wire, such as tokens and events, or the frozen records of `domain.py`, and raise
+`errors.NotFound` and `errors.Conflict`. Creating a run, changing its state and storing a sample increment the
 job's `data_version`, which keys every cached answer.
 """
 

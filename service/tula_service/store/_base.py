@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
@@ -50,14 +51,15 @@ class Repository:
         return int(self._connection.execute(statement).rowcount)
 
     def _insert(self, table: sa.Table) -> Any:
-        """An INSERT with ON CONFLICT, in the dialect of this database."""
-        if self._postgres:
-            from sqlalchemy.dialects.postgresql import insert as postgres_insert
+        """An INSERT that can take ON CONFLICT, in the dialect of this database."""
+        return postgresql.insert(table) if self._postgres else sqlite.insert(table)
 
-            return postgres_insert(table)
-        from sqlalchemy.dialects.sqlite import insert as sqlite_insert
-
-        return sqlite_insert(table)
+    def _put(
+        self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
+    ) -> None:
+        """Insert a row, with the values of a `new` one; a row with this key takes `values`, if `where` holds of it."""
+        insert = self._insert(table).values(**key, **values, **new)
+        self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
 
 def new_id(prefix: str) -> str:

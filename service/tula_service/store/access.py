@@ -7,9 +7,9 @@ from typing import Final
 
 import sqlalchemy as sa
 
+from tula_service.domain import JsonObject
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, new_id
-from tula_service.store.records import JsonObject
 from tula_service.store.tables import audit_log, projects, sessions, tokens
 from tula_wire import Project, Scope, Token
 

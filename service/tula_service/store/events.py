@@ -7,8 +7,8 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from tula_service.domain import JsonObject
 from tula_service.store._base import Repository
-from tula_service.store.records import JsonObject
 from tula_service.store.tables import events
 from tula_wire import Event
 

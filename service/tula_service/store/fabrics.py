@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
+from tula_service.domain import FabricRecord, JsonObject
 from tula_service.store._base import Repository
-from tula_service.store.records import FabricRecord, JsonObject
 from tula_service.store.tables import fabrics, jobs
 
 _KEPT_OF_A_TYPE = 50

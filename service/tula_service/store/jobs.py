@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tula_service.domain import JobOrder, JobPage, JobRecord, NewJob
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, new_id, same_fields
-from tula_service.store.records import JobOrder, JobPage, JobRecord, NewJob
 from tula_service.store.tables import jobs, runs
 from tula_wire import Configuration
 from tula_wire.enums import FINAL_STATES
@@ -39,59 +39,31 @@ class Jobs(Repository):
     """The jobs table. A job that is being deleted no longer exists for any reader here."""
 
     def create(self, job: NewJob) -> tuple[JobRecord, bool]:
-        """Register a job and say whether it is new; False when the same idempotency key was used before.
+        """Register a job and say whether it is new; else it is the one with its idempotency key, or its fingerprint.
 
         Raises Conflict when the key came with a different request.
         """
-        now = self._now()
-        values = asdict(job) | {
-            "id": new_id("job"),
-            "state": "planning",
-            "data_version": 0,
-            "plan_reason": "",
-            "created_at": now,
-            "updated_at": now,
-        }
-        statement = (
-            self._insert(jobs).values(values).on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
-        )
-        if self._row(statement.returning(jobs.c.id)) is not None:
-            return self.get(values["id"]), True
-        known = self._of_key(job.project_id, job.idempotency_key, job.fingerprint)
-        if known is None:  # deleted since
-            raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
-        return known, False
-
-    def registered(self, project_id: str, *, idempotency_key: str | None, fingerprint: str) -> JobRecord | None:
-        """The job registered under this key, or with this fingerprint; None when the registration is a new one.
-
-        Raises Conflict when the key came with a different request.
-        """
-        known = self._of_key(project_id, idempotency_key, fingerprint)
-        if known is not None:
-            return known
+        # Literals: without a key or a fingerprint none is the same, while `== None` finds all that have none.
+        same_key = jobs.c.idempotency_key == sa.literal(job.idempotency_key, sa.Text)
+        same_request = jobs.c.fingerprint == sa.literal(job.fingerprint, sa.Text)
         same = (
-            sa.select(jobs.c.id)
-            .where(jobs.c.project_id == project_id, jobs.c.fingerprint == fingerprint, jobs.c.state != _DELETING)
-            .order_by(jobs.c.key.desc())
+            sa.select(jobs.c.id, jobs.c.fingerprint)
+            .where(jobs.c.project_id == job.project_id, same_key | same_request, jobs.c.state != _DELETING)
+            .order_by(sa.case((same_key, 0), else_=1), jobs.c.key.desc())
             .limit(1)
         )
-        found = self._scalar(same)
-        return None if found is None else self.get(found)
-
-    def _of_key(self, project_id: str, idempotency_key: str | None, fingerprint: str | None) -> JobRecord | None:
-        if idempotency_key is None:
-            return None
-        known = self._row(
-            sa.select(jobs.c.id, jobs.c.fingerprint, jobs.c.state).where(
-                jobs.c.project_id == project_id, jobs.c.idempotency_key == idempotency_key
-            )
-        )
+        known = self._row(same)
         if known is None:
-            return None
-        if known["fingerprint"] != fingerprint or known["state"] == _DELETING:
+            now = self._now()
+            values = asdict(job) | {"id": new_id("job"), "state": "planning", "data_version": 0, "plan_reason": ""}
+            insert = self._insert(jobs).values(values | {"created_at": now, "updated_at": now})
+            insert = insert.on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
+            if self._row(insert.returning(jobs.c.id)) is not None:
+                return self.get(values["id"]), True
+            known = self._row(same)  # which another transaction has just stored
+        if known is None or known["fingerprint"] != job.fingerprint:
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
-        return self.get(known["id"])
+        return self.get(known["id"]), False
 
     def get(self, job_id: str, *, project_id: str | None = None) -> JobRecord:
         """The job, if it exists (and belongs to `project_id`, when given). Raises NotFound."""

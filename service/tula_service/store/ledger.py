@@ -11,15 +11,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.store._base import Repository, RowMap, new_id, same_fields
-from tula_service.store.records import (
+from tula_service.domain import (
     EarlierLessons,
     JobOutcome,
     JsonObject,
-    LedgerOutcome,
     LedgerRecord,
     PredictionPairs,
 )
+from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.tables import job_lessons, jobs, ledger, ledger_outcomes
 from tula_wire import Configuration
 from tula_wire.enums import Objective
@@ -42,16 +41,13 @@ class Ledger(Repository):
         self._connection.execute(sa.insert(ledger).values(values))
         return entry
 
-    def record_outcome(self, recommendation_id: str, outcome: LedgerOutcome) -> None:
+    def record_outcome(
+        self, recommendation_id: str, run_id: str, measured_step_time_s: float, *, error: float, within_interval: bool
+    ) -> None:
         """Store what a run measured after this recommendation; a later measurement of the same run replaces it."""
-        values = {
-            "measured_step_time_s": outcome.measured_step_time_s,
-            "error": outcome.error,
-            "within_interval": outcome.within_interval,
-            "at": outcome.at or self._now(),
-        }
-        insert = self._insert(ledger_outcomes).values(ledger_id=recommendation_id, run_id=outcome.run_id, **values)
-        self._connection.execute(insert.on_conflict_do_update(index_elements=["ledger_id", "run_id"], set_=values))
+        values = {"measured_step_time_s": measured_step_time_s, "error": error, "within_interval": within_interval}
+        key = {"ledger_id": recommendation_id, "run_id": run_id}
+        self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
         """Entries of a job, newest first; one row for each outcome of an entry; `followed`: only those with one."""
@@ -63,13 +59,11 @@ class Ledger(Repository):
         wanted = [ledger.c.job_id == job_id]
         if objective is not None:
             wanted.append(ledger.c.objective == objective)
-        found = self._records(*wanted, limit=1)
-        return found[0] if found else None
+        return next(iter(self._records(*wanted, limit=1)), None)
 
     def get(self, recommendation_id: str) -> LedgerRecord | None:
         """One entry by its id."""
-        found = self._records(ledger.c.id == recommendation_id, limit=1)
-        return found[0] if found else None
+        return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
         """Relative errors of the predictions whose outcome is known, over all jobs, newest first."""
@@ -88,10 +82,7 @@ class Ledger(Repository):
         )
         if project_id is not None:
             query = query.where(jobs.c.project_id == project_id)
-        return [
-            JobOutcome(_record(row, _outcome(row)), row["job_name"], row["model_name"], row["spec"])
-            for row in self._rows(query)
-        ]
+        return [JobOutcome(_record(row), row["job_name"], row["model_name"], row["spec"]) for row in self._rows(query)]
 
     def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
         statement = (
@@ -101,24 +92,10 @@ class Ledger(Repository):
             .order_by(ledger.c.key.desc(), ledger_outcomes.c.at.desc())
             .limit(limit)
         )
-        return [_record(row, _outcome(row)) for row in self._rows(statement)]
+        return [_record(row) for row in self._rows(statement)]
 
 
-_OUTCOME = [
-    ledger_outcomes.c.run_id.label("outcome_run_id"),
-    ledger_outcomes.c.measured_step_time_s,
-    ledger_outcomes.c.error,
-    ledger_outcomes.c.within_interval,
-    ledger_outcomes.c.at.label("outcome_at"),
-]
-
-
-def _outcome(row: RowMap) -> LedgerOutcome | None:
-    if row["outcome_run_id"] is None:
-        return None
-    return LedgerOutcome(
-        row["outcome_run_id"], row["measured_step_time_s"], row["error"], row["within_interval"], row["outcome_at"]
-    )
+_OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s", "error", "within_interval")]
 
 
 def _interval(row: RowMap, names: Sequence[str]) -> tuple[float, float, float] | None:
@@ -126,12 +103,11 @@ def _interval(row: RowMap, names: Sequence[str]) -> tuple[float, float, float] |
     return None if value is None else (value, low, high)
 
 
-def _record(row: RowMap, outcome: LedgerOutcome | None) -> LedgerRecord:
+def _record(row: RowMap) -> LedgerRecord:
     values = same_fields(LedgerRecord, row) | {
         "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
         "predicted_step_time_s": _interval(row, _STEP_TIME),
         "predicted_cost_usd": _interval(row, _COST),
-        "outcome": outcome,
     }
     return LedgerRecord(**values)
 
@@ -146,18 +122,12 @@ class Lessons(Repository):
 
     def put_posteriors(self, job_id: str, posteriors: JsonObject) -> None:
         """Replace what the job learned, by instance type."""
-        insert = self._insert(job_lessons).values(job_id=job_id, posteriors=posteriors, prediction_pairs=[])
-        self._connection.execute(
-            insert.on_conflict_do_update(index_elements=["job_id"], set_={"posteriors": posteriors})
-        )
+        self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
         """Prepend a pair and keep the newest `keep`; the caller holds the job's lock."""
         pairs = [pair, *self.prediction_pairs(job_id)][:keep]
-        insert = self._insert(job_lessons).values(job_id=job_id, posteriors={}, prediction_pairs=pairs)
-        self._connection.execute(
-            insert.on_conflict_do_update(index_elements=["job_id"], set_={"prediction_pairs": pairs})
-        )
+        self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[EarlierLessons]:
         """Lessons of those of the newest `limit` jobs before this cursor that have any, newest first.

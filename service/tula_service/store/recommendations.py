@@ -31,15 +31,6 @@ class AnswerCache(Repository):
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
         """Cache an answer, unless one that rests on newer data is cached already."""
-        values = {
-            "data_version": data_version,
-            "model_version": model_version,
-            "body": body,
-            "created_at": self._now(),
-        }
-        insert = self._insert(answers).values(job_id=job_id, name=name, **values)
-        self._connection.execute(
-            insert.on_conflict_do_update(
-                index_elements=["job_id", "name"], set_=values, where=answers.c.data_version <= data_version
-            )
-        )
+        values = {"data_version": data_version, "model_version": model_version, "body": body, "created_at": self._now()}
+        older = answers.c.data_version <= data_version
+        self._put(answers, {"job_id": job_id, "name": name}, values, where=older)

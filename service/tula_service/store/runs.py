@@ -9,10 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tula_service.domain import RunRecord
+from tula_service.domain import NewRun, RunRecord
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
-from tula_service.store.records import NewRun
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 
@@ -126,8 +125,7 @@ class Runs(Repository):
 
     def put_output(self, run_key: int, text: str) -> None:
         """Replace what is stored of a run's output."""
-        new = self._insert(run_outputs).values(run_key=run_key, text=text)
-        self._connection.execute(new.on_conflict_do_update(index_elements=["run_key"], set_={"text": text}))
+        self._put(run_outputs, {"run_key": run_key}, {"text": text})
 
     def output(self, run_key: int) -> str | None:
         """What is stored of a run's output."""
@@ -152,10 +150,7 @@ class Runs(Repository):
 
 def _run_record(row: RowMap) -> RunRecord:
     """The record of a row that `_SELECT_RUNS` found."""
-    values = same_fields(RunRecord, row) | {
-        "configuration": configuration_from(row),
-    }
-    return RunRecord(**values)
+    return RunRecord(**same_fields(RunRecord, row), configuration=configuration_from(row))
 
 
 class Leases(Repository):
@@ -198,14 +193,6 @@ class Leases(Repository):
         self._connection.execute(sa.update(runs).where(runs.c.key.in_(keys)).values(held))
         return [_run_record(row) for row in self._rows(_SELECT_RUNS.where(runs.c.key.in_(keys)))]
 
-    def renew_column(self, run: RunRecord, *, lease_s: float | None = None) -> None:
-        """Extend the leases of the runs that the holder of `run` has claimed with it."""
-        length = lease_s if lease_s is not None else run.lease_s
-        if run.holder is None or length is None:
-            return
-        held = sa.update(runs).where(*_same_column(run), runs.c.holder == run.holder, runs.c.state.in_(_HELD))
-        self._connection.execute(held.values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length)))
-
     def _release_expired(self, job_id: str) -> None:
         expired = sa.update(runs).where(
             runs.c.job_id == job_id,
@@ -215,20 +202,21 @@ class Leases(Repository):
         )
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
-    def renew(self, run_id: str, *, lease_s: float | None = None) -> bool:
-        """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held."""
-        row = self._row(sa.select(runs.c.lease_s, runs.c.state).where(runs.c.id == run_id))
-        if row is None or row["state"] not in _HELD:
+    def renew(self, run_id: str, *, lease_s: float | None = None, column: bool = False) -> bool:
+        """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held.
+
+        With `column` also those of the runs that its holder has claimed with it.
+        """
+        row = self._row(_SELECT_RUNS.where(runs.c.id == run_id, runs.c.state.in_(_HELD)))
+        if row is None:
             return False
         length = lease_s if lease_s is not None else row["lease_s"]
-        if length is None:
-            return True
-        statement = (
-            sa.update(runs)
-            .where(runs.c.id == run_id, runs.c.state.in_(_HELD))
-            .values(lease_s=length, lease_expires_at=self._now() + timedelta(seconds=length))
-        )
-        return self._connection.execute(statement).rowcount == 1
+        if length is not None:
+            of_column = [*_same_column(_run_record(row)), runs.c.holder == row["holder"]]
+            held = sa.update(runs).where(*(of_column if column else [runs.c.id == run_id]), runs.c.state.in_(_HELD))
+            values = {"lease_s": length, "lease_expires_at": self._now() + timedelta(seconds=length)}
+            return self._connection.execute(held.values(values)).rowcount > 0
+        return True
 
 
 def _same_column(run: RunRecord) -> list[sa.ColumnElement[bool]]:

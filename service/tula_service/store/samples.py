@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import sqlalchemy as sa
 
-from tula_service.domain import BucketTimeline, MemoryReading, RunSummary
+from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryReading, RunSummary, SampleColumns
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
-from tula_service.store.records import FloatArray, IntArray, SampleColumns
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 from tula_wire import SampleBatch
 
@@ -323,8 +322,7 @@ class Samples(Repository):
         facts = {name: None if seen is None else seen[name] for name in _SEEN}
         values = {"of_num_samples": of_num_samples, "num_samples": measured, **figures, **facts}
         if self._writable:
-            insert = self._insert(run_summaries).values(run_key=run_key, **values)
-            self._connection.execute(insert.on_conflict_do_update(index_elements=["run_key"], set_=values))
+            self._put(run_summaries, {"run_key": run_key}, values)
         return values
 
     def _figures(self, run_key: int, summarise: Summarise) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from tula_service.domain import JsonObject
 from tula_service.store._base import Repository
-from tula_service.store.records import JsonObject
 from tula_service.store.tables import scaling_versions
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import sqlalchemy as sa
 import zstandard
 
+from tula_service.domain import FloatArray, IntArray, NewChunk
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository
-from tula_service.store.records import FloatArray, IntArray, NewChunk
 from tula_service.store.tables import runs, telemetry_chunks
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"

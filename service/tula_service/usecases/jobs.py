@@ -14,13 +14,12 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
-from tula_service.domain import RunRecord
+from tula_service.domain import JobOrder, JobRecord, NewJob, RunRecord
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store, Transaction, partitions
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite
-from tula_service.store.records import JobOrder, JobRecord, NewJob
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.recommendations import replan, spec_of
@@ -51,24 +50,22 @@ def register(
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
     fingerprint = fingerprint_of(body)
-    project_id = principal.home_project_id
     with store.transaction() as tx:
-        job = tx.jobs.registered(project_id, idempotency_key=idempotency_key, fingerprint=fingerprint)
-        if job is None:
-            job, _ = tx.jobs.create(
-                NewJob(
-                    project_id=project_id,
-                    name=spec.name,
-                    model_name=spec.model.name,
-                    objective=spec.objective,
-                    spec=body,
-                    idempotency_key=idempotency_key or f"spec:{fingerprint}",
-                    fingerprint=fingerprint,
-                )
+        job, is_new = tx.jobs.create(
+            NewJob(
+                project_id=principal.home_project_id,
+                name=spec.name,
+                model_name=spec.model.name,
+                objective=spec.objective,
+                spec=body,
+                idempotency_key=idempotency_key or f"spec:{fingerprint}",
+                fingerprint=fingerprint,
             )
-            tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
-        elif job.state == "archived":
+        )
+        if job.state == "archived":
             job = tx.jobs.update(job.id, state="planning")
+            is_new = True
+        if is_new:
             tx.events.append(job.id, "job", data={"state": job.state, "name": job.name})
         tx.jobs.lock(job.id)
         runs.fail_vanished(tx, job.id)

@@ -9,10 +9,9 @@ import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.job_data import has_prices
-from tula_service.domain import RunRecord
+from tula_service.domain import JobOutcome, JobRecord, LedgerRecord, RunRecord
 from tula_service.perfmodel.intervals import Interval
 from tula_service.store import Store, Transaction
-from tula_service.store.records import JobOutcome, JobRecord, LedgerOutcome, LedgerRecord
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration
 from tula_wire.enums import Objective
@@ -84,7 +83,8 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
         tx.lessons.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
-    tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, measured, measured / value - 1.0, low <= measured <= high))
+    error, within = measured / value - 1.0, low <= measured <= high
+    tx.ledger.record_outcome(entry.id, run.id, measured, error=error, within_interval=within)
 
 
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
@@ -151,7 +151,6 @@ def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
 def _wire_entry(entry: LedgerRecord) -> wire.LedgerEntry:
     fields = {
         **vars(entry),
-        **({} if entry.outcome is None else vars(entry.outcome)),
         "recommendation_id": entry.id,
         "predicted_step_time_s": _estimate(entry.predicted_step_time_s),
         "predicted_cost_usd": _estimate(entry.predicted_cost_usd),

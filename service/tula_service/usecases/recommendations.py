@@ -23,12 +23,11 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
-from tula_service.domain import RunRecord
+from tula_service.domain import EarlierLessons, FloatArray, JobRecord, NewRun, RunRecord
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
-from tula_service.store.records import EarlierLessons, FloatArray, JobRecord, NewRun
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import RUN_TRANSITIONS, RunRecord
+from tula_service.domain import RUN_TRANSITIONS, JobRecord, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
-from tula_service.store.records import JobRecord, NewRun
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.recommendations import replan, spec_of
@@ -274,9 +273,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
         return _noted(tx, run, request)
     _check_holder(run, request)
     if wanted == run.state == "running":
-        tx.leases.renew(run_id, lease_s=request.lease_s)
-        if request.holder is not None:
-            tx.leases.renew_column(run, lease_s=request.lease_s)
+        tx.leases.renew(run_id, lease_s=request.lease_s, column=run.kind == "profile" and request.holder is not None)
         return _noted(tx, run, request)
     if wanted not in allowed:
         raise Conflict(_refusal(run, wanted, allowed), field="state")

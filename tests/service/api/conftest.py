@@ -11,9 +11,9 @@ import pytest
 from tests.support.configurations import make_configuration
 from tests.support.inprocess import InProcess
 from tula_service.app import TOKEN_CACHE_S, create_app
+from tula_service.domain import NewJob, NewRun
 from tula_service.settings import Settings
 from tula_service.store import Store
-from tula_service.store.records import NewJob, NewRun
 from tula_service.usecases.access import ANONYMOUS, issue_token
 from tula_wire import JobSpec
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.service.api.conftest import HOST, SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
+from tula_service.domain import NewJob
 from tula_service.store.database import COMPUTE_SLOTS
-from tula_service.store.records import NewJob
 from tula_service.usecases import recommendations
 from tula_wire import routes
 

@@ -33,9 +33,9 @@ from benchmarks.support.server import migrate
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
 from tests.service.store.examples import a_job, a_run
+from tula_service.domain import NewChunk
 from tula_service.errors import StoreUnavailable
 from tula_service.store import Store, telemetry_writer
-from tula_service.store.records import NewChunk
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.telemetry import TelemetryIngest

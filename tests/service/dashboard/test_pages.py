@@ -19,8 +19,8 @@ from tests.service.dashboard import models
 from tula_service.app import create_app
 from tula_service.dashboard import pages
 from tula_service.dashboard.session import COOKIE
+from tula_service.domain import LedgerRecord
 from tula_service.settings import Settings
-from tula_service.store.records import LedgerOutcome, LedgerRecord
 
 HTML = {"Accept": "text/html"}
 
@@ -613,7 +613,7 @@ def test_a_service_that_only_reads_shows_accuracy_to_anyone_and_changes_nothing(
         values = {"objective": "time", "basis": "profiled", "configuration": tx.runs.get(run_id).configuration}
         record = LedgerRecord("", job_id, **values, prices={}, model_version="1", data_version=1,
                               predicted_step_time_s=(0.5, 0.4, 0.6), predicted_cost_usd=None)  # fmt: skip
-        tx.ledger.record_outcome(tx.ledger.append(record).id, LedgerOutcome(run_id, 0.55, 0.1, True))
+        tx.ledger.record_outcome(tx.ledger.append(record).id, run_id, 0.55, error=0.1, within_interval=True)
     assert "secret-name" in browser.page("/accuracy")
     secret = token(browser, "admin")
     app = create_app(Settings(database=sqlite_url, read_only=True))

@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from benchmarks.support.postgres import PostgresServer
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
+from tula_service.domain import LedgerRecord
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store
 from tula_service.store.migrations import head_revision, upgrade_schema
-from tula_service.store.records import LedgerRecord
 
 ASSETS = Path(__file__).parent / "assets"
 SEPARATOR = ";\n-- next\n"

@@ -11,11 +11,10 @@ import sqlalchemy as sa
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
-from tula_service.domain import MemoryReading
+from tula_service.domain import LedgerRecord, MemoryReading, NewJob, NewRun
 from tula_service.errors import Conflict, NotFound
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import DEFAULT_PROJECT_ID, Store
-from tula_service.store.records import LedgerOutcome, LedgerRecord, NewJob, NewRun
 from tula_service.store.tables import audit_log
 
 
@@ -201,7 +200,7 @@ class TestRuns:
             assert tx.leases.claim_column(first) == []
         clock.advance(50)
         with store.transaction() as tx:
-            tx.leases.renew_column(first)
+            tx.leases.renew(first.id, column=True)
         clock.advance(50)
         with store.transaction() as tx:
             other = tx.leases.claim(job.id, holder="i", lease_s=600)
@@ -298,8 +297,8 @@ class TestLedgerFitsScalingEvents:
         with store.transaction() as tx:
             entry = tx.ledger.append(self.entry(job.id))
             assert list(tx.ledger.list(job.id, followed=True)) == []
-            tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.55, 0.1, True))
-            tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 0.56, 0.12, True))
+            tx.ledger.record_outcome(entry.id, run.id, 0.55, error=0.1, within_interval=True)
+            tx.ledger.record_outcome(entry.id, run.id, 0.56, error=0.12, within_interval=True)
         with store.reading() as tx:
             (found,) = tx.ledger.list(job.id)
             assert tx.ledger.latest(job.id, "knee") == found
@@ -310,8 +309,7 @@ class TestLedgerFitsScalingEvents:
             assert (of_job.entry, of_job.job_name, of_job.spec) == (found, job.name, job.spec)
         assert found.prices == {"default": {"usd_per_node_hour": 2.5}}
         assert found.predicted_step_time_s == (0.5, 0.4, 0.6)
-        assert found.outcome is not None
-        assert found.outcome.measured_step_time_s == 0.56
+        assert found.measured_step_time_s == 0.56
 
     def test_the_database_itself_refuses_to_change_an_entry(self, store: Store) -> None:
         job = a_job(store)
@@ -462,7 +460,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")
         tx.scaling.publish(job.id, {}, after=0)
         entry = tx.ledger.append(TestLedgerFitsScalingEvents().entry(job.id))
-        tx.ledger.record_outcome(entry.id, LedgerOutcome(run.id, 1.0, None, None))
+        tx.ledger.record_outcome(entry.id, run.id, 1.0, error=0.0, within_interval=True)
         tx.tokens.create(sha256="z", name="z", scope="agent", project_id=DEFAULT_PROJECT_ID, job_id=job.id)
     with store.transaction() as tx:
         tx.jobs.delete(job.id)

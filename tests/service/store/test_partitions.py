@@ -19,13 +19,12 @@ from sqlalchemy import Engine, create_engine
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk
 from tests.support.clock import ManualClock
 from tula_service.app import create_app
-from tula_service.domain import RunRecord
+from tula_service.domain import NewChunk, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.settings import Settings
 from tula_service.store import Store, partitions
 from tula_service.store.archive import Archive
 from tula_service.store.migrations import upgrade_schema
-from tula_service.store.records import NewChunk
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.access import ANONYMOUS

@@ -16,10 +16,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from tests.service.store.examples import CONFIGURATION, a_job, samples
 from tests.support.clock import ManualClock
+from tula_service.domain import NewRun
 from tula_service.errors import NotFound
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store
-from tula_service.store.records import NewRun
 from tula_wire.enums import FINAL_STATES, RunState
 
 HELD = ("claimed", "running")

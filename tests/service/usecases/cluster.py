@@ -11,8 +11,8 @@ import numpy as np
 import tula_wire as wire
 from tests.service.store.examples import add_chunk
 from tula_service.background import BackgroundQueue, Work
+from tula_service.domain import NewChunk
 from tula_service.store import Store
-from tula_service.store.records import NewChunk
 from tula_service.usecases import jobs, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS, KnownRuns, Principal
 from tula_service.usecases.samples import SampleIngest
