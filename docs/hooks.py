@@ -275,7 +275,7 @@ def methods(*kinds: type) -> str:
     for name, member in {name: one for kind in kinds for name, one in vars(kind).items()}.items():
         if hasattr(member, "build"):
             signature = inspect.signature(member.build)
-            parameters = list(signature.parameters.values())[1 if member.first else 0 :]
+            parameters = list(signature.parameters.values())[1:]  # without the object
             arguments = re.sub(r"['\"]|wire\.", "", str(inspect.Signature(parameters)))
             answer = re.sub(r"^\w+\[|\]$|['\"]|wire\.", "", str(signature.return_annotation))
             description = " ".join((member.build.__doc__ or "").split())

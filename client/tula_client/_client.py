@@ -1,22 +1,35 @@
-"""`Client` and `AsyncClient`, handles of a job, and runs that the caller measures: each for two transports."""
+"""`Client` and `AsyncClient`, handles of a job, and runs that the caller measures: each blocking and to be awaited."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from tula_client import _calls as calls
 from tula_client import _flows
 from tula_client import _settings as settings
-from tula_client._errors import ServiceUnavailableError, ServiceUnreachableError
-from tula_client._request import Awaited, Blocking, Call, Flow, Method, Question, RetryPolicy, flow, of_job
-from tula_client._transport import AsyncTransport, SyncTransport
+from tula_client._calls import Calls, EventReader, calls, events, parse_error
+from tula_client._errors import ServiceUnavailableError, UnexpectedAnswerError
+from tula_client._request import (
+    Answer,
+    Awaited,
+    Blocking,
+    Flow,
+    Method,
+    Question,
+    Received,
+    Request,
+    RetryPolicy,
+    Step,
+    steps,
+    unanswered,
+)
 from tula_wire import (
     MAX_STEPS,
     Configuration,
@@ -34,49 +47,15 @@ from tula_wire.text import printable
 
 T = TypeVar("T")
 
-TIMEOUT = httpx.Timeout(30.0, connect=5.0)
-_MESSAGE_LENGTH = 500
-CONNECTION_ERRORS = (ServiceUnreachableError, ServiceUnavailableError)
+TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
+STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
+"""The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
+MAX_ANSWER_BYTES: Final = 256 * 2**20
+"""A longer answer is dropped: no Tula service gives one."""
+_MESSAGE_LENGTH: Final = 500
 
 
-class _Methods:
-    """Every call of the API (`_calls`) as a method, for both clients."""
-
-    register = Method(calls.register)
-    jobs = Method(calls.jobs)
-    job = Method(calls.job)
-    patch_job = Method(calls.patch_job)
-    archive_job = Method(calls.archive_job)
-    delete_job = Method(calls.delete_job)
-    claim = Method(calls.claim)
-    create_run = Method(calls.create_run)
-    runs = Method(calls.runs)
-    run = Method(calls.run)
-    patch_run = Method(calls.patch_run)
-    send_samples = Method(calls.send_samples)
-    send_telemetry = Method(calls.send_telemetry)
-    samples = Method(calls.samples)
-    series = Method(calls.series)
-    past_events = Method(calls.past_events)
-    recommendation = Method(calls.recommendation)
-    predictions = Method(calls.predictions)
-    scaling = Method(calls.scaling)
-    patch_scaling = Method(calls.patch_scaling)
-    ledger = Method(calls.ledger)
-    chart = Method(calls.chart)
-    run_chart = Method(calls.run_chart)
-    send_probe = Method(calls.send_probe)
-    fabrics = Method(calls.fabrics)
-    projects = Method(calls.projects)
-    create_project = Method(calls.create_project)
-    tokens = Method(calls.tokens)
-    create_token = Method(calls.create_token)
-    revoke_token = Method(calls.revoke_token)
-    health = Method(calls.health)
-    ready = Method(calls.ready)
-
-
-def _http_options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
+def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
     """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
     return {
         "base_url": service.url,
@@ -86,7 +65,24 @@ def _http_options(service: settings.Access, timeout_s: float | None) -> dict[str
     }
 
 
-class Client(_Methods, Blocking):
+def _arguments(request: Request) -> dict[str, Any]:
+    """Arguments of `httpx.Client.stream` and `httpx.AsyncClient.stream`."""
+    return {
+        "method": request.method,
+        "url": request.path,
+        "params": list(request.query) or None,
+        "content": request.body,
+        "headers": dict(request.headers),
+    }
+
+
+def _append(body: bytearray, part: bytes) -> None:
+    body += part
+    if len(body) > MAX_ANSWER_BYTES:
+        raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
+
+
+class Client(Calls, Blocking):
     """A client of one service. Threads may share a client.
 
     `url` and `token` default to TULA_URL and TULA_TOKEN, of the environment, else of `.env` in the working directory,
@@ -107,12 +103,35 @@ class Client(_Methods, Blocking):
     ) -> None:
         service = settings.access(url, token)
         self.url = service.url
-        http = httpx.Client(**_http_options(service, timeout_s), transport=transport)
-        self._transport = SyncTransport(http, retry or RetryPolicy())
+        self._http = httpx.Client(**_options(service, timeout_s), transport=transport)
+        self._retry = retry or RetryPolicy()
 
     def send(self, question: Question[T]) -> T:
         """Send a call, or all calls of a flow, for its result; each method of the API builds its call and sends it."""
-        return self._transport.send(question)
+        todo = steps(question, self._retry, self.url)
+        received: Received = None
+        try:
+            while True:
+                received = self._do(todo.send(received))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _do(self, step: Step) -> Received:
+        if callable(step):
+            step()
+            return None
+        if not isinstance(step, Request):
+            time.sleep(step)
+            return None
+        try:
+            with self._http.stream(**_arguments(step)) as response:
+                body = bytearray()
+                for part in response.iter_bytes():
+                    _append(body, part)
+                return Answer(response.status_code, response.headers, bytes(body))
+        except httpx.TransportError as error:
+            return error
 
     def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
         """A handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
@@ -131,22 +150,26 @@ class Client(_Methods, Blocking):
 
         Ends when the caller stops, or with `reconnect=False` at the end of the stream.
         """
-        reader = calls.EventReader(last_id=last_id)
+        reader = EventReader(last_id=last_id)
         while True:
+            arguments = _arguments(events(job_id, last_id=reader.last_id))
             try:
-                for line in self._transport.lines(calls.events(job_id, last_id=reader.last_id)):
-                    if (event := reader.feed(line)) is not None:
-                        yield event
-            except CONNECTION_ERRORS:
+                with self._http.stream(**arguments, timeout=STREAM_TIMEOUT) as response:
+                    if response.status_code != 200:
+                        raise parse_error(Answer(response.status_code, response.headers, response.read()))
+                    for line in response.iter_lines():
+                        if (event := reader.feed(line)) is not None:
+                            yield event
+            except (httpx.TransportError, ServiceUnavailableError) as error:
                 if not reconnect:
-                    raise
+                    raise unanswered(self.url, error) from error
             if not reconnect:
                 return
-            self._transport.sleep(reader.disconnected())
+            time.sleep(reader.disconnected())
 
     def close(self) -> None:
         """Close the connections."""
-        self._transport.http.close()
+        self._http.close()
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +178,7 @@ class Client(_Methods, Blocking):
         self.close()
 
 
-class AsyncClient(_Methods, Awaited):
+class AsyncClient(Calls, Awaited):
     """Like `Client`, with methods to await."""
 
     def __init__(
@@ -169,12 +192,35 @@ class AsyncClient(_Methods, Awaited):
     ) -> None:
         service = settings.access(url, token)
         self.url = service.url
-        http = httpx.AsyncClient(**_http_options(service, timeout_s), transport=transport)
-        self._transport = AsyncTransport(http, retry or RetryPolicy())
+        self._http = httpx.AsyncClient(**_options(service, timeout_s), transport=transport)
+        self._retry = retry or RetryPolicy()
 
     async def send(self, question: Question[T]) -> T:
         """Like `Client.send`."""
-        return await self._transport.send(question)
+        todo = steps(question, self._retry, self.url)
+        received: Received = None
+        try:
+            while True:
+                received = await self._do(todo.send(received))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _do(self, step: Step) -> Received:
+        if callable(step):
+            await asyncio.to_thread(step)
+            return None
+        if not isinstance(step, Request):
+            await asyncio.sleep(step)
+            return None
+        try:
+            async with self._http.stream(**_arguments(step)) as response:
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    _append(body, part)
+                return Answer(response.status_code, response.headers, bytes(body))
+        except httpx.TransportError as error:
+            return error
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
         """Like `Client.handle`, with a handle whose methods are to be awaited."""
@@ -186,22 +232,26 @@ class AsyncClient(_Methods, Awaited):
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
         """Like `Client.events`."""
-        reader = calls.EventReader(last_id=last_id)
+        reader = EventReader(last_id=last_id)
         while True:
+            arguments = _arguments(events(job_id, last_id=reader.last_id))
             try:
-                async for line in self._transport.lines(calls.events(job_id, last_id=reader.last_id)):
-                    if (event := reader.feed(line)) is not None:
-                        yield event
-            except CONNECTION_ERRORS:
+                async with self._http.stream(**arguments, timeout=STREAM_TIMEOUT) as response:
+                    if response.status_code != 200:
+                        raise parse_error(Answer(response.status_code, response.headers, await response.aread()))
+                    async for line in response.aiter_lines():
+                        if (event := reader.feed(line)) is not None:
+                            yield event
+            except (httpx.TransportError, ServiceUnavailableError) as error:
                 if not reconnect:
-                    raise
+                    raise unanswered(self.url, error) from error
             if not reconnect:
                 return
             await asyncio.sleep(reader.disconnected())
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._transport.http.aclose()
+        await self._http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -218,15 +268,15 @@ class _JobMethods:
     client: Client | AsyncClient
     id: str
 
-    status = of_job(calls.job)
-    recommendation = of_job(calls.recommendation)
-    predict = of_job(calls.predictions)
-    chart = of_job(calls.chart)
-    wait = of_job(_flows.wait)
-    runs = of_job(_flows.runs)
-    rows = of_job(_flows.rows)
-    to_dataframe = of_job(_flows.to_dataframe)
-    plot = of_job(_flows.plot)
+    status = Method(calls.job, "id")
+    recommendation = Method(calls.recommendation, "id")
+    predict = Method(calls.predictions, "id")
+    chart = Method(calls.chart, "id")
+    wait = Method(_flows.wait, "id")
+    runs = Method(_flows.runs, "id")
+    rows = Method(_flows.rows, "id")
+    to_dataframe = Method(_flows.to_dataframe, "id")
+    plot = Method(_flows.plot, "id")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, url={self.client.url!r})"
@@ -267,7 +317,7 @@ class _Steps:
         self._boot_id = uuid.uuid4().hex
         self._steps = 0
 
-    @flow
+    @Method
     def log_steps(
         self,
         step_time_s: Sequence[float],
@@ -309,7 +359,7 @@ class _Steps:
         job_id = yield from _flows.job_id(self._job)
         return (yield from calls.create_run(job_id, RunCreate(kind="profile", configuration=self._configuration)))
 
-    def _ended(self, error: BaseException | None) -> Call[Run]:
+    def _ended(self, error: BaseException | None) -> Question[Run]:
         patch = RunPatch(state="succeeded")
         if isinstance(error, Exception):
             patch = RunPatch(state="failed", message=printable(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH])

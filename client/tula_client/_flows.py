@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
-from tula_client import _calls as calls
+from tula_client._calls import calls
 from tula_client._errors import JobNotFoundError, NotFoundError, TulaError
-from tula_client._request import Call, Flow
+from tula_client._request import Flow, Question
 from tula_client.launch.spec import read_spec
 from tula_client.tables import TABLES, Row, Table, altair_chart, candidate_rows, data_frame, save, telemetry_rows
 from tula_client.tables import rows as model_rows
@@ -128,7 +128,7 @@ def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
     raise TulaError(f"table: {table!r} is unknown: use one of {', '.join(TABLES)}")
 
 
-def _pages(page: Callable[[str | None], Call[_P]]) -> Flow[list[_P]]:
+def _pages(page: Callable[[str | None], Question[_P]]) -> Flow[list[_P]]:
     found = [(yield from page(None))]
     while (cursor := found[-1].next_cursor) is not None:
         found.append((yield from page(cursor)))

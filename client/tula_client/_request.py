@@ -1,12 +1,14 @@
-"""Requests, answers and retries as values, and flows of several calls, all without I/O; `_transport` sends them."""
+"""Requests, answers and retries as values, and flows of several calls, all without I/O; the clients send them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import random
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import (
     Any,
     Concatenate,
@@ -16,13 +18,15 @@ from typing import (
     ParamSpec,
     Protocol,
     TypeVar,
-    cast,
     get_args,
     get_type_hints,
     overload,
 )
 
-from tula_wire.retry import backoff_s
+import httpx
+
+from tula_client._errors import ServiceUnreachableError, TulaError
+from tula_wire.retry import backoff_s, retry_after_s
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,6 +77,11 @@ Work = Callable[[], None]
 Flow = Generator[Call[Any] | float | Work, Any, T]
 """What takes several calls: yields each call and is sent its answer, yields seconds to wait or work to be done, and
 returns the result."""
+Step = Request | float | Work
+"""A request to send, seconds to wait, or work to do."""
+Received = Answer | httpx.TransportError | None
+
+NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class Question(Protocol[T_co]):
@@ -91,13 +100,17 @@ class Awaited:
     """Base of classes whose `Method`s are to be awaited."""
 
 
+class Unsent:
+    """Base of classes whose `Method`s return the call or flow, unless they are `Blocking` or `Awaited` too."""
+
+
 class Method(Generic[P, T]):
     """A method for both kinds of client, written once: sends the call or flow that `build` makes by the `send` of its
-    object's client. `first`: what `build` gets first, the object itself (`self`), its `id`, or nothing."""
+    object's client. `build` gets the object first, or its attribute of that name."""
 
-    def __init__(self, build: Callable[P, Question[T]], first: Literal["", "self", "id"] = "") -> None:
+    def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
         self.build = build
-        self.first = first
+        self.attribute = attribute
         self.functions: dict[type, Callable[..., Any]] = {}
 
     def __set_name__(self, kind: type, name: str) -> None:
@@ -115,6 +128,9 @@ class Method(Generic[P, T]):
     @overload
     def __get__(self, owner: Awaited, kind: type[Awaited]) -> Callable[P, Coroutine[Any, Any, T]]: ...
 
+    @overload
+    def __get__(self, owner: Unsent, kind: type[Unsent]) -> Callable[P, Question[T]]: ...
+
     def __get__(self, owner: Any, kind: Any) -> Any:
         if kind not in self.functions:
             self.functions[kind] = self._function(kind)
@@ -123,10 +139,12 @@ class Method(Generic[P, T]):
 
     def _function(self, kind: type) -> Any:
         """The function that class `kind` has under this name: it takes the object first."""
+        if not issubclass(kind, (Blocking, Awaited)):
+            return self.build
 
         def send(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            first = {"": (), "self": (owner,), "id": (getattr(owner, "id", ""),)}[self.first]
-            return getattr(owner, "client", owner).send(self.build(*first, *args, **kwargs))
+            first = getattr(owner, self.attribute) if self.attribute else owner
+            return getattr(owner, "client", owner).send(self.build(first, *args, **kwargs))
 
         async def send_awaited(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             return await send(owner, *args, **kwargs)
@@ -135,29 +153,19 @@ class Method(Generic[P, T]):
         functools.update_wrapper(function, self.build)
         function.__module__, function.__name__ = kind.__module__, self.name
         function.__qualname__ = f"{kind.__qualname__}.{self.name}"
-        function.__signature__ = signature = _signature(self.build, bool(self.first))
+        function.__signature__ = signature = _signature(self.build)
         annotated = {one.name: one.annotation for one in list(signature.parameters.values())[1:]}
         function.__annotations__ = annotated | {"return": signature.return_annotation}
         return function
 
 
-def _signature(build: Callable[..., Any], takes_object: bool) -> inspect.Signature:
+def _signature(build: Callable[..., Any]) -> inspect.Signature:
     """The signature of the method that sends what `build` makes, for notebooks and `help`; annotations are objects."""
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    others = list(inspect.signature(build).parameters.values())[1 if takes_object else 0 :]
+    others = list(inspect.signature(build).parameters.values())[1:]
     parameters = [owner, *(one.replace(annotation=hints[one.name]) for one in others)]
     return inspect.Signature(parameters, return_annotation=get_args(hints["return"])[-1])
-
-
-def flow(build: Callable[Concatenate[Any, P], Question[T]]) -> Method[P, T]:
-    """Decorates a method, of a class for both kinds of client, that returns a call or is a flow."""
-    return Method(cast("Callable[P, Question[T]]", build), "self")
-
-
-def of_job(build: Callable[Concatenate[str, P], Question[T]]) -> Method[P, T]:
-    """A method of a handle: a call or flow whose first argument is the job's id."""
-    return Method(cast("Callable[P, Question[T]]", build), "id")
 
 
 @dataclass(frozen=True)
@@ -202,3 +210,54 @@ class RetryPolicy:
 
 
 NO_RETRY: Final = RetryPolicy(max_attempts=1)
+
+
+def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
+    """The requests and waits of a flow; an error of a call is raised where the flow asked."""
+    flow = iter(question)
+    try:
+        asked = next(flow)
+        while True:
+            try:
+                answer = (yield from _attempts(asked, policy, url)) if isinstance(asked, Call) else (yield asked)
+            except TulaError as error:
+                asked = flow.throw(error)
+            else:
+                asked = flow.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
+    """The requests of one call and the waits between them."""
+    attempt, waited_s = 0, 0.0
+    while True:
+        attempt += 1
+        received = yield call.request
+        if isinstance(received, Answer):
+            asked = retry_after_s(received.headers.get("retry-after"), datetime.now(timezone.utc))
+            outcome = Outcome(status=received.status, retry_after_s=asked)
+        else:
+            outcome = Outcome(failure="not_sent" if isinstance(received, NOT_SENT) else "lost")
+        wait = policy.wait_s(
+            outcome, attempt=attempt, waited_s=waited_s, idempotent=call.request.idempotent, dice=random.random()
+        )
+        if wait is not None:
+            waited_s += wait
+            yield wait
+        elif isinstance(received, Answer):
+            return call.parse(received)
+        else:
+            raise unanswered(url, received) from received
+
+
+def unanswered(url: str, error: Exception | None) -> TulaError:
+    """The exception for every way to get no answer; a `TulaError` is itself."""
+    if isinstance(error, TulaError):
+        return error
+    reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+    remedy = "start one with tula serve, or set TULA_URL"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        remedy = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
+    return ServiceUnreachableError(f"no Tula service answers at {url.rstrip('/')} ({reason}): {remedy}")

@@ -11,29 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tula_client import AsyncClient, Client, NotFoundError, ProblemError, TulaError, UnexpectedAnswerError, _calls
+from tula_client import NotFoundError, ProblemError, TulaError, UnexpectedAnswerError, _calls
+from tula_client._calls import calls
 from tula_client._errors import from_problem
 from tula_client._request import Answer
 from tula_wire import Configuration, JobPatch, JobSpec, Problem, ProblemType, RunCreate, routes
 
 PROBLEM_TYPES = [value for name, value in vars(ProblemType).items() if name.isupper()]
-
-
-def builders() -> dict[str, object]:
-    return {
-        name: function
-        for name, function in vars(_calls).items()
-        if inspect.isfunction(function)
-        and function.__module__ == _calls.__name__
-        and str(inspect.signature(function).return_annotation).startswith("Call[")
-        and not name.startswith("_")
-    }
-
-
-def test_both_clients_have_a_method_for_every_call() -> None:
-    for name in builders():
-        assert callable(getattr(Client, name, None)), name
-        assert callable(getattr(AsyncClient, name, None)), name
 
 
 def test_every_route_has_a_call() -> None:
@@ -46,7 +30,7 @@ def test_every_route_has_a_call() -> None:
 @given(st.text(min_size=1).filter(lambda text: text not in (".", "..")))
 def test_a_name_of_any_content_stays_one_segment_of_the_path(name: str) -> None:
     try:
-        path = _calls.job(name).request.path
+        path = calls.job(name).request.path
     except UnicodeEncodeError:
         return
     assert path.startswith("/v1/jobs/")
@@ -58,16 +42,16 @@ def test_a_name_of_any_content_stays_one_segment_of_the_path(name: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_a_name_that_would_lead_to_another_route_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="job_id"):
-        _calls.job(name)
+        calls.job(name)
 
 
 def test_a_patch_sends_only_what_was_set() -> None:
-    body = _calls.patch_job("j", JobPatch(objective="cost")).request.body
+    body = calls.patch_job("j", JobPatch(objective="cost")).request.body
     assert json.loads(body or b"") == {"objective": "cost"}
 
 
 def test_registering_is_repeatable_because_a_key_is_always_sent(spec: JobSpec) -> None:
-    first, second = _calls.register(spec).request, _calls.register(spec).request
+    first, second = calls.register(spec).request, calls.register(spec).request
     assert first.idempotent
     assert first.headers["Idempotency-Key"] != second.headers["Idempotency-Key"]
 
@@ -75,12 +59,20 @@ def test_registering_is_repeatable_because_a_key_is_always_sent(spec: JobSpec) -
 def test_a_claim_is_not_repeatable_because_it_may_act_twice() -> None:
     from tula_wire import ClaimRequest
 
-    assert not _calls.claim("j", ClaimRequest(holder="me")).request.idempotent
+    assert not calls.claim("j", ClaimRequest(holder="me")).request.idempotent
 
 
 def test_a_list_becomes_a_repeated_parameter() -> None:
-    request = _calls.predictions("j", num_nodes=[1, 2], global_batch_size=64).request
+    request = calls.predictions("j", num_nodes=[1, 2], global_batch_size=64).request
     assert request.query == (("num_nodes", "1"), ("num_nodes", "2"), ("global_batch_size", "64"))
+
+
+def test_only_what_differs_from_its_default_is_sent() -> None:
+    assert calls.chart("j", quantity="time").request.query == ()
+    assert calls.chart("j", "memory", quantity="cost").request.query == (("quantity", "cost"),)
+    assert calls.samples("j", warmup=False, limit=None).request.query == (("warmup", "False"),)
+    assert calls.jobs(archived=True).request.query == (("archived", "True"),)
+    assert calls.job("j").request.body is None
 
 
 @pytest.mark.parametrize("kind", PROBLEM_TYPES)
@@ -94,7 +86,7 @@ def test_a_problem_type_of_a_newer_service_is_still_a_problem() -> None:
     body = Problem(type="urn:tula:problem:new", title="t", status=418, detail="Do that.", field="a.b").model_dump()
     answer = Answer(418, {}, json.dumps(body | {"hint": "a field of a newer service"}).encode())
     with pytest.raises(ProblemError, match=r"a\.b: Do that\.") as caught:
-        _calls.job("j").parse(answer)
+        calls.job("j").parse(answer)
     assert caught.value.status == 418
 
 
@@ -102,29 +94,29 @@ def test_a_problem_type_of_a_newer_service_is_still_a_problem() -> None:
 def test_an_answer_of_something_else_is_named_as_such(body: bytes) -> None:
     for status in (200, 404, 500):
         with pytest.raises(UnexpectedAnswerError, match="TULA_URL"):
-            _calls.job("j").parse(Answer(status, {}, body))
+            calls.job("j").parse(Answer(status, {}, body))
 
 
 def test_a_gateway_without_a_service_behind_it_counts_as_unavailable() -> None:
     with pytest.raises(TulaError, match="502"):
-        _calls.jobs().parse(Answer(502, {}, b"<html>Bad Gateway</html>"))
+        calls.jobs().parse(Answer(502, {}, b"<html>Bad Gateway</html>"))
 
 
 def test_an_unchanged_policy_costs_no_body() -> None:
-    call = _calls.scaling("j", etag='"3"')
+    call = calls.scaling("j", etag='"3"')
     assert call.request.headers["If-None-Match"] == '"3"'
     assert call.parse(Answer(304, {"etag": '"3"'}, b"")).thresholds is None
 
 
 def test_a_field_of_a_newer_service_is_ignored() -> None:
     answer = Answer(200, {"etag": '"1"'}, b'{"version": 1, "policy": "ags", "newer": [1]}')
-    thresholds = _calls.scaling("j").parse(answer).thresholds
+    thresholds = calls.scaling("j").parse(answer).thresholds
     assert thresholds is not None
     assert thresholds.policy == "ags"
 
 
 def test_requests_are_values() -> None:
-    request = _calls.jobs(limit=2).request
+    request = calls.jobs(limit=2).request
     assert request == dataclasses.replace(request)
     assert request.query == (("limit", "2"),)
 

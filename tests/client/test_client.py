@@ -21,8 +21,9 @@ from tula_client import (
     TulaError,
     UnexpectedAnswerError,
 )
-from tula_client._calls import health
-from tula_client._transport import SyncTransport
+from tula_client._calls import calls
+from tula_client._request import Answer
+from tula_client._request import steps as send_steps
 from tula_client.tables import TABLES
 from tula_wire import (
     Candidate,
@@ -299,12 +300,15 @@ def test_an_unreachable_service_is_one_sentence_with_the_remedy() -> None:
 
 
 def test_a_busy_service_is_asked_again_as_late_as_it_wants() -> None:
-    answers = iter([httpx.Response(503, headers={"retry-after": "2"}), httpx.Response(200, json={"status": "ok"})])
-    waits: list[float] = []
-    with httpx.Client(base_url="http://service", transport=httpx.MockTransport(lambda _request: next(answers))) as http:
-        assert SyncTransport(http, RetryPolicy(), waits.append).send(health()) == {"status": "ok"}
-    assert len(waits) == 1
-    assert waits[0] >= 2.0
+    todo = send_steps(calls.health(), RetryPolicy(), "http://service")
+    request = next(todo)
+    wait = todo.send(Answer(503, {"retry-after": "2"}, b""))
+    assert isinstance(wait, float)
+    assert wait >= 2.0
+    assert next(todo) == request
+    with pytest.raises(StopIteration) as end:
+        todo.send(Answer(200, {}, b'{"status": "ok"}'))
+    assert end.value.value == {"status": "ok"}
 
 
 def test_a_claim_whose_answer_was_lost_is_not_repeated() -> None:
@@ -330,7 +334,7 @@ def test_an_unavailable_service_stays_a_problem_after_the_retries() -> None:
 
 
 def test_an_endless_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tula_client._transport.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("tula_client._client.MAX_ANSWER_BYTES", 1000)
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=b"x" * 2000))
     with Client(transport=transport) as client, pytest.raises(UnexpectedAnswerError, match="longer"):
         client.jobs()

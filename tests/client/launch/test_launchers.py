@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.client.launch.fakes import FakeService
-from tula_client import _calls as calls
+from tula_client._calls import calls
 from tula_client._errors import UnexpectedAnswerError, UsageError
 from tula_client._request import Answer
 from tula_client.cli.launch import launchers
