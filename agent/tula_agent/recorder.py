@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,7 +29,6 @@ from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
 from tula_agent.torch_private import ddp_models
-from tula_agent.weak_refs import TrackedObjects
 from tula_wire import routes
 
 if TYPE_CHECKING:
@@ -46,6 +46,44 @@ WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 REQUEST_TIMEOUT_S = 5.0
 
 _recorders = count()
+
+
+class TrackedObjects:
+    """The models and optimizers given to `run.watch`, over all its calls, in their order, while the script keeps them.
+
+    They are held weakly: a model that we kept would keep its process group open. scaled: the optimizers that scale
+    gradients (`TulaOptimizer`), which want each batch and report numbers; with those that were reported last.
+    """
+
+    def __init__(self) -> None:
+        self.models: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.scaled: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
+        self.scales = False  # so that the hot path calls nothing
+
+    def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
+        """Track these; returns the optimizers that are new."""
+        self.models.update((model, None) for model in models if isinstance(model, torch.nn.Module))
+        new = [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
+        for optimizer in new:
+            self.optimizers[optimizer] = None
+            if hasattr(optimizer, "observe_batch"):
+                self.scaled[optimizer], self.scales = {}, True
+        return new
+
+    def changed_values(self) -> Iterator[tuple[str, float]]:
+        """Name and value of each reported number that differs from the last time."""
+        for optimizer, reported in self.scaled.items():
+            for name, value in optimizer.telemetry().items():
+                if reported.get(name) != value and name != "step":
+                    reported[name] = value
+                    yield name, value
+
+    def observe_batch(self, batch: Any, share: float, times: int = 1) -> None:
+        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such."""
+        for optimizer in self.scaled:
+            for _ in range(times):
+                optimizer.observe_batch(batch, share=share)
 
 
 class Recorder:
@@ -259,7 +297,7 @@ class Recorder:
             self._first_batch(size)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.objects.scaled.references:
+        if self.objects.scales:
             self.objects.observe_batch(batch, self.batches.share_of(self.cut_to))
         if self.leads and self.timer.step < EVERY_STEP_UNTIL:
             length = sequence_length_of(batch)
@@ -294,7 +332,7 @@ class Recorder:
                 return
             if self._device_clock is not None and self._device_clock.capturing():
                 return  # a copy to the host cannot be part of a CUDA graph
-            if optimizer is self.objects.optimizers.first:
+            if optimizer is next(iter(self.objects.optimizers), None):
                 for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
                     self.readings.add_value(step, name, value)
         except Exception as error:
@@ -448,7 +486,7 @@ class Recorder:
         if interval is not None:
             self.readings.device.append((step, interval)) if sampled else interval.release()
         self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
-        if self.leads and self.objects.scaled.references:
+        if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
                 if name != "gradient_noise_scale" or self.cut_to is None:
@@ -552,8 +590,7 @@ class Recorder:
             return
         with self.guard("memory"):
             memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
-            known = {name: value for name, value in asdict(memory).items() if value is not None}
-            self.readings.memory[self._batch_size] = known
+            self.readings.memory[self._batch_size] = memory
             largest = self.memory.largest_local_batch_size()
             if largest is not None:
                 step = max(0, self.timer.step - 1)

@@ -105,7 +105,7 @@ class Device:
 
     def context_bytes(self) -> int | None:
         """What NVML says that this process holds beside the allocator; None without NVML."""
-        return MemoryMonitor(1).read([nn.Linear(1, 1).to(self.torch)], []).context_bytes
+        return MemoryMonitor(1).read([nn.Linear(1, 1).to(self.torch)], []).get("context_bytes")
 
     def peak_of(self, examples: int) -> int:
         """Peak bytes of a few steps with a batch of `examples`."""

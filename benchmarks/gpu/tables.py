@@ -137,8 +137,12 @@ class Trainer:
             times.append(self.step(batch).seconds())
         read = monitor.read([self.model], [self.optimizer])
         row = {name: statistics.median(column) for name, column in zip(PHASES, zip(*times, strict=True), strict=True)}
-        row |= {"step_time_s": statistics.median(map(sum, times)), "steps": len(times), "peak_bytes": read.peak_bytes}
-        row |= {"reserved_bytes": read.reserved_bytes, "context_bytes": read.context_bytes}
+        row |= {
+            "step_time_s": statistics.median(map(sum, times)),
+            "steps": len(times),
+            "peak_bytes": read["peak_bytes"],
+        }
+        row |= {"reserved_bytes": read.get("reserved_bytes"), "context_bytes": read.get("context_bytes")}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             row["driver_bytes"] = total - free

@@ -8,30 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
-
-
-@dataclass(frozen=True)
-class MemoryReading:
-    """Peak memory of one rank by component, bytes; None where it was not read. Field for field `MemoryBreakdown`.
-
-    The agent makes it, which also runs where Pydantic is not installed (`benchmarks.gpu`).
-    """
-
-    method: str
-    peak_bytes: int
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    activation_bytes: int | None = None
-    batch_bytes: int | None = None
-    reserved_bytes: int | None = None
-    context_bytes: int | None = None
-    capacity_bytes: int | None = None
 
 
 def usable_bytes(capacity_bytes: float) -> float:

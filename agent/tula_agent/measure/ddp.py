@@ -20,7 +20,6 @@ from tula_agent.torch_private import (
     has_ddp_statistics,
     set_ddp_statistics_interval,
 )
-from tula_agent.weak_refs import WeakList
 
 TRAIN_INTERVAL = 50
 """Steps between two readings in training; the first ten are always read."""
@@ -53,7 +52,7 @@ class CommSplit:
     def __init__(self, models: list[Any], profiling: bool) -> None:
         timed = [model for model in ddp_models(models) if has_ddp_statistics(model)]
         self.usable = bool(timed)
-        self._models = WeakList(timed)
+        self._models = [weakref.ref(model) for model in timed]
         self._interval = sample_interval(timed, profiling)
         self._timings: dict[int, StepTiming] = {}
         self._iteration = -1
@@ -84,7 +83,8 @@ class CommSplit:
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
         """(step, communication, exposed communication in seconds) if something new was published, else None."""
-        data = [ddp_statistics(model) for model in self._models]
+        models = [model() for model in self._models]
+        data = [ddp_statistics(model) for model in models if model is not None]
         iteration = int(data[0].get("iteration", 0)) if data else 0
         if iteration == self._iteration or iteration == 0:
             return None

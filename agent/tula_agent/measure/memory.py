@@ -6,7 +6,7 @@ What the driver knows beyond PyTorch's allocator comes from NVML (package nvidia
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,35 +17,28 @@ import torch
 from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
 from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
-from tula_wire.memory import MemoryReading, largest_local_batch_size, static_bytes
+from tula_wire.memory import largest_local_batch_size, static_bytes
 
 
-def _size(tensor: torch.Tensor) -> int:
-    """Bytes that this rank holds of `tensor`: with FSDP 2 and tensor parallelism, its shard."""
-    local = local_part(tensor)
-    return int(local.numel() * local.element_size())
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that this rank holds of these, each once: with FSDP 2 and tensor parallelism, of its shards."""
+    parts = [local_part(tensor) for tensor in {id(each): each for each in tensors}.values()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
-def parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Bytes of parameters and buffers on this rank, each tensor once."""
-    unique = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
-    return sum(_size(tensor) for tensor in unique.values())
+def _parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
+    return held_bytes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
 
 
-def gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Bytes of the gradients as they stand now; DDP's buckets, where they are a copy, count as activations."""
-    unique = {id(p): p for model in models for p in model.parameters()}
-    return sum(_size(p.grad) for p in unique.values() if p.grad is not None)
+def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
+    """Of the gradients as they stand now; DDP's buckets, where they are a copy, count as activations."""
+    return held_bytes(p.grad for model in models for p in model.parameters() if p.grad is not None)
 
 
-def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of optimizer state: momentum, second moments, master weights."""
-    total = 0
-    for optimizer in optimizers:
-        for state in list(optimizer.state.values()):
-            if isinstance(state, dict):
-                total += sum(_size(value) for value in state.values() if isinstance(value, torch.Tensor))
-    return total
+def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Of momentum, second moments, master weights."""
+    states = [state for each in optimizers for state in list(each.state.values()) if isinstance(state, dict)]
+    return held_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def resident_bytes(peak: bool = False) -> int:
@@ -75,11 +68,6 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
         except (OSError, ValueError):
             continue
     return min(limits) // max(1, ranks_per_node)
-
-
-def bucket_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Bytes of DDP's buckets where they copy the gradients: allocated at every batch size, counted nowhere else."""
-    return gradient_bytes([m for m in ddp_models(models) if not getattr(m, "gradient_as_bucket_view", False)])
 
 
 def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
@@ -146,13 +134,10 @@ class MemoryMonitor:
 
     def __init__(self, ranks_per_node: int) -> None:
         self.largest_seen = 0
+        self.device: torch.device | None = None
         self._ranks_per_node = ranks_per_node
         self._resident_before: int | None = None
-        self._parameters: int | None = None
-        self._gradients: int | None = None
-        self._state: int | None = None
-        self._batch: int | None = None
-        self.device: torch.device | None = None
+        self._counted: dict[str, int] = {}  # parameters, gradients, optimizer state and batch, as they become known
         self._buckets = 0
         self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
         self._static = 0.0
@@ -164,29 +149,33 @@ class MemoryMonitor:
         if first:
             self._resident_before = resident_bytes()
         if models:
-            self._parameters = parameter_bytes(models)
+            self._counted["parameter_bytes"] = _parameter_bytes(models)
 
     def at_optimizer(self, models: list[torch.nn.Module]) -> None:
         """Count the gradients: they exist now, and may be set to None afterwards."""
-        self._gradients = gradient_bytes(models)
+        self._counted["gradient_bytes"] = _gradient_bytes(models)
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
         """A batch of `size` examples, larger than all before it; counted with those that the loader prefetches."""
         self.largest_seen = size
         ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
-        self._batch = batch_bytes(batch) * (1 + int(ahead))
+        self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))
 
-    def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> MemoryReading:
-        """Read what is allocated now and at its peak; some tens of microseconds."""
+    def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+        """What is known of the memory now and of its peak, as a `tula_wire.MemoryBreakdown` has it; some tens of
+        microseconds.
+        """
         if models or self.device is None:
             self.device = device_of(models)
-            # On a host, buckets are resident before training begins, or never were touched.
-            self._buckets = bucket_bytes(models) if self.device.type == "cuda" else 0
-        if self._parameters is None and models:
-            self._parameters = parameter_bytes(models)
+            # Where they copy the gradients, which are counted nowhere else. On a host, buckets are resident before
+            # training begins, or never were touched.
+            copies = [each for each in ddp_models(models) if not getattr(each, "gradient_as_bucket_view", False)]
+            self._buckets = _gradient_bytes(copies) if self.device.type == "cuda" else 0
+        if models and "parameter_bytes" not in self._counted:
+            self._counted["parameter_bytes"] = _parameter_bytes(models)
         if optimizers:
-            self._state = optimizer_bytes(optimizers)
-        memory = self._breakdown(self.device)
+            self._counted["optimizer_bytes"] = _optimizer_bytes(optimizers)
+        memory = self._components(self.device)
         if self.largest_seen:
             self.observe(memory, self.largest_seen, self._buckets)
         return memory
@@ -200,47 +189,40 @@ class MemoryMonitor:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
 
-    def _breakdown(self, device: torch.device) -> MemoryReading:
+    def _components(self, device: torch.device) -> dict[str, Any]:
         """The components as known now; activations are the peak without everything static."""
-        reserved: int | None = None
-        rest: int | None
-        counted = int(static_bytes(self._parameters, self._gradients, self._state)) + (self._batch or 0)
+        found: dict[str, Any] = {
+            "method": "cuda_allocator",
+            "capacity_bytes": capacity_bytes(device, self._ranks_per_node),
+        }
+        outside: int | None = 0
         if device.type == "cuda":
-            peak, reserved = int(torch.cuda.max_memory_allocated(device)), int(torch.cuda.max_memory_reserved(device))
-            context, rest = context_bytes(device), peak - counted
+            found["peak_bytes"] = int(torch.cuda.max_memory_allocated(device))
+            found["reserved_bytes"] = int(torch.cuda.max_memory_reserved(device))
+            found["context_bytes"] = context_bytes(device)
         else:
-            peak, before = resident_bytes(peak=True), self._resident_before
-            context = None if before is None else max(0, before - (self._parameters or 0))
-            rest = None if context is None else peak - context - counted
-        return MemoryReading(
-            method="peak_rss" if reserved is None else "cuda_allocator",
-            peak_bytes=peak,
-            parameter_bytes=self._parameters,
-            gradient_bytes=self._gradients,
-            optimizer_bytes=self._state,
-            activation_bytes=None if rest is None or self._parameters is None else max(0, rest),
-            batch_bytes=self._batch,
-            reserved_bytes=reserved,
-            context_bytes=context,
-            capacity_bytes=capacity_bytes(device, self._ranks_per_node),
-        )
+            found["method"], found["peak_bytes"] = "peak_rss", resident_bytes(peak=True)
+            if self._resident_before is not None:
+                found["context_bytes"] = max(0, self._resident_before - self._counted.get("parameter_bytes", 0))
+            outside = found.get("context_bytes")
+        if outside is not None and "parameter_bytes" in self._counted:
+            found["activation_bytes"] = max(0, found["peak_bytes"] - outside - sum(self._counted.values()))
+        return {name: value for name, value in (found | self._counted).items() if value is not None}
 
-    def observe(self, memory: MemoryReading, local_batch_size: int, fixed_bytes: int = 0) -> None:
+    def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
         """Keep the peak after steps with at most `local_batch_size` examples; ignored where a component is unknown.
 
-        fixed_bytes: allocated at every batch size, but part of `activation_bytes`.
+        memory: as `read` returns it. fixed_bytes: allocated at every batch size, but part of `activation_bytes`.
         """
-        if memory.activation_bytes is None or memory.gradient_bytes is None or memory.capacity_bytes is None:
+        if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
-        self._capacity = memory.capacity_bytes
+        self._capacity = memory["capacity_bytes"]
         self._static = static_bytes(
-            memory.parameter_bytes,
-            memory.gradient_bytes,
-            memory.optimizer_bytes,
-            context_bytes=memory.context_bytes,
+            *(memory.get(f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")),
+            context_bytes=memory.get("context_bytes"),
             fixed_bytes=fixed_bytes,
         )
-        growing = memory.activation_bytes + (memory.batch_bytes or 0) - fixed_bytes
+        growing = memory["activation_bytes"] + memory.get("batch_bytes", 0) - fixed_bytes
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
