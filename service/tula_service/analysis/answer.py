@@ -14,6 +14,7 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_probability
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import lessons_of, prior_of
+from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.perfmodel.choice import (
     Choice,
     Estimate,
@@ -26,7 +27,6 @@ from tula_service.perfmodel.choice import (
 )
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import predict_peaks
-from tula_service.perfmodel.noise_scale import StatisticalEfficiency
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time

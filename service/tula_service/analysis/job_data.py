@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 import tula_wire as wire
+from tula_service.analysis.scaling import estimate_noise_scale
 from tula_service.domain import RunRecord, RunSummary
 from tula_service.perfmodel.choice import Offer, Spot
-from tula_service.perfmodel.noise_scale import estimate_noise_scale
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.enums import Objective
 
@@ -68,7 +68,7 @@ class JobData:
         if self.trained_noise_scale is not None:
             return self.trained_noise_scale
         found = [estimate_noise_scale(values) for values in self.profiled_noise if len(values)]
-        known = [each.value for each in found if each is not None]
+        known = [each.mean for each in found if each is not None]
         return statistics.median(known) if known else None
 
     @property

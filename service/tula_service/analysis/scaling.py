@@ -1,4 +1,5 @@
-"""Gradient scaling: what to tune after a run's telemetry, when to roll that back, and which rule a batch needs. Pure.
+"""Gradient scaling: what an example is worth in a larger batch, what to tune after a run's telemetry, when to roll that
+back, and which rule a batch needs. Pure.
 
 A *body* is one stored version of a job's thresholds:
 
@@ -24,9 +25,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 import tula_wire as wire
-from tula_service.perfmodel.noise_scale import estimate_noise_scale
+from tula_service.perfmodel.intervals import Interval
+from tula_wire.bounds import NOISE_WEIGHT
 from tula_wire.recommendations import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
@@ -45,7 +48,7 @@ _DELTA_BOUNDS = (0.05, 2.0)
 _HYSTERESIS = 1.25  # a published number moves only by more than this factor
 _MIN_STEPS = 32
 _MIN_DROP, _EVALUATIONS = 0.01, 2
-
+_MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 
 RECENT_COLUMNS = ("gradient_noise_scale", "gradient_variability")
 WHOLE_COLUMNS = ("validation_accuracy", "thresholds_version", "delta", "scripted_delta")
@@ -102,10 +105,10 @@ def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
             reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
     column, old = seen.columns["gradient_noise_scale"][1], body.get("gradient_noise_scale")
     noise = estimate_noise_scale(column) if column.size else None
-    if noise is not None and (old is None or abs(math.log(noise.value / old)) >= math.log(_HYSTERESIS)):
-        body |= {"gradient_noise_scale": noise.value, "gradient_noise_scale_error": noise.error}
+    if noise is not None and (old is None or abs(math.log(noise.mean / old)) >= math.log(_HYSTERESIS)):
+        body |= {"gradient_noise_scale": noise.mean, "gradient_noise_scale_error": (noise.high - noise.low) / 2.0}
         reasons.append(
-            f"gradient noise scale {noise.value:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
+            f"gradient noise scale {noise.mean:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
         )
     return body | {"reason": "; ".join(reasons)} if reasons else None
 
@@ -163,6 +166,53 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
         f"accuracy fell from {before[best]:.4g} at step {steps[~under][best]} to {after[-1]:.4g} "
         f"under thresholds version {tuned['version']}, by more than {tolerance:.2g}"
     )
+
+
+def estimate_noise_scale(values: ArrayLike) -> Interval | None:
+    """B_noise = tr(Sigma) / |G|^2 in examples, from a run's telemetry column `gradient_noise_scale` in step order.
+
+    The geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et al.
+    2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because
+    neighbouring values share a moving average. Values that are not finite or not positive (steps without a measurable
+    signal) are left out; where they are the majority, the noise scale is above what the run can measure, and the answer
+    is None, as with fewer than eight values.
+    """
+    column = np.asarray(values, dtype=np.float64).ravel()
+    tail = column[column.size // 2 :]
+    usable = tail[np.isfinite(tail) & (tail > 0.0)]
+    if usable.size < _MIN_VALUES or 2 * usable.size < np.count_nonzero(~np.isnan(tail)):
+        return None
+    logs = np.log(usable)
+    num_blocks = max(_MIN_BLOCKS, round(math.sqrt(logs.size)))
+    means = np.array([block.mean() for block in np.array_split(logs, num_blocks)])
+    half_width = _Z_90 * float(means.std(ddof=1)) / math.sqrt(num_blocks)
+    centre = float(logs.mean())
+    return Interval(math.exp(centre), math.exp(centre - half_width), math.exp(centre + half_width))
+
+
+@dataclass(frozen=True)
+class StatisticalEfficiency:
+    """What a global batch B is worth at a noise scale, both in examples, relative to the base batch B_0."""
+
+    noise_scale: float
+    base_batch_size: float
+
+    def of(self, global_batch_size: float) -> float:
+        """Progress per example: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7); 1 at B_0, falling with B."""
+        return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
+
+    def learning_rate_factor(self, global_batch_size: float) -> float:
+        """By what the learning rate of the base batch grows: as the policy `gain` does, at most B / B_0.
+
+        (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
+        """
+        weighted = NOISE_WEIGHT * self.noise_scale
+        return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
+
+    @property
+    def max_sensible_batch_size(self) -> int:
+        """Largest B whose examples keep half of their worth: B_noise + 2 B_0."""
+        return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 
 def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:

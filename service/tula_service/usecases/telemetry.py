@@ -17,9 +17,9 @@ import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
 from pydantic import Field, Strict
 
+from tula_service.analysis.series import TREND_POINTS, downsample, trend
 from tula_service.domain import FloatArray, IntArray, MemoryReading, NewChunk, RunRecord
 from tula_service.errors import InvalidInput, NotFound, ServiceError
-from tula_service.perfmodel.step_summary import TREND_POINTS, downsample, trend
 from tula_service.store import Store
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter

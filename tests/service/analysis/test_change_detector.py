@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.busy_host import steady_steps
+from tula_service.analysis.monitoring import DriftState, watch_drift
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.step_summary import DriftState, watch_drift
 
 
 def steps(rng: np.random.Generator, mean: float, number: int) -> np.ndarray:

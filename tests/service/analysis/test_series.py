@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.step_summary import TREND_POINTS, downsample, trend
+from tula_service.analysis.series import TREND_POINTS, downsample, trend
 
 
 def test_a_straggling_step_in_ten_does_not_move_it() -> None:

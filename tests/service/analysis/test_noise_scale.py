@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.noise_scale import StatisticalEfficiency, estimate_noise_scale
+from tula_service.analysis.scaling import StatisticalEfficiency, estimate_noise_scale
 
 SIZES = st.floats(1.0, 1e6)
 
@@ -19,8 +19,8 @@ def test_a_telemetry_column_gives_the_second_half_with_an_error_that_shrinks_wit
     short = estimate_noise_scale(np.concatenate([early[:100], late[:100]]))
     assert long is not None
     assert short is not None
-    assert long.value == pytest.approx(300.0, rel=0.05)
-    assert long.error < short.error
+    assert long.mean == pytest.approx(300.0, rel=0.05)
+    assert long.high - long.low < short.high - short.low
 
 
 @pytest.mark.parametrize("column", [[], [100.0] * 7, [np.nan] * 100, [np.inf] * 60 + [100.0] * 12])

@@ -1,0 +1,49 @@
+"""A long series of a run as few points: its trend, or its extremes. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from tsdownsample import MinMaxDownsampler
+
+from tula_service.domain import FloatArray, IntArray
+
+TREND_POINTS = 150
+
+
+def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
+    """The medians of as many intervals as `points`, of equally many points each, at its middle step.
+
+    A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
+    downsampling keeps. None if an interval would hold fewer than three points, and with no interval.
+    """
+    known = ~np.isnan(values)
+    if not bool(known.all()):
+        steps, values = steps[known], values[known]
+    if not 0 < 3 * points <= steps.size:
+        return None
+    edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
+    starts, widths, medians = edges[:-1], np.diff(edges), np.empty(points)
+    for width in np.unique(widths):  # at most two: a median of many rows at once costs little more than of one
+        same = widths == width
+        medians[same] = np.median(values[starts[same, None] + np.arange(width)], axis=1)
+    return steps[(edges[:-1] + edges[1:]) // 2], medians
+
+
+def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
+    """At most `max_points` of the points: minimum and maximum of every interval, and the first and the last point.
+
+    Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
+    """
+    if steps.size <= max_points:
+        return steps, values
+    known = ~np.isnan(values)
+    if bool(known.any()) and not bool(known.all()):
+        steps, values = steps[known], values[known]
+    if steps.size <= max_points:
+        return steps, values
+    ends = np.array([0, steps.size - 1])
+    if max_points < 4:
+        return steps[ends], values[ends]
+    kept = MinMaxDownsampler().downsample(np.ascontiguousarray(values), n_out=(max_points - 2) // 2 * 2)
+    kept = np.union1d(kept.astype(np.int64), ends)
+    return steps[kept], values[kept]
