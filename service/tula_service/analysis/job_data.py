@@ -8,17 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 import tula_wire as wire
 from tula_service.analysis.scaling import estimate_noise_scale
-from tula_service.domain import RunRecord, RunSummary
+from tula_service.domain import FloatArray, RunRecord, RunSummary
 from tula_service.perfmodel.choice import Offer, Spot
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.enums import Objective
 
-FloatArray = npt.NDArray[np.float64]
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _MOST_DOUBLINGS = 12
 

@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import TypeAdapter
 
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
-from tula_service.domain import MEASURES, Measure
+from tula_service.domain import MEASURES, FloatArray, Measure
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError, column
 from tula_service.perfmodel.step_summary import known_mean, robust_mean
@@ -40,7 +39,6 @@ _BLOCK = 50
 """Steps whose mean is compared with the interval: where that is wide, a speed just outside adds little to the sums."""
 _MOST_OVERLAP = 64.0  # the exponent at which max(compute, communication) is reached
 _BYTES_PER_GB = 1e9
-_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class DriftState:
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
-    def confirmed_by(self, recent_s: _Floats) -> bool:
+    def confirmed_by(self, recent_s: FloatArray) -> bool:
         """True if the mean of these newest steps is off the centre by 10 % and twice its standard error, as alarmed.
 
         The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row are no change.
@@ -90,7 +88,7 @@ class DriftState:
         return replace(self, alarm=None, alarm_after_steps=None)
 
 
-def watch_drift(state: DriftState, step_times_s: Sequence[float] | _Floats) -> DriftState:
+def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
     """The state after these steps, in order; the sums continue, and an alarm stays.
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
@@ -182,7 +180,7 @@ class Monitor:
         """What the run stores."""
         return asdict(self)
 
-    def observe(self, step_times_s: _Floats, *, elapsed_s: float | None, warmup: bool) -> Monitor:
+    def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
         """The state after these steps of one rank."""
         monitor = self
         if elapsed_s is not None:
@@ -197,9 +195,9 @@ class Monitor:
     def raise_alarm(
         self,
         step: int,
-        recent_s: _Floats,
-        compute_s: _Floats | None,
-        input_s: _Floats | None,
+        recent_s: FloatArray,
+        compute_s: FloatArray | None,
+        input_s: FloatArray | None,
         examples_left: float | None,
     ) -> Monitor:
         """The state once the detector has fired: rearmed around the new level, with an alarm unless it recovered."""

@@ -24,17 +24,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import ArrayLike
 
 import tula_wire as wire
+from tula_service.domain import FloatArray, IntArray
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.bounds import NOISE_WEIGHT
 from tula_wire.recommendations import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-IntArray: TypeAlias = npt.NDArray[np.int64]
 
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""

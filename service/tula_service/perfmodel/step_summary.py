@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
+from tula_service.domain import IntArray
 from tula_service.perfmodel.points import FloatArray, column
 
 _FEWEST_STEPS = 5
 _MEAN_OFF_MEDIAN = 0.1  # beyond it some steps are of another kind, and a few steps may not hold their share of them
 _BATCHES = 5
 _LEVEL = 0.95
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
