@@ -32,7 +32,6 @@ from tula_service.api import (
     scaling,
     telemetry,
 )
-from tula_service.api.admission import Admission
 from tula_service.api.deps import Limiter, Services, authenticate
 from tula_service.api.middleware import Metrics, RequestMiddleware
 from tula_service.background import BackgroundQueue
@@ -131,8 +130,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     )
     app.state.services = services
     errors.install(app)
-    app.add_middleware(Admission, services=services)
-    app.add_middleware(RequestMiddleware, metrics=counters)  # outermost
+    app.add_middleware(RequestMiddleware, services=services)
     for part in _PARTS:
         app.include_router(part.router, dependencies=[Depends(authenticate)])
     for router in (operations.open_router, session.router, static_files.router):

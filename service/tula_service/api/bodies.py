@@ -11,7 +11,7 @@ from anyio import to_thread
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
-from tula_service.api.deps import Services, is_of_agents
+from tula_service.api.deps import Services, lane_of
 from tula_service.errors import InvalidInput, TooLarge, UnsupportedMedia
 from tula_wire import MAX_STEPS, SampleBatch, TelemetryChunk
 
@@ -89,7 +89,7 @@ def json_of(model: type[M]) -> Any:
 
     async def read(request: Request) -> M:
         services: Services = request.app.state.services
-        threads = services.intake if is_of_agents(request.method, request.scope["path"]) else None
+        threads = None if lane_of(request.method, request.scope["path"]) == "others" else services.intake
         body = await read_body(request)
         if (body.content_type, body.encoding) != (JSON, "identity"):
             raise UnsupportedMedia(f"Only samples and telemetry may be packed or compressed: send plain {JSON}.")

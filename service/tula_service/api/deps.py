@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Final, get_origin
+from typing import TYPE_CHECKING, Annotated, Final, Literal, get_origin
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Query, Request
 from starlette.routing import compile_path
 
-from tula_service.api.middleware import Metrics
 from tula_service.dashboard.session import session_secret
 from tula_service.errors import Busy, Forbidden, InvalidInput, Unauthenticated
 from tula_service.settings import Settings
@@ -22,6 +21,9 @@ from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import routes
 
+if TYPE_CHECKING:
+    from tula_service.api.middleware import Metrics
+
 OPEN: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 """Probes alone are answered without authentication; they reveal only yes or no."""
 _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
@@ -30,8 +32,7 @@ PUBLIC_MAY: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{
 """What anyone may see of a service that only reads."""
 _ADMIN_ONLY: Final = ("POST", routes.PROJECTS)
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
-_AGENTS_PATHS: Final = [(method, compile_path(route)[0]) for method, route in AGENT_MAY]
-_INGEST_PATHS: Final = [(method, compile_path(route)[0]) for method, route in _INGEST]
+_OF_AGENTS: Final = [(method, compile_path(route)[0], (method, route) in _INGEST) for method, route in AGENT_MAY]
 
 WRONG_PER_MINUTE: Final = 600
 _WINDOW_S: Final = 60.0
@@ -128,7 +129,8 @@ async def authenticate(request: Request) -> Principal:
     if services.settings.read_only and changes:
         raise Forbidden("This service only reads (--read-only): send changes to one that was started without it.")
     try:
-        services.limiter.admit(principal, ingest=is_ingest(request.method, request.scope["path"]))
+        ingest = lane_of(request.method, request.scope["path"]) == "ingest"
+        services.limiter.admit(principal, ingest=ingest)
     except Busy:
         services.metrics.limited.inc()
         raise
@@ -184,14 +186,12 @@ def _required_scopes(method: str, route: str) -> frozenset[str]:
     return frozenset(scopes)
 
 
-def is_of_agents(method: str, path: str) -> bool:
-    """True for the paths of `AGENT_MAY`, whose requests have room and threads that no other request takes."""
-    return any(method == known and pattern.match(path) for known, pattern in _AGENTS_PATHS)
-
-
-def is_ingest(method: str, path: str) -> bool:
-    """True for the two paths that agents call constantly: larger bodies, and a separate limit of requests."""
-    return any(method == known and pattern.match(path) for known, pattern in _INGEST_PATHS)
+def lane_of(method: str, path: str) -> Literal["ingest", "agents", "others"]:
+    """Requests of `AGENT_MAY` have room and threads that no other takes; ingest also larger bodies, and own limits."""
+    for known, pattern, is_ingest in _OF_AGENTS:
+        if method == known and pattern.match(path):
+            return "ingest" if is_ingest else "agents"
+    return "others"
 
 
 async def reject_unknown_query(request: Request) -> None:

@@ -60,7 +60,7 @@ _HTTP: Final[dict[int, tuple[str, str, str]]] = {
     405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
     408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
 }
-"""What a router raises, and `Admission`."""
+"""What a router raises, and `RequestMiddleware`."""
 
 
 def install(app: FastAPI) -> None:
@@ -73,7 +73,7 @@ def install(app: FastAPI) -> None:
 
 
 def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
-    """The problem document of an error of this service, or of a status that a router or `Admission` raises."""
+    """The problem document of an error of this service, or of a status that `_HTTP` has."""
     if isinstance(error, HTTPException):
         kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
         return _problem(scope, error.status_code, detail, kind=kind, title=title, headers=error.headers)

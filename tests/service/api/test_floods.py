@@ -20,7 +20,7 @@ from starlette.types import Message, Scope
 
 from tests.service.api.conftest import HOST, Service, Tenant
 from tests.service.api.test_ingest import batch
-from tula_service.api import admission, deps
+from tula_service.api import deps, middleware
 from tula_service.dashboard import charts
 from tula_wire import routes
 
@@ -28,7 +28,7 @@ from tula_wire import routes
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender beyond its limits waits for that answer."""
-    monkeypatch.setattr(admission, "LIMITED_S", 0.01)
+    monkeypatch.setattr(middleware, "LIMITED_S", 0.01)
 
 
 def as_(token: str) -> dict[str, str]:
@@ -153,7 +153,7 @@ def test_slow_bodies_of_one_token_take_no_room_of_others(
 
 
 def test_slow_bodies_of_one_token_hold_a_bounded_memory(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ARRIVING_BYTES", 100_000)
+    monkeypatch.setattr(middleware, "ARRIVING_BYTES", 100_000)
     red = service.tenant("red")
 
     async def attack() -> None:
@@ -187,7 +187,7 @@ def test_a_slow_form_of_an_address_leaves_room_for_other_addresses(
 
 
 def test_a_slow_body_is_answered_408(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.05)
     red = service.tenant("red")
 
     async def slow() -> Counter[int | None]:
@@ -239,7 +239,7 @@ def test_a_sender_beyond_its_limits_waits_for_that_answer_and_takes_no_room(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, flood: str
 ) -> None:
     """Refusals at full speed took the event loop."""
-    monkeypatch.setattr(admission, "LIMITED_S", 600.0)
+    monkeypatch.setattr(middleware, "LIMITED_S", 600.0)
     monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 5)
     service = start(sqlite_url, max_in_flight=54, requests_per_minute=10 if flood == "requests" else 6000)
     senders = service.settings.max_ordinary_in_flight

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.support.forked import Server
 from benchmarks.support.prepared import Prepared, prepare
 from benchmarks.support.server import migrate
-from tula_service.api.admission import BODY_TIMEOUT_S
+from tula_service.api.middleware import BODY_TIMEOUT_S
 from tula_wire import routes
 
 

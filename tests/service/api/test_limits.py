@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.service.api.conftest import HOST, Service
-from tula_service.api import admission, deps
+from tula_service.api import deps, middleware
 from tula_service.api.deps import Limiter
 from tula_service.app import LOOKUPS
 from tula_service.errors import Busy
@@ -88,7 +88,7 @@ def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_s
 ) -> None:
     """Missing, wrong and malformed tokens count alike. Answers 429 wait, which would look like a slow service."""
     monkeypatch.setattr(deps, "WRONG_PER_MINUTE", 1)
-    monkeypatch.setattr(admission, "LIMITED_S", 0.01)
+    monkeypatch.setattr(middleware, "LIMITED_S", 0.01)
     service = start(sqlite_url)
     boss = service.client(service.token("admin"))
     answers = [service.client(**header).get(routes.JOBS) for _ in range(3)]
