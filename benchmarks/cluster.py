@@ -68,17 +68,14 @@ dataset = {{ size = {dataset} }}
 cluster = {{ min_nodes = 2, max_nodes = {max_nodes}, price = {{ usd_per_node_hour = 1.0 }} }}
 batch = {{ min_local_batch_size = 8, max_local_batch_size = {max_batch} }}
 [profiling]
-profiling_warmup_steps = {warmup}
-measuring_steps = {steps}
-precision = {precision}
 columns = {columns}
-{budget}
+{profiling}
 """
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: N = 2, 4, ... `max_nodes` and b = 8, 16, ... `max_batch`; steps per run and before the cut.
+    """How much is measured: N = 2, 4, ... `max_nodes` and b = 8, 16, ... `max_batch`; steps before the cut.
 
     `max_runs` bounds the searches that are compared; the service's default without it. `full` measures every
     candidate before and after the searches; without it, the partial search is the truth, as it measures both of two.
@@ -86,7 +83,6 @@ class Size:
 
     max_nodes: int = 8
     max_batch: int = 128
-    measuring_steps: int = 40
     steady_steps: int = 2000
     max_runs: int | None = None
     full: bool = True
@@ -97,7 +93,7 @@ class Size:
         return (self.max_nodes.bit_length() - 1) * (self.max_batch.bit_length() - 3)
 
 
-SMOKE = Size(max_nodes=2, max_batch=16, measuring_steps=8, steady_steps=30, max_runs=1, full=False)
+SMOKE = Size(max_nodes=2, max_batch=16, steady_steps=30, max_runs=1, full=False)
 
 
 def main() -> int:
@@ -358,13 +354,14 @@ class Bench:
         folder.mkdir()
         full, size = search == "full", self.size
         max_runs = budget or (size.num_candidates if full else size.max_runs)
+        exhaustive = ["measuring_steps = 40", "precision = 0.0"] if full else []
+        budgeted = [f"max_runs = {max_runs}"] if max_runs else []
         spec = folder / "job.toml"
         spec.write_text(
             SPEC.format(
-                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET, warmup=5,
-                steps=size.measuring_steps, max_nodes=size.max_nodes, max_batch=size.max_batch,
-                precision=0.0 if full else 0.05, budget=f"max_runs = {max_runs}" if max_runs else "",
-                columns=str(columns).lower(),
+                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET,
+                max_nodes=size.max_nodes, max_batch=size.max_batch, columns=str(columns).lower(),
+                profiling="\n".join([*exhaustive, *budgeted]),
             )
         )  # fmt: skip
         return spec
