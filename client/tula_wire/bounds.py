@@ -24,18 +24,6 @@ compiles for the new shape, the second captures a CUDA graph, the third is the f
 MIN_EPOCHS: Final = 1e-9
 MAX_EPOCHS: Final = 1e6
 
-THRESHOLDS: Final[dict[str, tuple[float, float]]] = {
-    "version": (0, MAX_NUMBER),
-    "delta": (MIN_DELTA, MAX_DELTA),
-    "small_batch_size": (1, MAX_COUNT),
-    "static_scale": (MIN_FACTOR, MAX_FACTOR),
-    "s_min": (MIN_FACTOR, MAX_FACTOR),
-    "s_max": (MIN_FACTOR, MAX_FACTOR),
-    "refresh_steps": (1, MAX_COUNT),
-}
-"""Least and greatest value of each number among the thresholds of gradient scaling."""
-WHOLE_THRESHOLDS: Final = frozenset({"version", "small_batch_size", "refresh_steps"})
-
 NOISE_WEIGHT: Final = 4.0
 """c of the learning rate's factor (|G|^2 + c S/b) / (|G|^2 + c S/B), see docs/gradient-scaling.md."""
 

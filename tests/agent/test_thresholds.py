@@ -80,7 +80,8 @@ def test_a_served_bound_that_crosses_a_scripted_one_is_left_out_alone_with_one_w
         assert (found.version, found.policy) == (version, "ags")
         assert replace(found, version=0, policy="gain") == optimizer.scripted_thresholds
     transport.close()
-    assert caplog.text.count(f"is ignored: it crosses the script's {scripted} = 0.8") == 1
+    assert caplog.text.count("the service's bound is ignored: with the script's, s_min = ") == 1
+    assert f"{scripted} = 0.8" in caplog.text
 
 
 def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink: Sink, launch: Launch) -> None:
@@ -100,8 +101,8 @@ def test_a_vector_that_makes_no_sense_changes_nothing_on_any_rank() -> None:
     for slot in range(1, len(vector)):
         for wrong in (math.nan, math.inf, -math.inf, -2.0, 1e300):
             synced.load([*vector[:slot], wrong, *vector[slot + 1 :]])
-            found = synced.poll(1, torch.device("cpu"))
+            found = synced.poll(1, ScalingThresholds(), torch.device("cpu"))
             # Any other number than that of `element` stands for `tensor`.
             assert found is None or (slot == 3 and found.granularity == "tensor"), (slot, wrong, found)
     synced.load(vector)
-    assert synced.poll(1, torch.device("cpu")) == ScalingThresholds(version=3, delta=0.25)
+    assert synced.poll(1, ScalingThresholds(), torch.device("cpu")) == ScalingThresholds(version=3, delta=0.25)

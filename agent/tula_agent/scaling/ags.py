@@ -13,13 +13,24 @@ from typing import Any
 
 import torch
 
-from tula_agent.scaling.math import factor_from_squares, paper_s_max, squares
-from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Gradients, Meter, Reading, Tapped
+from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Gradients, Meter, Reading, Tapped, squares
 from tula_agent.scaling.ranks import Arrival, to_host
 from tula_agent.scaling.thresholds import ScalingThresholds
 
+EPS = 1e-8  # of Algorithm 1
 DEFAULT_REFRESH_STEPS = 200
 """Steps between two factors of `ags` while no epoch was reported."""
+
+
+def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
+    """min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
+
+    A ratio that is not finite (overflow) becomes 1, so that one bad probe never spoils a weight. So does the ratio of
+    two zeros, which holds no information.
+    """
+    ratio = small.clamp(min=0.0).sqrt() / (large.clamp(min=0.0).sqrt() + EPS)
+    usable = torch.isfinite(ratio) & ((small > 0.0) | (large > 0.0))
+    return torch.where(usable, ratio.clamp(min=s_min, max=s_max), torch.ones_like(ratio))
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,11 @@ class GatedFactors:
 
 
 def factors(small: Gradients, large: Gradients, thresholds: ScalingThresholds, ratio: float) -> Gradients:
-    """Algorithm 1's factor of each parameter from the squares of g_small and g_large; `ratio` is B / b_small."""
-    s_max = paper_s_max(ratio) if thresholds.s_max is None else thresholds.s_max
+    """Algorithm 1's factor of each parameter from the squares of g_small and g_large.
+
+    `ratio` is B / b_small; its root is the largest factor, unless `s_max` is given.
+    """
+    s_max = math.sqrt(max(1.0, ratio)) if thresholds.s_max is None else thresholds.s_max
     return [
         None if part is None or whole is None else factor_from_squares(part, whole, s_min=thresholds.s_min, s_max=s_max)
         for part, whole in zip(small, large, strict=True)

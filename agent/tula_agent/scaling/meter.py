@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tula_agent.batches import batch_size_of, map_tensors
-from tula_agent.scaling.math import MAX_RESIDUAL, common_factor, squares
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.torch_private import norm_squared
+from tula_wire.scaling import Granularity
 
 _LOG = logging.getLogger(__name__)
 
-Tapped = Literal["tensor", "element", "projections"]
+Tapped = Granularity | Literal["projections"]
 """What hooks sum: squares by tensor or element, with the projections that `common_factor` needs, or only these."""
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 """Mean loss of the bare module on a batch; enters autocast itself where training uses it."""
@@ -33,6 +33,7 @@ Gradients = list[torch.Tensor | None]
 
 _CALIBRATORS = 8  # tensors that are projected
 _PROJECTED_ELEMENTS = 4096
+MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
 _HEAD = 7  # numbers of a measurement before its projections
 
 NO_SMALL_BATCH = (
@@ -44,6 +45,29 @@ DISTURBED = (
     "common factor after backward (clipping by value or by group, PowerSGD), or some parameters had more backwards "
     "than others (a backward for each loss, reentrant checkpoints with a shared module)"
 )
+
+
+def squares(gradient: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """Sum of squares of a tensor (0-d), or the square of each element (the shape of `gradient`).
+
+    In float32; in float64 for float64 gradients.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    if granularity == "element":
+        return gradient.to(wide).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
+    return norm.square()
+
+
+def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(f, |after - f before| / |after|) by least squares, 0-d, from projections of shape (n,); NaN where undetermined.
+
+    f is the number by which gradients were multiplied between backward and step: AMP's loss scale, clipping by global
+    norm, averaging over micro-steps. None of them is mistaken for noise, and the script need not report them.
+    """
+    factor = torch.dot(before, after) / torch.dot(before, before)
+    factor = torch.where(factor > 0.0, factor, math.nan)
+    return factor, torch.linalg.vector_norm(after - factor * before) / torch.linalg.vector_norm(after)
 
 
 class Reading:

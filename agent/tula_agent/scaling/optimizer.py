@@ -14,8 +14,9 @@ from tula_agent.scaling.ags import AgsPolicy, GatedFactors
 from tula_agent.scaling.gain import PLAIN, GainPolicy, GainRule
 from tula_agent.scaling.meter import LossFunction, Meter
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.thresholds import Granularity, PolicyName, ScalingThresholds, SyncedThresholds
+from tula_agent.scaling.thresholds import PolicyName, ScalingThresholds, SyncedThresholds
 from tula_agent.torch_private import is_sharded
+from tula_wire.scaling import Granularity
 
 _STATE_KEY = "tula"
 _STATE_FORMAT = 2
@@ -165,9 +166,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         meter = self._meter
         if not self._size_known:
             self._refuse_unknown_batch()
-        if self._steps == 0:
-            self._thresholds = self._synced.broadcast(self._thresholds, meter.device)
-        agreed = self._synced.poll(self._steps, meter.device)
+        agreed = self._synced.poll(self._steps, self._thresholds, meter.device)
         if agreed is not None:
             self._switch(agreed)
         if not (self._closed or meter.tap.watch(meter.parameters())):
@@ -328,7 +327,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _switch(self, thresholds: ScalingThresholds) -> None:
         """Put `thresholds` in force and drop all that another policy or other bounds had measured."""
         before, self._thresholds = self._thresholds, thresholds
-        if thresholds.small_batch_size is not None and self._meter.batch_size is None and not self._meter.observed:
+        moved = thresholds.small_batch_size not in (None, before.small_batch_size)
+        if moved and self._meter.batch_size is None and not self._meter.observed:
             self._meter.warn(
                 "the service's small_batch_size is ignored: the global batch size is unknown; give TulaOptimizer "
                 "global_batch_size=, or call observe_batch with each batch"

@@ -10,27 +10,29 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from pydantic import ValidationError
 
+import tula_wire as wire
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Arrival, Ranks
-from tula_wire.bounds import THRESHOLDS, WHOLE_THRESHOLDS, ScalingPolicy
+from tula_wire.bounds import ScalingPolicy
+from tula_wire.problems import remedy
+from tula_wire.scaling import Granularity
 
 if TYPE_CHECKING:
     from tula_agent.ship.transport import Transport
 
 PolicyName = ScalingPolicy
-Granularity = Literal["element", "tensor"]
 
 AGREE_EVERY = 16
 """Steps between two chances to change thresholds."""
 POLL_EVERY_S = 10.0
 
-_POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-_GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-_INTEGERS = WHOLE_THRESHOLDS | {"policy", "granularity"}
+_CHOICES: dict[str, tuple[str, ...]] = {"policy": get_args(PolicyName), "granularity": ("element", "tensor")}
+"""Stand in a vector by their place here, which is part of the format of a checkpoint."""
 _NONE = -1.0
 """Stands for None in a vector: no number in it is negative."""
 
@@ -60,7 +62,7 @@ class ScalingThresholds:
     refresh_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _check_each(vars(self))
+        _checked(vars(self))
         if self.policy == "static" and self.static_scale is None:
             raise ValueError("static_scale is missing: policy 'static' needs the factor of equation 8")
         if self.s_max is not None and self.s_max < self.s_min:
@@ -75,75 +77,52 @@ class ScalingThresholds:
         without the script's. An answer for another policy than the scripted one changes the version only. Raises
         ValueError naming a field of a wrong type or out of its range. Fields of a newer service are ignored.
         """
-        served = _typed(answer)
-        known = {field.name for field in fields(self)} - set(scripted)
+        served = _checked(answer, strict=True)
         if "policy" in scripted and served.get("policy", self.policy) != self.policy:
-            known = {"version"}
-        values = {name: value for name, value in served.items() if name in known}
+            return replace(self, version=served.get("version", self.version))
+        values = {name: value for name, value in served.items() if name not in scripted}
         s_min, s_max = values.get("s_min", self.s_min), values.get("s_max", self.s_max)
-        if s_max is not None and s_max < s_min:
-            for name, other in (("s_min", "s_max"), ("s_max", "s_min")):
-                if name in values and other in scripted:
-                    left_out, crossed = f"{values.pop(name)!r:.40}", f"{other} = {getattr(self, other):g}"
-                    warn(f"the service's {name} = {left_out} is ignored: it crosses the script's {crossed}")
+        if s_max is not None and s_max < s_min and ("s_min" in scripted or "s_max" in scripted):
+            warn(f"the service's bound is ignored: with the script's, s_min = {s_min:g} is above s_max = {s_max:g}")
+            values = {name: value for name, value in values.items() if name not in ("s_min", "s_max")}
         return replace(self, **values)
 
     def to_vector(self) -> list[float]:
         """Numbers only, for a reduction over ranks; every slot is exact in float64."""
-        numbers = {
-            **vars(self),
-            "policy": _POLICIES.index(self.policy),
-            "granularity": _GRANULARITIES.index(self.granularity),
-        }
+        numbers = vars(self) | {name: choices.index(getattr(self, name)) for name, choices in _CHOICES.items()}
         return [_NONE if value is None else float(value) for value in numbers.values()]
 
     @classmethod
     def from_vector(cls, slots: Sequence[float]) -> ScalingThresholds:
         """Inverse of `to_vector`. Raises LookupError, ValueError or OverflowError for other numbers."""
-        names = [field.name for field in fields(cls)]
-        values: dict[str, Any] = {n: slot for n, slot in zip(names, slots, strict=False) if slot != _NONE}
-        values |= {name: int(values[name]) for name in _INTEGERS & values.keys()}
-        values["policy"] = dict(enumerate(_POLICIES))[values["policy"]]
-        values["granularity"] = dict(enumerate(_GRANULARITIES))[values["granularity"]]
-        return cls(**values)
+        values: dict[str, Any] = {n: slot for n, slot in zip(_NAMES, slots, strict=False) if slot != _NONE}
+        values |= {name: dict(enumerate(choices))[values[name]] for name, choices in _CHOICES.items()}
+        return cls(**_checked(values))
 
 
-def _check_each(values: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first value that makes no sense by itself; a number may be None."""
-    for name, choices in (("policy", _POLICIES), ("granularity", _GRANULARITIES)):
-        if name in values and values[name] not in choices:
-            raise ValueError(f"{name} is {values[name]!r:.40}: choose one of {', '.join(choices)}")
-    for name, (least, most) in THRESHOLDS.items():
-        value = values.get(name)
-        if value is None:
-            continue
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {value!r:.40}: give a number from {least:g} to {most:g}")
-        if name in WHOLE_THRESHOLDS and value != int(value):
-            raise ValueError(f"{name} is {value}: give a whole number")
+_NAMES = [field.name for field in fields(ScalingThresholds)]
 
 
-def _typed(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The thresholds in an answer, without those that are null or absent. Raises ValueError for one that is wrong."""
-    names = [field.name for field in fields(ScalingThresholds)]
-    found = {name: answer[name] for name in names if answer.get(name) is not None}
-    for name, value in found.items():
-        kinds = (int,) if name in WHOLE_THRESHOLDS else (int, float) if name in THRESHOLDS else (str,)
-        if type(value) not in kinds:
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{name} must be of type {expected}, not {value!r:.40}")
-    _check_each(found)
-    return found
+def _checked(values: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
+    """The thresholds among `values` in the wire's types, without those that are null or absent.
 
-
-VECTOR_LENGTH = len(fields(ScalingThresholds))
+    Raises ValueError naming one that is out of its range or, where `strict`, of another type.
+    """
+    known = {name: values[name] for name in _NAMES if values.get(name) is not None}
+    try:
+        found = wire.ScalingThresholds.model_validate(known, strict=strict)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ValueError(f"{wrong['loc'][0]} = {wrong['input']!r:.40}: {remedy(wrong)}") from None
+    return found.model_dump(exclude_unset=True)
 
 
 class SyncedThresholds:
     """Lets all ranks switch to the first rank's thresholds at the same step.
 
-    Every rank calls `poll` once a step, in the same order. Every AGREE_EVERY-th step starts a sum over ranks that the
-    next step reads, so no step waits for it. Proposals of other ranks than the first are ignored.
+    Every rank calls `poll` once a step, in the same order. The first step starts a sum over ranks and waits for it.
+    Every AGREE_EVERY-th starts one that the next step reads, so that no other step waits. Proposals of other ranks than
+    the first are ignored.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -155,26 +134,26 @@ class SyncedThresholds:
         """Ask for `thresholds`; safe from another thread (assigns one reference)."""
         self._proposed = thresholds
 
-    def broadcast(self, thresholds: ScalingThresholds, device: torch.device) -> ScalingThresholds:
-        """The first rank's `thresholds`, on every rank, at once: for the very first step."""
-        vector = self._ranks.sum_(self._vector(thresholds, device))
-        return ScalingThresholds.from_vector([float(x) for x in vector.tolist()[1:]])
-
-    def poll(self, step: int, device: torch.device) -> ScalingThresholds | None:
-        """The thresholds that all ranks switch to at this step, if any."""
-        agreed = None
-        if self._arrival is not None:
-            values = self._arrival.values()
-            self._arrival = None
-            if values[0] > 0.5:
-                agreed = _received(values[1:])
+    def poll(self, step: int, in_force: ScalingThresholds, device: torch.device) -> ScalingThresholds | None:
+        """The thresholds that all ranks switch to at this step, if any; None on all of them if they make no sense."""
         if step % AGREE_EVERY == 0:
             proposed, self._proposed = self._proposed, None
+            if step == 0:
+                proposed = proposed or in_force
             self._arrival = self._ranks.send(self._vector(proposed, device))
-        return agreed
+            if step > 0:
+                return None
+        if self._arrival is None:
+            return None
+        values, self._arrival = self._arrival.values(), None
+        try:
+            return ScalingThresholds.from_vector(values[1:]) if values[0] > 0.5 else None
+        except (LookupError, ValueError, OverflowError) as error:
+            logger.warning("new thresholds of gradient scaling are ignored: %s", error)
+            return None
 
     def _vector(self, thresholds: ScalingThresholds | None, device: torch.device) -> torch.Tensor:
-        slots = [0.0] * (1 + VECTOR_LENGTH)
+        slots = [0.0] * (1 + len(_NAMES))
         if thresholds is not None and self._ranks.is_first:
             slots = [1.0, *thresholds.to_vector()]
         vector = torch.tensor(slots, dtype=torch.float64)
@@ -191,15 +170,6 @@ class SyncedThresholds:
     def load(self, values: list[float] | None) -> None:
         """Inverse of `state`."""
         self._arrival = None if values is None else Arrival(torch.tensor(values, dtype=torch.float64))
-
-
-def _received(slots: Sequence[float]) -> ScalingThresholds | None:
-    """The thresholds in a vector that all ranks hold, None on all of them if it makes no sense."""
-    try:
-        return ScalingThresholds.from_vector(slots)
-    except (LookupError, ValueError, OverflowError) as error:
-        logger.warning("new thresholds of gradient scaling are ignored: %s", error)
-        return None
 
 
 class ThresholdPoller:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tula_agent.scaling.math import EPS
-from tula_agent.scaling.thresholds import Granularity
+from tula_agent.scaling.ags import EPS
+from tula_wire.scaling import Granularity
 
 Batch = Any
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,10 +220,10 @@ def test_one_rank_neither_probes_nor_switches_thresholds_by_reading_from_the_dev
     assert found[1] == 16 / 2
     synced = SyncedThresholds(Ranks())
     thresholds = ScalingThresholds(version=2, policy="none")
-    assert synced.broadcast(thresholds, device) == thresholds
-    synced.propose(thresholds)
-    assert synced.poll(0, device) is None
-    assert synced.poll(1, device) == thresholds
+    assert synced.poll(0, thresholds, device) == thresholds
+    synced.propose(replace(thresholds, version=3))
+    assert synced.poll(AGREE_EVERY, thresholds, device) is None
+    assert synced.poll(AGREE_EVERY + 1, thresholds, device) == replace(thresholds, version=3)
 
 
 def test_a_smaller_batch_changes_the_batch_size_only_the_second_time():

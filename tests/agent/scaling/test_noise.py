@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.scaling import GainRule, TulaOptimizer
-from tula_agent.scaling.gain import SpikeClip
-from tula_agent.scaling.math import NoiseAverage, noise_gain
+from tula_agent.scaling.gain import NoiseAverage, SpikeClip, noise_gain
 
 SAMPLES = 8.0
 
